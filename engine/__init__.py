@@ -1,0 +1,1 @@
+"""The generation engine: prefix cache, scheduler, model runner and sampler, joined by `engine.engine`."""

@@ -1,0 +1,60 @@
+"""The engine's configuration: every setting, its range and its default, frozen and validated once.
+
+Imports no torch, so that the command line can check settings before it loads anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import ConfigError
+from .request import describe_validation_error
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(BaseModel):
+    """Settings of one engine. Unknown keys and values out of range raise ConfigError.
+
+    `model`: a folder in Hugging Face format, a hub name, or `smollm2`. `dtype` `auto`: the checkpoint's own.
+    KV memory is `num_blocks` blocks of `block_size` tokens, or as many as `kv_memory` bytes hold; with neither given, what
+    `max_num_seqs` sequences of `max_model_len` tokens need, but at most a quarter of the memory that is available.
+    `max_model_len` None: what the model was trained for. `max_num_batched_tokens`: the token budget of a step.
+    `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device` and `backend` alone.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    dtype: Dtype = "auto"
+    device: str = "cpu"
+    backend: Literal["auto", "reference"] = "auto"
+    block_size: int = Field(16, ge=1)
+    num_blocks: int | None = Field(None, ge=1)
+    kv_memory: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_seqs: int = Field(64, ge=1)
+    max_num_batched_tokens: int = Field(512, ge=1)
+    enable_prefix_caching: bool = True
+    num_threads: int | None = Field(None, ge=1)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe_validation_error(error)) from None
+
+    @model_validator(mode="after")
+    def _combinations_work(self) -> EngineConfig:
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ValueError(
+                "num_blocks, kv_memory: expected at most one of them, found both; they set the same thing"
+            )
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs: expected at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "
+                f"running sequence can decode in each step, found {self.max_num_seqs}"
+            )
+        return self

@@ -1,0 +1,451 @@
+"""The engine: requests in, finished samples out, one `step` at a time.
+
+Owns the open requests and joins scheduler, model runner and sampler. One thread owns the engine: nothing here is locked.
+
+Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from `step` or from
+`abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend and dtype alone. A prompt that
+several samples or several requests share is computed once. An exception from `step` is final: the engine's state is
+then undefined.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from .config import EngineConfig
+from .errors import ConfigError, InvalidRequestError, UnknownRequestError
+from .loading import LoadedModel, load_model
+from .model_runner import ModelRunner, kv_bytes_per_block
+from .prefix_cache import PrefixCache
+from .request import (
+    FinishReason,
+    GenerateRequest,
+    Output,
+    Request,
+    SampleOutput,
+    ScoreOutput,
+    ScoreRequest,
+    WeightSpan,
+    derive_seed,
+)
+from .sampler import Draw, Drawn, Sampler
+from .scheduler import Scheduler
+from .sequence import Chunk, Sequence
+from .stop_strings import StopStrings, load_tokenizer
+
+_SCORE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is and what it can take; all of it fixed at start-up."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    backend: str
+    isa: str
+    num_threads: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    weight_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Lifetime counters, and gauges of this moment (`num_*`, `blocks_*`).
+
+    `prefix_queries`: prompt tokens of generate requests; `prefix_hits`: those of them found in the cache or shared with a
+    running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after a
+    preemption too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of finished samples.
+    `deferred_admissions`: how often a request waited a step for a prefix that another one was computing. `evictions`: cached blocks
+    that were reused for something else. `blocks_cached`: free blocks that can be hit; `blocks_empty`: free, not hittable.
+    """
+
+    steps: int
+    num_running: int
+    num_waiting: int
+    prefix_queries: int
+    prefix_hits: int
+    computed_tokens: int
+    computed_prompt_tokens: int
+    generated_tokens: int
+    preemptions: int
+    deferred_admissions: int
+    evictions: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_empty: int
+    samples_finished: dict[str, int]
+
+
+@dataclass(eq=False, slots=True)
+class _Sample:
+    """One completion in the making. `joined`: its prompt is computed by another request."""
+
+    request: GenerateRequest
+    index: int
+    order: tuple[int, int]
+    seed: int
+    sequence: Sequence
+    joined: bool
+    stop_strings: StopStrings | None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
+
+
+@dataclass(eq=False, slots=True)
+class _Score:
+    """A score request in the making; `logprobs` float32 [num_tokens - 1] fills up as chunks are computed."""
+
+    request: ScoreRequest
+    sequence: Sequence
+    logprobs: np.ndarray
+
+
+class Engine:
+    """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        self.weight_version = 0
+        self._loaded = load_model(config)
+        self.info = _describe(config, self._loaded)
+        self._runner = ModelRunner(self._loaded.model, self.info.num_blocks, config.block_size)
+        self._sampler = Sampler(self._loaded.backend)
+        self._cache = PrefixCache(self.info.num_blocks, config.block_size, config.enable_prefix_caching)
+        self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
+        self._open: dict[str, dict[int, _Sample] | _Score] = {}
+        self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
+        self._arrivals = 0
+        self._steps = 0
+        self._joined_tokens = 0
+        self._generated_tokens = 0
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def add(self, request: Request) -> None:
+        """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
+        if request.id in self._open:
+            raise InvalidRequestError(f"request id: expected one that is not running, found {request.id!r} running")
+        if isinstance(request, ScoreRequest):
+            self._add_score(request)
+        else:
+            self._add_group(request)
+        self._arrivals += 1
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Output]:
+        """Ends one sample, or all that are unfinished, with what they have. Raise UnknownRequestError if there is none."""
+        entry = self._open.get(request_id)
+        if isinstance(entry, _Score) and index is None:
+            self._scheduler.finish(entry.sequence)
+            return [self._finish_score(entry, "abort")]
+        if not isinstance(entry, dict) or (index is not None and index not in entry):
+            what = f"request {request_id!r}" + ("" if index is None else f", sample {index}")
+            raise UnknownRequestError(f"abort: expected a running request or sample, found none for {what}")
+        samples = list(entry.values()) if index is None else [entry[index]]
+        return [self._abort_sample(sample) for sample in samples]
+
+    def step(self) -> list[Output]:
+        """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished."""
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return []
+        hidden = self._runner.run(chunks)
+        self._scheduler.commit(chunks)
+        self._steps += 1
+        ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]).tolist()
+        return self._record_scores(chunks, ends, hidden) + self._draw(chunks, ends, hidden)
+
+    def invalidate_prefix_cache(self) -> None:
+        """Makes sure that no later request reuses KV computed until now; running requests keep theirs."""
+        self._cache.invalidate()
+        self._prompts.clear()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every KV block is accounted for exactly once."""
+        self._scheduler.check_integrity()
+
+    def stats(self) -> EngineStats:
+        """The counters and gauges of this moment."""
+        scheduler, cache = self._scheduler, self._cache
+        return EngineStats(
+            steps=self._steps,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            prefix_queries=scheduler.stats.prefix_queries + self._joined_tokens,
+            prefix_hits=scheduler.stats.prefix_hits + self._joined_tokens,
+            computed_tokens=scheduler.stats.computed_tokens,
+            computed_prompt_tokens=scheduler.stats.computed_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            preemptions=scheduler.stats.preemptions,
+            deferred_admissions=scheduler.stats.deferred_admissions,
+            evictions=cache.evictions,
+            blocks_in_use=cache.num_blocks - cache.num_free,
+            blocks_cached=cache.num_cached,
+            blocks_empty=cache.num_free - cache.num_cached,
+            samples_finished=dict(self._finished),
+        )
+
+    def _add_group(self, request: GenerateRequest) -> None:
+        params = request.params
+        if params.seed is None:
+            raise InvalidRequestError("seed: expected a number, found None; the caller of the engine draws one")
+        num_tokens = len(request.prompt_token_ids) + params.max_tokens
+        self._check_tokens(request.prompt_token_ids, 1, num_tokens)
+        self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
+        tokenizer = load_tokenizer(self._loaded.folder) if params.stop else None
+        sequence, joined = self._prompt_sequence(request)
+        samples = [
+            _Sample(
+                request,
+                i,
+                (self._arrivals, i),
+                derive_seed(params.seed, i),
+                sequence,
+                joined,
+                StopStrings(tokenizer, params.stop) if tokenizer else None,
+            )
+            for i in range(params.n)
+        ]
+        sequence.samples += samples
+        self._open[request.id] = dict(enumerate(samples))
+
+    def _prompt_sequence(self, request: GenerateRequest) -> tuple[Sequence, bool]:
+        """The sequence that computes the request's prompt: one that is under way already, and True, or a new one."""
+        prompt, salt = array("i", request.prompt_token_ids.tolist()), request.params.cache_salt
+        if running := self._prompts.get((prompt.tobytes(), salt)):
+            self._joined_tokens += len(prompt)
+            return running, True
+        sequence = Sequence((self._arrivals, 0), prompt, len(prompt), self._cache.new_chain(salt), salt)
+        self._scheduler.add(sequence)
+        if self._cache.enabled:
+            self._prompts[prompt.tobytes(), salt] = sequence
+        return sequence, False
+
+    def _add_score(self, request: ScoreRequest) -> None:
+        self._check_tokens(request.token_ids, 2, len(request.token_ids))
+        # The last token is only predicted, never read.
+        tokens = array("i", request.token_ids[:-1].tolist())
+        chain = self._cache.new_chain(request.cache_salt)
+        sequence = Sequence((self._arrivals, 0), tokens, len(tokens), chain, request.cache_salt)
+        score = _Score(request, sequence, np.zeros(len(tokens), np.float32))
+        sequence.scores = score
+        self._scheduler.add(sequence)
+        self._open[request.id] = score
+
+    def _check_tokens(self, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
+        if len(token_ids) < minimum:
+            raise InvalidRequestError(f"token ids: expected at least {minimum}, found {len(token_ids)}")
+        self._check_vocabulary("token ids", token_ids)
+        if num_tokens > self.info.max_model_len:
+            raise InvalidRequestError(
+                f"length: expected prompt and max_tokens to be at most max_model_len = {self.info.max_model_len} tokens "
+                f"together, found {len(token_ids)} + {num_tokens - len(token_ids)}; shorten one of them"
+            )
+        self._scheduler.check_fits(num_tokens)
+
+    def _check_vocabulary(self, what: str, token_ids: np.ndarray) -> None:
+        outside = token_ids[(token_ids < 0) | (token_ids >= self.info.vocab_size)]
+        if len(outside):
+            raise InvalidRequestError(
+                f"{what}: expected ids in [0, {self.info.vocab_size}), found {outside[0]}; use the model's own tokenizer"
+            )
+
+    def _record_scores(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
+        outputs: list[Output] = []
+        for chunk, end in zip(chunks, ends, strict=True):
+            if score := chunk.sequence.scores:
+                self._score_chunk(score, chunk, hidden[end - (chunk.end - chunk.start) : end])
+                if chunk.reaches_end:
+                    self._scheduler.finish(chunk.sequence)
+                    outputs.append(self._finish_score(score, "stop"))
+        return outputs
+
+    def _score_chunk(self, score: _Score, chunk: Chunk, hidden: Tensor) -> None:
+        targets = torch.from_numpy(score.request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
+        for start in range(0, len(hidden), _SCORE_ROWS):
+            rows = slice(start, start + _SCORE_ROWS)
+            logits = self._runner.logits(hidden[rows])
+            logprobs = self._sampler.score(logits, targets[rows].to(logits.device), score.request.distribution)
+            score.logprobs[chunk.start : chunk.end][rows] = logprobs.cpu().numpy()
+
+    def _draw(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
+        """Draws for every sequence that caught up with its tokens."""
+        ready = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end and c.sequence.samples]
+        draws = [self._next_draw(s, row) for row, (sequence, _) in enumerate(ready) for s in sequence.samples]
+        if not draws:
+            return []
+        drawn = iter(self._sampler.draw(self._runner.logits(hidden[[row for _, row in ready]]), draws))
+        outputs: list[Output] = []
+        for sequence, _ in ready:
+            outputs += self._extend(sequence, [(sample, next(drawn)) for sample in sequence.samples])
+        return outputs
+
+    def _next_draw(self, sample: _Sample, row: int) -> Draw:
+        params = sample.request.params
+        too_early = len(sample.token_ids) < params.min_tokens
+        banned = self._ending_tokens(sample) if too_early else frozenset()
+        return Draw(row, params, sample.seed, sample.sequence.num_tokens, banned)
+
+    def _extend(self, sequence: Sequence, drawn: list[tuple[_Sample, Drawn]]) -> list[Output]:
+        """Gives each sample its token. Those that go on part ways: the first keeps the sequence, the others get forks."""
+        if sequence.num_tokens == sequence.num_prompt_tokens:
+            self._close_prompt(sequence)
+        reasons = [(sample, self._append(sample, token)) for sample, token in drawn]
+        going_on = [sample for sample, reason in reasons if reason is None]
+        for sample in going_on[1:]:
+            fork, copies = self._scheduler.fork(sequence, sample.order)
+            self._runner.copy_blocks(copies)
+            self._continue(sample, fork)
+        if going_on:
+            self._continue(going_on[0], sequence)
+        else:
+            self._scheduler.finish(sequence)
+        return [self._finish_sample(sample, reason) for sample, reason in reasons if reason is not None]
+
+    def _continue(self, sample: _Sample, sequence: Sequence) -> None:
+        sequence.samples, sample.sequence = [sample], sequence
+        sequence.tokens.append(sample.token_ids[-1])
+
+    def _append(self, sample: _Sample, drawn: Drawn) -> FinishReason | None:
+        """Records a token; returns why the sample ends with it, if it does."""
+        if not drawn.is_finite:
+            return "error"
+        params = sample.request.params
+        sample.token_ids.append(drawn.token_id)
+        if drawn.logprob is not None:
+            sample.logprobs.append(drawn.logprob)
+        matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
+        if len(sample.token_ids) > params.min_tokens and (matched or drawn.token_id in self._ending_tokens(sample)):
+            return "stop"
+        return "length" if len(sample.token_ids) == params.max_tokens else None
+
+    def _ending_tokens(self, sample: _Sample) -> frozenset[int]:
+        params = sample.request.params
+        eos = () if params.ignore_eos else self.info.eos_token_ids
+        return frozenset(eos).union(params.stop_token_ids)
+
+    def _close_prompt(self, sequence: Sequence) -> None:
+        """No further request may join this computation of a prompt."""
+        key = sequence.tokens.tobytes(), sequence.cache_salt
+        if self._prompts.get(key) is sequence:
+            del self._prompts[key]
+
+    def _abort_sample(self, sample: _Sample) -> Output:
+        sequence = sample.sequence
+        sequence.samples.remove(sample)
+        if not sequence.samples:
+            self._close_prompt(sequence)
+            self._scheduler.finish(sequence)
+        return self._finish_sample(sample, "abort")
+
+    def _finish_sample(self, sample: _Sample, reason: FinishReason) -> SampleOutput:
+        group = self._open[sample.request.id]
+        assert isinstance(group, dict)
+        del group[sample.index]
+        if not group:
+            del self._open[sample.request.id]
+        self._finished[reason] += 1
+        self._generated_tokens += len(sample.token_ids)
+        has_logprobs = sample.request.params.logprobs is not None
+        return SampleOutput(
+            request_id=sample.request.id,
+            index=sample.index,
+            token_ids=np.array(sample.token_ids, np.int32),
+            logprobs=np.array(sample.logprobs, np.float32) if has_logprobs else None,
+            finish_reason=reason,
+            seed=sample.seed,
+            num_cached_tokens=sample.num_cached_tokens,
+            weight_versions=self._spans(len(sample.token_ids)),
+            error=_NOT_FINITE if reason == "error" else None,
+        )
+
+    def _finish_score(self, score: _Score, reason: FinishReason) -> ScoreOutput:
+        del self._open[score.request.id]
+        logprobs = score.logprobs if reason == "stop" else score.logprobs[:0]
+        return ScoreOutput(score.request.id, logprobs, reason, self._spans(len(logprobs)))
+
+    def _spans(self, num_tokens: int) -> tuple[WeightSpan, ...]:
+        return (WeightSpan(self.weight_version, 0, num_tokens),) if num_tokens else ()
+
+
+_NOT_FINITE = (
+    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
+)
+
+
+def _describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
+    model = loaded.model
+    max_model_len = _max_model_len(config, model.config.max_position_embeddings)
+    bytes_per_block = kv_bytes_per_block(model.config, model.dtype, config.block_size)
+    num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
+    return EngineInfo(
+        model=config.model,
+        architecture=model.config.architecture,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        backend=loaded.backend_name,
+        isa=loaded.backend.instruction_set(),
+        num_threads=torch.get_num_threads(),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        weight_bytes=model.num_bytes,
+        kv_bytes=num_blocks * bytes_per_block,
+    )
+
+
+def _max_model_len(config: EngineConfig, limit: int) -> int:
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len: expected at most {limit}, what the model was trained for, found {config.max_model_len}"
+        )
+    return config.max_model_len or limit
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_memory if config.kv_memory is not None else _available_memory(torch.device(config.device)) // 4
+    num_blocks = budget // bytes_per_block
+    if num_blocks == 0:
+        raise ConfigError(f"kv_memory: expected at least one block = {bytes_per_block} bytes, found {budget} bytes")
+    if config.kv_memory is not None:
+        return num_blocks
+    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+def _available_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

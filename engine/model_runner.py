@@ -1,0 +1,84 @@
+"""Runs the model on the chunks of a step. Owns the weights and the KV tensors; knows nothing of requests or scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.ops import AttentionBatch
+from .models.dense import DenseConfig, DenseModel
+from .sequence import Chunk
+
+
+class ModelRunner:
+    """A loaded model with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(self, model: DenseModel, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        self.block_size = block_size
+        shape = (num_blocks, block_size, model.config.num_kv_heads, model.config.head_dim)
+        self.kv_caches = [
+            (_zeros(shape, model.dtype, model.device), _zeros(shape, model.dtype, model.device)) for _ in model.layers
+        ]
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Computes the chunks' KV and returns their hidden states [total tokens, hidden_size], in order."""
+        token_ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end]) for c in chunks])
+        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+        tables = [np.asarray(c.sequence.table) for c in chunks]
+        slots = np.concatenate([self._slots(c, table) for c, table in zip(chunks, tables, strict=True)])
+        batch = AttentionBatch(
+            query_starts=np.cumsum([0] + [c.end - c.start for c in chunks]).tolist(),
+            context_lens=[c.end for c in chunks],
+            block_tables=self._tensor(_pad(tables)),
+        )
+        inputs = (self._tensor(x) for x in (token_ids, positions, slots))
+        return self.model.forward(*inputs, batch, self.kv_caches)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [M, vocab_size] for hidden states [M, hidden_size]."""
+        return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies the KV of each (source, destination) block."""
+        if pairs:
+            sources, destinations = torch.tensor(pairs, device=self.model.device).unbind(1)
+            for cache in (cache for caches in self.kv_caches for cache in caches):
+                cache[destinations] = cache[sources]
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(cache.nbytes for caches in self.kv_caches for cache in caches)
+
+    def _slots(self, chunk: Chunk, table: np.ndarray) -> np.ndarray:
+        positions = np.arange(chunk.start, chunk.end)
+        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
+
+
+def kv_bytes_per_block(config: DenseConfig, dtype: torch.dtype, block_size: int) -> int:
+    """Keys and values of all layers."""
+    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy leaves zeroed pages to the system, so a block takes memory only once it is used.
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def _pad(tables: Sequence[np.ndarray]) -> np.ndarray:
+    padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded

@@ -1,0 +1,228 @@
+"""A dense decoder: one description that covers Llama, Qwen2 and Qwen3 checkpoints.
+
+Owns the weights, and says where each tensor of a checkpoint belongs in them (`checkpoint_tensors`). Projections that read the
+same input are stored as one matrix. Owns no KV cache and keeps no state between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...kernels.ops import AttentionBatch, Backend
+from ..errors import ModelError
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Shapes and constants of a dense decoder. `inv_freq`: float32 [head_dim / 2], with the rope variant applied."""
+
+    architecture: str
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    inv_freq: Tensor
+    rope_scale: float
+
+    @classmethod
+    def from_folder(cls, folder: Path, raw: dict[str, Any]) -> DenseConfig:
+        """Reads `folder`, whose config.json holds `raw`. Raise ModelError for what this decoder does not compute."""
+        architecture = _architecture(folder, raw)
+        config = AutoConfig.from_pretrained(folder)
+        _check_supported(folder, config)
+        inv_freq, rope_scale = _rope(folder, config)
+        return cls(
+            architecture=architecture,
+            dtype=config.dtype or torch.float32,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=_head_dim(config),
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            qkv_bias=architecture == "Qwen2ForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            tie_word_embeddings=config.tie_word_embeddings,
+            inv_freq=inv_freq,
+            rope_scale=rope_scale,
+        )
+
+
+def _architecture(folder: Path, raw: dict[str, Any]) -> str:
+    names = raw.get("architectures") or [None]
+    if names[0] not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(
+            f"{folder}: expected one of the architectures {', '.join(SUPPORTED_ARCHITECTURES)}, found {names[0]}"
+        )
+    return names[0]
+
+
+def _check_supported(folder: Path, config: Any) -> None:
+    faults = {
+        "hidden_act": (config.hidden_act, "silu"),
+        "attention_bias": (getattr(config, "attention_bias", False), False),
+        "mlp_bias": (getattr(config, "mlp_bias", False), False),
+        "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), False),
+    }
+    for name, (found, expected) in faults.items():
+        if found != expected:
+            raise ModelError(f"{folder}: expected {name} = {expected!r} in config.json, found {found!r}: not supported")
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _rope(folder: Path, config: Any) -> tuple[Tensor, float]:
+    """(inv_freq, scale) of the checkpoint's rope variant."""
+    parameters = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind not in SUPPORTED_ROPE:
+        raise ModelError(f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)}, found {kind}")
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    size = _head_dim(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+class _Layer:
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, size = config.hidden_size, config.head_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = size
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        self.input_norm = empty(hidden)
+        self.qkv = empty(sum(self.heads) * size, hidden)
+        self.qkv_bias = empty(sum(self.heads) * size) if config.qkv_bias else None
+        self.q_norm = empty(size) if config.qk_norm else None
+        self.k_norm = empty(size) if config.qk_norm else None
+        self.o = empty(hidden, config.num_heads * size)
+        self.post_norm = empty(hidden)
+        self.gate_up = empty(2 * config.intermediate_size, hidden)
+        self.down = empty(hidden, config.intermediate_size)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        gate, up = self.gate_up.chunk(2)
+        tensors = {
+            "input_layernorm.weight": self.input_norm,
+            "self_attn.o_proj.weight": self.o,
+            "post_attention_layernorm.weight": self.post_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down,
+        }
+        rows = [heads * self.head_dim for heads in self.heads]
+        tensors |= {f"self_attn.{name}_proj.weight": part for name, part in zip("qkv", self.qkv.split(rows))}
+        if self.qkv_bias is not None:
+            tensors |= {f"self_attn.{name}_proj.bias": part for name, part in zip("qkv", self.qkv_bias.split(rows))}
+        if self.q_norm is not None and self.k_norm is not None:
+            tensors |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+        return tensors
+
+
+class DenseModel:
+    """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass."""
+
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device, backend: Backend) -> None:
+        self.config, self.dtype, self.device, self.ops = config, dtype, device, backend
+        self.embed = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = [_Layer(config, dtype, device) for _ in range(config.num_layers)]
+        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
+        self.head = self.embed if config.tie_word_embeddings else torch.empty_like(self.embed)
+        self.inv_freq = config.inv_freq.to(device)
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Every tensor a checkpoint must have, by its Hugging Face name, as a view of where it is stored."""
+        tensors = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+        if not self.config.tie_word_embeddings:
+            tensors["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
+        return tensors
+
+    def ignored_tensors(self) -> set[str]:
+        """Names a checkpoint may have beside `checkpoint_tensors`: copies, and constants computed here."""
+        names = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers))}
+        return names | ({"lm_head.weight"} if self.config.tie_word_embeddings else set())
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the weights take."""
+        tensors = self.checkpoint_tensors().values()
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        batch: AttentionBatch,
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Hidden states after the last norm, [M, hidden_size], for M tokens of the mixed batch.
+
+        `token_ids`, `positions`, `slots`: int64 [M]. `kv_caches`: for each layer keys and values
+        [blocks, block_size, kv_heads, head_dim]; the KV of the M tokens is written to `slots` before it is attended to.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        residual = ops.embedding(token_ids, self.embed)
+        hidden = ops.rmsnorm(residual, self.layers[0].input_norm, eps)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
+            hidden = self._attention(layer, hidden, positions, slots, batch, kv_cache)
+            hidden, residual = ops.add_rmsnorm(hidden, residual, layer.post_norm, eps)
+            hidden = ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
+            hidden, residual = ops.add_rmsnorm(hidden, residual, next_norm, eps)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [M, vocab_size] for hidden [M, hidden_size]."""
+        return self.ops.lm_head(hidden, self.head)
+
+    def _attention(
+        self,
+        layer: _Layer,
+        hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        batch: AttentionBatch,
+        kv_cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        ops, config = self.ops, self.config
+        qkv = ops.linear(hidden, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
+        q, k, v = qkv.split(layer.heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = ops.rmsnorm(q, layer.q_norm, config.rms_norm_eps)
+            k = ops.rmsnorm(k, layer.k_norm, config.rms_norm_eps)
+        q = ops.rope(q, positions, self.inv_freq, config.rope_scale)
+        k = ops.rope(k, positions, self.inv_freq, config.rope_scale)
+        ops.write_kv(k, v, *kv_cache, slots)
+        attention = ops.paged_attention(q, *kv_cache, batch, config.head_dim**-0.5)
+        return ops.linear(attention.flatten(1), layer.o)

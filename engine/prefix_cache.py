@@ -1,0 +1,215 @@
+"""Blocks of KV memory, who uses them, and which of them can be reused for the same prefix.
+
+| owned here                                             | owned elsewhere                                          |
+|--------------------------------------------------------|----------------------------------------------------------|
+| each block's reference count                           | the tensors that blocks are made of (`model_runner`)     |
+| the free list, in least-recently-released order        | which sequence holds which blocks (`sequence`)           |
+| the hash index: prefix -> block, and its epoch         | when to allocate, fork or preempt (`scheduler`)          |
+| claims: prefixes that a running sequence is computing  |                                                          |
+
+A full block's identity is a chain: a 128-bit hash of its parent's hash, its token ids and extra identity (the request's cache
+salt), keyed by a secret of this process that changes with every epoch. On a hit the token ids, the extra identity and the
+parent are compared as well: a hash alone never decides.
+
+Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a free block can
+be hit until it is handed out again; `invalidate` drops the index and nothing else, and what was computed under an
+earlier epoch is never published afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Entry:
+    """A published block: its place in the index and what it holds. `parent` is the published block before it."""
+
+    hash: bytes
+    parent: Entry | None
+    tokens: bytes
+    extra: bytes
+    block: int
+
+
+@dataclass(slots=True)
+class Chain:
+    """The identity of one sequence's full blocks under one epoch.
+
+    `hashes[i]` identifies block i; each is computed once. `entries[i]` is where block i was found or published:
+    entries cover the blocks [0, computed full blocks), hashes the blocks [0, known full blocks).
+    """
+
+    epoch: int
+    extra: bytes
+    hashes: list[bytes] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    def fork(self) -> Chain:
+        return Chain(self.epoch, self.extra, self.hashes.copy(), self.entries.copy())
+
+
+class PrefixCache:
+    """Allocates blocks and finds those that hold a known prefix. `num_blocks` blocks of `block_size` tokens each.
+
+    With `enabled` false nothing is ever published, so that nothing is ever found.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enabled: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enabled = enabled
+        self.epoch = 0
+        self.evictions = 0
+        self._key = secrets.token_bytes(32)
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._index: dict[bytes, Entry] = {}
+        self._published: dict[int, Entry] = {}
+        self._claims: dict[bytes, Chain] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that can still be hit."""
+        return sum(block in self._published for block in self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def new_chain(self, cache_salt: str | None) -> Chain:
+        """An empty chain of the current epoch; chains with different salts never share a block."""
+        return Chain(self.epoch, b"" if cache_salt is None else b"salt:" + cache_salt.encode())
+
+    def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
+        """The longest published run of blocks that holds a prefix of tokens [0, limit). Fills in the chain's hashes."""
+        hits: list[Entry] = []
+        if not self.enabled:
+            return hits
+        self._extend_hashes(chain, tokens, len(tokens) // self.block_size)
+        for i, key in enumerate(chain.hashes[: limit // self.block_size]):
+            entry = self._find(key, hits[-1] if hits else None, self._block_tokens(tokens, i), chain.extra)
+            if entry is None:
+                break
+            hits.append(entry)
+        return hits
+
+    def needs_claimed_block(self, chain: Chain, num_hits: int, limit: int) -> bool:
+        """Whether the block after the hits, if it lies within [0, limit) tokens, is being computed by another chain."""
+        if not self.enabled or num_hits >= limit // self.block_size:
+            return False
+        return self._claims.get(chain.hashes[num_hits], chain) is not chain
+
+    def can_allocate(self, hits: Sequence[Entry], num_new: int) -> bool:
+        """Whether `num_new` blocks are free beside the hits."""
+        return num_new <= len(self._free) - sum(entry.block in self._free for entry in hits)
+
+    def allocate(self, hits: Sequence[Entry], num_new: int) -> list[int] | None:
+        """One reference to each hit block and to `num_new` fresh ones, in this order; None, and no change, if too few."""
+        if not self.can_allocate(hits, num_new):
+            return None
+        self.share([entry.block for entry in hits])
+        return [entry.block for entry in hits] + [self._take_oldest() for _ in range(num_new)]
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block; blocks that were free are in use again."""
+        for block in blocks:
+            self._references[block] += 1
+            self._free.pop(block, None)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One reference less to each block of a sequence. Its last blocks are reused first, unpublished ones before all."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._published:
+                    self._free.move_to_end(block, last=False)
+
+    def claim(self, chain: Chain) -> None:
+        """Announces that the owner of `chain` is about to compute all its known blocks that no one else has claimed."""
+        for key in chain.hashes[len(chain.entries) :]:
+            self._claims.setdefault(key, chain)
+
+    def unclaim(self, chain: Chain) -> None:
+        for key in chain.hashes[len(chain.entries) :]:
+            self._drop_claim(key, chain)
+
+    def publish(self, chain: Chain, tokens: array[int], table: Sequence[int], num_computed: int) -> None:
+        """Makes the full blocks of tokens [0, num_computed), whose KV is written, findable, if the epoch is still theirs."""
+        if not self.enabled or chain.epoch != self.epoch:
+            return
+        num_full = num_computed // self.block_size
+        self._extend_hashes(chain, tokens, num_full)
+        for i in range(len(chain.entries), num_full):
+            parent = chain.entries[-1] if chain.entries else None
+            self._drop_claim(chain.hashes[i], chain)
+            chain.entries.append(
+                self._publish(Entry(chain.hashes[i], parent, self._block_tokens(tokens, i), chain.extra, table[i]))
+            )
+
+    def invalidate(self) -> None:
+        """Forgets every published prefix and begins the next epoch; blocks and references stay as they are."""
+        self.epoch += 1
+        self._key = secrets.token_bytes(32)
+        self._index.clear()
+        self._published.clear()
+        self._claims.clear()
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise RuntimeError unless `tables`, the blocks of every sequence, account for each block exactly."""
+        counts = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                counts[block] += 1
+        wrong = [b for b in range(self.num_blocks) if counts[b] != self._references[b]]
+        wrong += [b for b in range(self.num_blocks) if (counts[b] == 0) != (b in self._free)]
+        wrong += [e.block for e in self._index.values() if self._published.get(e.block) is not e]
+        wrong += [b for b, e in self._published.items() if self._index.get(e.hash) is not e]
+        if wrong:
+            raise RuntimeError(f"prefix cache: blocks {sorted(set(wrong))} are not counted exactly once")
+
+    def _extend_hashes(self, chain: Chain, tokens: array[int], num_blocks: int) -> None:
+        for i in range(len(chain.hashes), num_blocks):
+            parent = chain.hashes[-1] if chain.hashes else bytes(16)
+            chain.hashes.append(self._digest(parent + self._block_tokens(tokens, i) + chain.extra))
+
+    def _digest(self, content: bytes) -> bytes:
+        return hashlib.blake2b(content, digest_size=16, key=self._key).digest()
+
+    def _block_tokens(self, tokens: array[int], i: int) -> bytes:
+        return tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
+
+    def _find(self, key: bytes, parent: Entry | None, tokens: bytes, extra: bytes) -> Entry | None:
+        entry = self._index.get(key)
+        same = entry and entry.parent is parent and entry.tokens == tokens and entry.extra == extra
+        return entry if same else None
+
+    def _publish(self, entry: Entry) -> Entry:
+        """The entry now in the index for this content: one that was there before, or `entry`."""
+        if existing := self._find(entry.hash, entry.parent, entry.tokens, entry.extra):
+            return existing
+        if other := self._index.get(entry.hash):
+            del self._published[other.block]
+        self._index[entry.hash] = self._published[entry.block] = entry
+        return entry
+
+    def _take_oldest(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._references[block] = 1
+        if entry := self._published.pop(block, None):
+            del self._index[entry.hash]
+            self.evictions += 1
+        return block
+
+    def _drop_claim(self, key: bytes, chain: Chain) -> None:
+        if self._claims.get(key) is chain:
+            del self._claims[key]

@@ -1,0 +1,188 @@
+"""What goes into the engine and what comes out of it: requests, sampling parameters, outputs.
+
+Owns the meaning and the ranges of every sampling parameter. Knows nothing of models, blocks or sockets, and imports no
+torch, so that clients share these types with the engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import InvalidRequestError
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
+
+TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class Distribution(BaseModel):
+    """The distribution a token is drawn from: the model's logits, a temperature, then filters.
+
+    `temperature` divides the logits; 0 means greedy: the lowest id among the highest logits, and the model's own
+    distribution wherever a log-prob is asked for. `top_k` (-1: off) keeps the k highest logits, ties going to the lower
+    id. `top_p` keeps the shortest run of the most probable tokens whose probability reaches p. `min_p` drops tokens less
+    probable than min_p times the most probable one. The filters apply in that order, each to what the one before left.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    temperature: float = Field(1.0, ge=0.0)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+
+    def __init__(self, **values: Any) -> None:
+        """Raise InvalidRequestError naming every parameter that is unknown, mistyped or out of range."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InvalidRequestError(describe_validation_error(error)) from None
+
+    @model_validator(mode="after")
+    def _top_k_is_off_or_positive(self) -> Distribution:
+        if self.top_k == 0:
+            raise ValueError("top_k: expected -1 (off) or at least 1, found 0")
+        return self
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+class SamplingParams(Distribution):
+    """How the samples of one prompt are drawn, when they end, and what is recorded.
+
+    `seed` None lets the worker draw one; sample i uses `derive_seed(seed, i)`. A sample ends at an end-of-sequence token of
+    the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop`, none of them before `min_tokens`;
+    the tokens that ended it are part of it. `logprobs` says of which distribution: `processed` (after temperature and
+    filters: what was drawn from), `temperature` (after temperature alone), `raw` (the model's own) or None.
+    `cache_salt` keeps prefix reuse among requests with the same salt.
+    """
+
+    n: int = Field(1, ge=1)
+    max_tokens: int = Field(128, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    seed: Seed | None = None
+    stop_token_ids: tuple[TokenId, ...] = Field((), strict=False)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)
+    ignore_eos: bool = False
+    logprobs: LogprobsMode | None = "processed"
+    cache_salt: str | None = None
+
+    @model_validator(mode="after")
+    def _min_tokens_can_be_reached(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}"
+            )
+        return self
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """One line for all faults of a pydantic error: which field, what was expected, what was found."""
+    return "; ".join(_describe_fault(fault) for fault in error.errors())
+
+
+def _describe_fault(fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: unknown parameter; remove it or check its spelling"
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {fault['input']!r:.80}"
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt and how to sample from it: the unit of work, one prefill for `params.n` samples.
+
+    `prompt_token_ids`: int32 [prompt_len]. `params.seed` must be set.
+    """
+
+    id: str
+    prompt_token_ids: np.ndarray
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two."""
+
+    id: str
+    token_ids: np.ndarray
+    distribution: Distribution = field(default_factory=Distribution)
+    cache_salt: str | None = None
+
+
+Request: TypeAlias = GenerateRequest | ScoreRequest
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Tokens [start, end) of a sample were produced by the weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """One finished sample.
+
+    `token_ids`: int32 [num_tokens], with the token that ended it. `logprobs`: float32 [num_tokens] of the asked-for
+    distribution, or None. `seed`: the sample's own derived seed. `num_cached_tokens`: the tokens of the prompt whose KV
+    this request found already computed, or shared with another request's computation. `error` says why, if the
+    finish reason is `error`.
+    """
+
+    request_id: str
+    index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None
+    finish_reason: FinishReason
+    seed: int
+    num_cached_tokens: int
+    weight_versions: tuple[WeightSpan, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class ScoreOutput:
+    """Log-probs of a scored sequence.
+
+    `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1). Empty if
+    `finish_reason` is `abort`; otherwise `finish_reason` is `stop`.
+    """
+
+    request_id: str
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    weight_versions: tuple[WeightSpan, ...]
+
+
+Output: TypeAlias = SampleOutput | ScoreOutput
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of sample `index` in a group with `seed`: distinct for every index.
+
+    SplitMix64 (Steele, Lea, Flood 2014): the finalizer is a bijection and the increment is odd, so no two indices meet.
+    """
+    z = (seed + (index + 1) * _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

@@ -1,0 +1,207 @@
+"""Decides which tokens are computed in a step, and which sequence holds which blocks.
+
+One idea: each sequence has `num_tokens` and `num_computed`, and every step lets the second catch up with the first under a
+token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are that one case.
+
+Owns the waiting and the running sequences, both sorted by `order`. Does not know what is sampled or why a sequence ends.
+
+A step takes running decodes first, then chunks of running prompts, then admissions, so that a prompt of any length
+delays a decode by one chunk at most. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from the newest
+running one, never from an older one; thus the oldest always advances, and everything that was accepted finishes. A
+waiting sequence whose next block is being computed by a running one waits for it.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from .errors import InvalidRequestError
+from .prefix_cache import PrefixCache
+from .sequence import Chunk, Sequence
+
+
+class Admission(Enum):
+    """What became of a waiting sequence in this step."""
+
+    ADMITTED = auto()
+    WAIT_FOR_PREFIX = auto()
+    WAIT_FOR_BLOCKS = auto()
+
+
+@dataclass
+class SchedulerStats:
+    """Lifetime counters. `prefix_queries` and `prefix_hits` are prompt tokens asked for and found, at first admission."""
+
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    computed_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    preemptions: int = 0
+    deferred_admissions: int = 0
+
+
+@dataclass
+class _Plan:
+    budget: int
+    chunks: dict[int, Chunk] = field(default_factory=dict)
+    short_of_blocks: bool = False
+
+    def add(self, sequence: Sequence, size: int) -> None:
+        self.chunks[id(sequence)] = Chunk(sequence, sequence.num_computed, sequence.num_computed + size)
+        self.budget -= size
+
+    def remove(self, sequence: Sequence) -> None:
+        if chunk := self.chunks.pop(id(sequence), None):
+            self.budget += chunk.end - chunk.start
+
+
+class Scheduler:
+    """Plans steps for any number of sequences, at most `max_num_seqs` running, `max_num_batched_tokens` per step."""
+
+    def __init__(self, cache: PrefixCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.stats = SchedulerStats()
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
+        needed = self.cache.blocks_for(num_tokens)
+        if needed > self.cache.num_blocks:
+            raise InvalidRequestError(
+                f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but there "
+                f"are {self.cache.num_blocks} in all; ask for fewer tokens or start the worker with more KV memory"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, with blocks reserved for them; never empty if any sequence is unfinished."""
+        plan = _Plan(self.max_num_batched_tokens)
+        decodes = [s for s in self.running if s.num_uncomputed == 1]
+        prompts = [s for s in self.running if s.num_uncomputed > 1]
+        for sequence in decodes + prompts:
+            if sequence.table:  # not preempted by one before it
+                self._continue(sequence, plan)
+        if not plan.short_of_blocks:
+            self._admit_waiting(plan)
+        return list(plan.chunks.values())
+
+    def commit(self, chunks: list[Chunk]) -> None:
+        """Records that the KV of `chunks` is written, and publishes the blocks they filled."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.end
+            self.cache.publish(sequence.chain, sequence.tokens, sequence.table, chunk.end)
+            self.stats.computed_tokens += chunk.end - chunk.start
+            self.stats.computed_prompt_tokens += max(0, min(chunk.end, sequence.num_prompt_tokens) - chunk.start)
+
+    def fork(self, parent: Sequence, order: tuple[int, int]) -> tuple[Sequence, list[tuple[int, int]]]:
+        """A second sequence with the tokens and the KV of `parent`, all of whose tokens are computed.
+
+        It shares the full blocks; returns with it the (source, destination) block that is left to copy, if any. If there is
+        no room for it to run, it waits instead and finds the shared blocks again when it is admitted.
+        """
+        child = Sequence(order, parent.tokens[:], parent.num_prompt_tokens, parent.chain.fork(), parent.cache_salt)
+        child.num_cached_tokens = parent.num_cached_tokens
+        num_full = parent.num_computed // self.cache.block_size
+        shared, partial = parent.table[:num_full], parent.table[num_full:]
+        fresh = self.cache.allocate((), len(partial)) if len(self.running) < self.max_num_seqs else None
+        if fresh is None:
+            self.add(child)
+            return child, []
+        self.cache.share(shared)
+        child.table, child.num_computed = shared + fresh, parent.num_computed
+        insort(self.running, child, key=_order)
+        return child, list(zip(partial, fresh, strict=True))
+
+    def finish(self, sequence: Sequence) -> None:
+        """Removes a sequence, waiting or running, and gives its blocks back."""
+        (self.running if sequence.table else self.waiting).remove(sequence)
+        self._release(sequence)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every block is accounted for by the running sequences alone."""
+        if any(sequence.table for sequence in self.waiting):
+            raise RuntimeError("scheduler: a waiting sequence holds blocks")
+        self.cache.check_integrity(sequence.table for sequence in self.running)
+
+    def _continue(self, sequence: Sequence, plan: _Plan) -> None:
+        size = self._reserve(sequence, min(sequence.num_uncomputed, plan.budget), plan)
+        if size > 0:
+            plan.add(sequence, size)
+
+    def _reserve(self, sequence: Sequence, size: int, plan: _Plan) -> int:
+        """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
+        held = len(sequence.table)
+        needed = self.cache.blocks_for(sequence.num_computed + size) - held
+        if needed > self.cache.num_free:
+            plan.short_of_blocks = True
+            while self.cache.num_free == 0 and self.running[-1] is not sequence:
+                self._preempt(self.running[-1], plan)
+            needed = min(needed, self.cache.num_free)
+        sequence.table += self.cache.allocate((), needed) or []
+        return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
+
+    def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
+        """Takes all blocks from a running sequence; it waits to be computed anew, and its published blocks may be hit."""
+        plan.remove(sequence)
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.add(sequence)
+        self.stats.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.unclaim(sequence.chain)
+        self.cache.release(sequence.table)
+        sequence.table, sequence.num_computed = [], 0
+        sequence.chain.entries.clear()
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        for sequence in self.waiting.copy():
+            if plan.budget == 0 or len(self.running) >= self.max_num_seqs:
+                return
+            outcome = self._admit(sequence, plan)
+            if outcome is Admission.WAIT_FOR_BLOCKS:
+                return
+            self.stats.deferred_admissions += outcome is Admission.WAIT_FOR_PREFIX
+
+    def _admit(self, sequence: Sequence, plan: _Plan) -> Admission:
+        """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
+        cache = self.cache
+        if sequence.chain.epoch != cache.epoch:
+            sequence.chain = cache.new_chain(sequence.cache_salt)
+        # The last token is always computed: its logits are needed. A score request needs the logits of every token.
+        limit = sequence.num_tokens - 1 if sequence.scores is None else 0
+        hits = cache.lookup(sequence.chain, sequence.tokens, limit)
+        if cache.needs_claimed_block(sequence.chain, len(hits), limit):
+            return Admission.WAIT_FOR_PREFIX
+        if not cache.can_allocate(hits, cache.blocks_for(sequence.num_tokens) - len(hits)):
+            return Admission.WAIT_FOR_BLOCKS
+        self._start(sequence, hits, plan)
+        return Admission.ADMITTED
+
+    def _start(self, sequence: Sequence, hits: list, plan: _Plan) -> None:
+        cache = self.cache
+        sequence.num_computed = len(hits) * cache.block_size
+        size = min(sequence.num_uncomputed, plan.budget)
+        num_new = cache.blocks_for(sequence.num_computed + size) - len(hits)
+        sequence.table = cache.allocate(hits, num_new) or []
+        sequence.chain.entries.extend(hits)
+        cache.claim(sequence.chain)
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_order)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed
+            self.stats.prefix_queries += sequence.num_tokens if sequence.scores is None else 0
+            self.stats.prefix_hits += sequence.num_computed
+        plan.add(sequence, size)
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

@@ -1,0 +1,54 @@
+"""A sequence of tokens and how much of it the KV cache holds: the one noun that scheduler, runner and engine share."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from .prefix_cache import Chain
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`.
+
+    The scheduler writes `num_computed`, `table`, `chain` and `num_cached_tokens`; the engine writes the rest.
+
+    `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
+    `samples`: what is drawn from the logits after the last token; several while a group's prompt is computed.
+    `scores`: where a score request collects its log-probs; None for a sequence that generates.
+    `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
+    """
+
+    order: tuple[int, int]
+    tokens: array[int]
+    num_prompt_tokens: int
+    chain: Chain
+    cache_salt: str | None = None
+    samples: list[Any] = field(default_factory=list)
+    scores: Any = None
+    num_computed: int = 0
+    table: list[int] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be computed in one step; [0, start) are computed already."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def reaches_end(self) -> bool:
+        return self.end == self.sequence.num_tokens

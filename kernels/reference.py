@@ -1,0 +1,251 @@
+"""Every op in plain torch, on any device: the definition, and what other backends are tested against.
+
+How it keeps the contract of `ops`: torch picks its matrix kernels by shape, so no product here ever has a shape that depends
+on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and attention
+multiplies matrices of one fixed shape only, many at a time. Elementwise functions are limited to those whose vector code and
+scalar tail agree (exp, log, log1p, cos, sin and exactly rounded arithmetic; not silu or sigmoid).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .ops import KV_SPLIT, AttentionBatch
+
+ROW_TILE = 32
+COLUMN_TILE = 512
+SAMPLE_TILE = 8
+
+
+def instruction_set() -> str:
+    """The vector instructions torch uses on this CPU."""
+    return f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tiles = _row_tiles(x)
+    out = x.new_empty(len(tiles) * ROW_TILE, weight.shape[0])
+    for start in range(0, weight.shape[0], COLUMN_TILE):
+        columns = slice(start, start + COLUMN_TILE)
+        tile_bias = None if bias is None else bias[columns]
+        _multiply_tiles(tiles, weight[columns], tile_bias, out[:, columns])
+    return out[: x.shape[0]]
+
+
+def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
+    tiles = _row_tiles(hidden.float())
+    out = hidden.new_empty(len(tiles) * ROW_TILE, weight.shape[0], dtype=torch.float32)
+    for start in range(0, weight.shape[0], COLUMN_TILE):
+        columns = slice(start, start + COLUMN_TILE)
+        _multiply_tiles(tiles, weight[columns].float(), None, out[:, columns])
+    return out[: hidden.shape[0]]
+
+
+def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
+    """x [M, K] padded with zero rows and cut into tiles [ROW_TILE, K]."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % ROW_TILE)).split(ROW_TILE)
+
+
+def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    for tile, destination in zip(tiles, out.split(ROW_TILE), strict=True):
+        destination.copy_(F.linear(tile, weight, bias))
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(token_ids, weight)
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rmsnorm(total, weight, eps), total
+
+
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
+    angles = (positions.float()[:, None] * inv_freq)[:, None, :]
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    out = torch.empty_like(q)
+    starts, lens = batch.query_starts, batch.context_lens
+    alike = defaultdict(list)
+    for i, length in enumerate(lens):
+        alike[starts[i + 1] - starts[i]].append((length, i))
+    for num_queries, sequences in alike.items():
+        sequences.sort(reverse=True)
+        contexts, members = zip(*sequences, strict=True)
+        rows = torch.tensor([range(starts[i], starts[i + 1]) for i in members], device=q.device)
+        tables = batch.block_tables[list(members)]
+        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache)
+        out[rows] = attention(q[rows].float() * scale).to(q.dtype)
+    return out
+
+
+class _EqualQueries:
+    """Attention for sequences with the same number of queries, longest context first.
+
+    All products are q tile [TILE, D] by keys [D, KV_SPLIT] and weights [TILE, KV_SPLIT] by values [KV_SPLIT, D]. The rows
+    of a tile are (query, head of the group) pairs that share one key-value head.
+    """
+
+    def __init__(
+        self, num_queries: int, contexts: tuple[int, ...], tables: Tensor, k_cache: Tensor, v_cache: Tensor
+    ) -> None:
+        self.num_queries, self.contexts, self.tables = num_queries, contexts, tables
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.context_lens = torch.tensor(contexts, device=tables.device)
+
+    def __call__(self, q: Tensor) -> Tensor:
+        """q: float32 [U, num_queries, heads, D], scaled; returns the same shape."""
+        units, queries, heads, size = q.shape
+        kv_heads = self.k_cache.shape[2]
+        group = heads // kv_heads
+        tile = -(-group // 8) * 8
+        rows = q.view(units, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
+        rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % tile)).unflatten(2, (-1, tile))
+        out = self._fold_splits(rows, self._row_positions(rows.shape[2] * tile, group).unflatten(1, (-1, tile)), group)
+        out = out.flatten(2, 3)[:, :, : queries * group]
+        return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(q.shape)
+
+    def _row_positions(self, num_rows: int, group: int) -> Tensor:
+        """Absolute positions [U, num_rows] of the rows' queries; padding rows repeat the last one."""
+        query = (torch.arange(num_rows, device=self.tables.device) // group).clamp(max=self.num_queries - 1)
+        return (self.context_lens - self.num_queries)[:, None] + query
+
+    def _fold_splits(self, rows: Tensor, positions: Tensor, group: int) -> Tensor:
+        """Online softmax over the splits (Milakov and Gimelshein 2018). rows: [U, kv_heads, tiles, TILE, D]."""
+        out = torch.zeros_like(rows)
+        total = torch.zeros_like(rows[..., :1])
+        peak = torch.full_like(total, -torch.inf)
+        for start in range(0, self.contexts[0], KV_SPLIT):
+            live = (
+                slice(sum(length > start for length in self.contexts)),
+                slice(None),
+                slice(self._first_tile(start, group, rows.shape[3]), None),
+            )
+            split = self._reduce_split(start, rows[live], positions[live[0], None, live[2]])
+            peak[live], total[live], out[live] = _fold((peak[live], total[live], out[live]), split)
+        return out / total
+
+    def _first_tile(self, start: int, group: int, tile: int) -> int:
+        """The first tile with a query that sees key `start`, in the sequence that sees it earliest."""
+        first_query = start - (self.contexts[0] - self.num_queries)
+        return max(0, first_query) * group // tile
+
+    def _reduce_split(self, start: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(peak, total, out) over keys [start, start + KV_SPLIT); the peak is -inf for rows that see none of them."""
+        keys, values = self._gather(start, rows.shape[0])
+        visible = torch.arange(start, start + KV_SPLIT, device=rows.device) <= positions[..., None]
+        scores = _multiply_alike(rows, keys.transpose(2, 3)).masked_fill_(~visible, -torch.inf)
+        peak = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0))
+        return peak, weights.sum(-1, keepdim=True), _multiply_alike(weights, values)
+
+    def _gather(self, start: int, units: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one split for the first `units` sequences: float32 [units, kv_heads, KV_SPLIT, D].
+
+        Places past a context repeat its last token, so that what another sequence left in a block is never read.
+        """
+        block_size = self.k_cache.shape[1]
+        tokens = torch.arange(start, start + KV_SPLIT, device=self.tables.device)
+        tokens = torch.minimum(tokens, self.context_lens[:units, None] - 1)
+        slots = self.tables[:units].gather(1, tokens // block_size) * block_size + tokens % block_size
+        return tuple(cache.flatten(0, 1)[slots].transpose(1, 2).float() for cache in (self.k_cache, self.v_cache))  # pyright: ignore[reportReturnType]
+
+
+def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The partial softmax `left` with the split `right` added; rows that see nothing of the split keep their bits."""
+    (left_peak, left_total, left_out), (right_peak, right_total, right_out) = left, right
+    seen = right_peak != -torch.inf
+    peak = torch.maximum(left_peak, right_peak)
+    left_scale, right_scale = torch.exp(left_peak - peak), torch.exp(right_peak - peak)
+    total = left_total * left_scale + right_total * right_scale
+    out = left_out * left_scale + right_out * right_scale
+    return peak, torch.where(seen, total, left_total), torch.where(seen, out, left_out)
+
+
+def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
+    """rows [U, heads, tiles, TILE, A] by one matrix [A, B] for each (unit, head), in products of one shape."""
+    units, heads, tiles, _, _ = rows.shape
+    rows, matrices = rows.flatten(0, 1), matrices.flatten(0, 1)
+    if tiles == 1:
+        out = torch.bmm(rows.squeeze(1), matrices).unsqueeze(1)
+    else:
+        pairs = zip(rows, matrices, strict=True)
+        out = torch.stack([torch.bmm(left, right.expand(tiles, -1, -1)) for left, right in pairs])
+    return out.unflatten(0, (units, heads))
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1)
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    in_top_k = (ranks < top_k[:, None]) | (top_k[:, None] < 0)
+    probs = torch.softmax(ordered.masked_fill(~in_top_k, -torch.inf), dim=-1)
+    before = probs.cumsum(-1) - probs
+    keep = in_top_k & (before < top_p[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    keep[:, 0] = True
+    dropped = torch.ones_like(keep).scatter_(1, ids, ~keep)
+    return logits.masked_fill(dropped, -torch.inf)
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    tiles = zip(*(x.split(SAMPLE_TILE) for x in (logits, seeds, positions)), strict=True)
+    return torch.cat([(row + _gumbel(seed, position, row.shape[1])).argmax(-1) for row, seed, position in tiles])
+
+
+def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, float32 [M, vocab_size].
+
+    -log(E) with E = -log1p(-u) exponential: small u, which decide the winner, keep their full float32 resolution.
+    """
+    uniform = (philox(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
+
+
+_MASK = 0xFFFFFFFF
+
+
+def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
+
+    Key: the two halves of the seed. Counter: (id // 4, low and high half of the position, 0). Word id % 4 is taken.
+    """
+    ids = torch.arange(-(-count // 4), device=seeds.device)
+    c0 = ids.expand(len(seeds), -1)
+    c1 = (positions & _MASK)[:, None].expand_as(c0)
+    c2 = (positions >> 32 & _MASK)[:, None].expand_as(c0)
+    c3 = torch.zeros_like(c0)
+    k0, k1 = (seeds & _MASK)[:, None], (seeds >> 32 & _MASK)[:, None]
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = (product1 >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = (product0 >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = product1.bitwise_and_(_MASK), product0.bitwise_and_(_MASK)
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return torch.stack((c0, c1, c2, c3), dim=-1).flatten(1)[:, :count]
