@@ -296,7 +296,9 @@ class Engine:
 
     def _draw(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
         """Draws for every sequence that caught up with its tokens."""
-        ready = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end and c.sequence.samples]
+        ready = [
+            (c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end and c.sequence.samples
+        ]
         draws = [self._next_draw(s, row) for row, (sequence, _) in enumerate(ready) for s in sequence.samples]
         if not draws:
             return []

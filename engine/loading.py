@@ -43,5 +43,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: expected one that torch can use here, such as cpu, found {name!r}: {error}") from None
+        raise ConfigError(
+            f"device: expected one that torch can use here, such as cpu, found {name!r}: {error}"
+        ) from None
     return device
