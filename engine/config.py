@@ -18,8 +18,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig(BaseModel):
     """Settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    `model`: a folder in Hugging Face format, a hub name, or `smollm2`. `dtype` `auto`: the checkpoint's own.
-    KV memory is `num_blocks` blocks of `block_size` tokens, or as many as `kv_memory` bytes hold; with neither given, what
+    `model`: a folder in Hugging Face format, a hub name, or `smollm2`. `dtype` `auto`: the checkpoint's own. KV memory
+    is `num_blocks` blocks of `block_size` tokens, or as many as `kv_memory` bytes hold; with neither given, what
     `max_num_seqs` sequences of `max_model_len` tokens need, but at most a quarter of the memory that is available.
     `max_model_len` None: what the model was trained for. `max_num_batched_tokens`: the token budget of a step.
     `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device` and `backend` alone.
@@ -49,9 +49,7 @@ class EngineConfig(BaseModel):
     @model_validator(mode="after")
     def _combinations_work(self) -> EngineConfig:
         if self.num_blocks is not None and self.kv_memory is not None:
-            raise ValueError(
-                "num_blocks, kv_memory: expected at most one of them, found both; they set the same thing"
-            )
+            raise ValueError("num_blocks, kv_memory: expected at most one of them, found both; they set the same thing")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "

@@ -1,11 +1,12 @@
 """The engine: requests in, finished samples out, one `step` at a time.
 
-Owns the open requests and joins scheduler, model runner and sampler. One thread owns the engine: nothing here is locked.
+Owns the open requests and joins scheduler, model runner and sampler. One thread owns the engine: nothing here is
+locked.
 
-Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from `step` or from
-`abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend and dtype alone. A prompt that
-several samples or several requests share is computed once. An exception from `step` is final: the engine's state is
-then undefined.
+Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
+`step` or from `abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend and dtype alone. A
+prompt that several samples or several requests share is computed once. An exception from `step` is final: the engine's
+state is then undefined.
 """
 
 from __future__ import annotations
@@ -71,11 +72,12 @@ class EngineInfo:
 class EngineStats:
     """Lifetime counters, and gauges of this moment (`num_*`, `blocks_*`).
 
-    `prefix_queries`: prompt tokens of generate requests; `prefix_hits`: those of them found in the cache or shared with a
-    running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after a
-    preemption too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of finished samples.
-    `deferred_admissions`: how often a request waited a step for a prefix that another one was computing. `evictions`: cached blocks
-    that were reused for something else. `blocks_cached`: free blocks that can be hit; `blocks_empty`: free, not hittable.
+    `prefix_queries`: prompt tokens of generate requests; `prefix_hits`: those of them found in the cache or shared with
+    a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after
+    a preemption too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of finished samples.
+    `deferred_admissions`: how often a request waited a step for a prefix that another one was computing. `evictions`:
+    cached blocks that were reused for something else. `blocks_cached`: free blocks that can be hit; `blocks_empty`:
+    free, not hittable.
     """
 
     steps: int
@@ -159,7 +161,7 @@ class Engine:
         self._arrivals += 1
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
-        """Ends one sample, or all that are unfinished, with what they have. Raise UnknownRequestError if there is none."""
+        """Ends one sample, or all unfinished ones, with what they have. Raise UnknownRequestError if there is none."""
         entry = self._open.get(request_id)
         if isinstance(entry, _Score) and index is None:
             self._scheduler.finish(entry.sequence)
@@ -264,7 +266,7 @@ class Engine:
         self._check_vocabulary("token ids", token_ids)
         if num_tokens > self.info.max_model_len:
             raise InvalidRequestError(
-                f"length: expected prompt and max_tokens to be at most max_model_len = {self.info.max_model_len} tokens "
+                f"length: expected at most max_model_len = {self.info.max_model_len} tokens in prompt and max_tokens "
                 f"together, found {len(token_ids)} + {num_tokens - len(token_ids)}; shorten one of them"
             )
         self._scheduler.check_fits(num_tokens)
@@ -273,7 +275,8 @@ class Engine:
         outside = token_ids[(token_ids < 0) | (token_ids >= self.info.vocab_size)]
         if len(outside):
             raise InvalidRequestError(
-                f"{what}: expected ids in [0, {self.info.vocab_size}), found {outside[0]}; use the model's own tokenizer"
+                f"{what}: expected ids in [0, {self.info.vocab_size}), found {outside[0]}; "
+                "use the model's own tokenizer"
             )
 
     def _record_scores(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
@@ -315,7 +318,7 @@ class Engine:
         return Draw(row, params, sample.seed, sample.sequence.num_tokens, banned)
 
     def _extend(self, sequence: Sequence, drawn: list[tuple[_Sample, Drawn]]) -> list[Output]:
-        """Gives each sample its token. Those that go on part ways: the first keeps the sequence, the others get forks."""
+        """Gives each sample its token. Of those that go on, the first keeps the sequence, the others get forks."""
         if sequence.num_tokens == sequence.num_prompt_tokens:
             self._close_prompt(sequence)
         reasons = [(sample, self._append(sample, token)) for sample, token in drawn]

@@ -1,4 +1,4 @@
-"""Runs the model on the chunks of a step. Owns the weights and the KV tensors; knows nothing of requests or scheduling."""
+"""Runs the model on the chunks of a step. Owns the weights and the KV tensors; knows nothing of requests."""
 
 from __future__ import annotations
 

@@ -26,8 +26,9 @@ class Distribution(BaseModel):
 
     `temperature` divides the logits; 0 means greedy: the lowest id among the highest logits, and the model's own
     distribution wherever a log-prob is asked for. `top_k` (-1: off) keeps the k highest logits, ties going to the lower
-    id. `top_p` keeps the shortest run of the most probable tokens whose probability reaches p. `min_p` drops tokens less
-    probable than min_p times the most probable one. The filters apply in that order, each to what the one before left.
+    id. `top_p` keeps the shortest run of the most probable tokens whose probability reaches p. `min_p` drops tokens
+    less probable than min_p times the most probable one. The filters apply in that order, each to what the one before
+    left.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -62,11 +63,11 @@ class Distribution(BaseModel):
 class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded.
 
-    `seed` None lets the worker draw one; sample i uses `derive_seed(seed, i)`. A sample ends at an end-of-sequence token of
-    the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop`, none of them before `min_tokens`;
-    the tokens that ended it are part of it. `logprobs` says of which distribution: `processed` (after temperature and
-    filters: what was drawn from), `temperature` (after temperature alone), `raw` (the model's own) or None.
-    `cache_salt` keeps prefix reuse among requests with the same salt.
+    `seed` None lets the worker draw one; sample i uses `derive_seed(seed, i)`. A sample ends at an end-of-sequence
+    token of the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop`, none of them before
+    `min_tokens`; the tokens that ended it are part of it. `logprobs` says of which distribution: `processed` (after
+    temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw` (the model's own) or
+    None. `cache_salt` keeps prefix reuse among requests with the same salt.
     """
 
     n: int = Field(1, ge=1)
@@ -82,9 +83,7 @@ class SamplingParams(Distribution):
     @model_validator(mode="after")
     def _min_tokens_can_be_reached(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}"
-            )
+            raise ValueError(f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}")
         return self
 
 

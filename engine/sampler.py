@@ -1,7 +1,7 @@
 """From logits to tokens and log-probs, each row with its own parameters.
 
-Owns what `temperature`, the filters, `min_tokens` and `logprobs` mean in arithmetic. Holds no state: a draw is a function of
-its logits, its parameters, its seed and its position.
+Owns what `temperature`, the filters, `min_tokens` and `logprobs` mean in arithmetic. Holds no state: a draw is a
+function of its logits, its parameters, its seed and its position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A drawn token. `logprob` is None if none was asked for; `is_finite` is false if the logits hold no usable number."""
+    """A drawn token. `logprob` is None if none was asked for; `is_finite` is false if its logit is no number."""
 
     token_id: int
     logprob: float | None

@@ -1,1 +1,1 @@
-"""The numeric operations of a decoder, each exact against itself. `ops` holds the contract, `reference` defines each op."""
+"""The numeric operations of a decoder: `ops` holds their contract, `reference` defines each of them."""

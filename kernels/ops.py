@@ -1,8 +1,8 @@
 """The ops a decoder is made of, the contract they keep, and the choice of who computes them.
 
 The contract: **a row's result depends on that row's inputs and on absolute positions only**, with one fixed order of
-accumulation. It does not depend on how many rows share the call, which row it is, what the other rows hold, how a prompt was
-cut into chunks, the block size of the cache, or the number of threads. Equality means equal bits.
+accumulation. It does not depend on how many rows share the call, which row it is, what the other rows hold, how a
+prompt was cut into chunks, the block size of the cache, or the number of threads. Equality means equal bits.
 
 - Matrix products accumulate over K in one order for every number of rows.
 - Attention reads keys and values back from the paged cache, as stored. It cuts the key axis at absolute multiples of
@@ -11,8 +11,9 @@ cut into chunks, the block size of the cache, or the number of threads. Equality
 - Ties go to the lower vocabulary id.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
-A backend is a module with the functions of `Backend`: plain functions on tensors, with no state. Each backend is exact against
-itself; between backends results agree within rounding. Rows are tokens or sequences, always the first dimension.
+A backend is a module with the functions of `Backend`: plain functions on tensors, with no state. Each backend is exact
+against itself; between backends results agree within rounding. Rows are tokens or sequences, always the first
+dimension.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ KV_SPLIT = 128
 class AttentionBatch:
     """Which queries attend to which cached tokens: a mixed batch of prompt chunks and decodes.
 
-    Sequence i owns query rows [query_starts[i], query_starts[i + 1]), the last ones of its `context_lens[i]` tokens, all of
-    which are in the cache. Token t of it lies in block `block_tables[i, t // block_size]`, at offset t % block_size.
-    `block_tables`: int64 [num_sequences, max_blocks], padded with any valid block id.
+    Sequence i owns query rows [query_starts[i], query_starts[i + 1]), the last ones of its `context_lens[i]` tokens,
+    all of which are in the cache. Token t of it lies in block `block_tables[i, t // block_size]`, at offset t %
+    block_size. `block_tables`: int64 [num_sequences, max_blocks], padded with any valid block id.
     """
 
     query_starts: Sequence[int]
@@ -96,7 +97,8 @@ class Backend(Protocol):
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         """float32 logits [M, V] with the tokens that a row's filters drop set to -inf.
 
-        `top_k` int64 [M] (-1: off), `top_p` and `min_p` float32 [M]. They apply in that order; the best token always stays.
+        `top_k` int64 [M] (-1: off), `top_p` and `min_p` float32 [M]. They apply in that order; the best token always
+        stays.
         """
         ...
 

@@ -1,9 +1,9 @@
 """Every op in plain torch, on any device: the definition, and what other backends are tested against.
 
-How it keeps the contract of `ops`: torch picks its matrix kernels by shape, so no product here ever has a shape that depends
-on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and attention
-multiplies matrices of one fixed shape only, many at a time. Elementwise functions are limited to those whose vector code and
-scalar tail agree (exp, log, log1p, cos, sin and exactly rounded arithmetic; not silu or sigmoid).
+How it keeps the contract of `ops`: torch picks its matrix kernels by shape, so no product here ever has a shape that
+depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and
+attention multiplies matrices of one fixed shape only, many at a time. Elementwise functions are limited to those whose
+vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded arithmetic; not silu or sigmoid).
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 class _EqualQueries:
     """Attention for sequences with the same number of queries, longest context first.
 
-    All products are q tile [TILE, D] by keys [D, KV_SPLIT] and weights [TILE, KV_SPLIT] by values [KV_SPLIT, D]. The rows
-    of a tile are (query, head of the group) pairs that share one key-value head.
+    All products are q tile [TILE, D] by keys [D, KV_SPLIT] and weights [TILE, KV_SPLIT] by values [KV_SPLIT, D]. The
+    rows of a tile are (query, head of the group) pairs that share one key-value head.
     """
 
     def __init__(
@@ -172,7 +172,8 @@ class _EqualQueries:
         tokens = torch.arange(start, start + KV_SPLIT, device=self.tables.device)
         tokens = torch.minimum(tokens, self.context_lens[:units, None] - 1)
         slots = self.tables[:units].gather(1, tokens // block_size) * block_size + tokens % block_size
-        return tuple(cache.flatten(0, 1)[slots].transpose(1, 2).float() for cache in (self.k_cache, self.v_cache))  # pyright: ignore[reportReturnType]
+        keys, values = (cache.flatten(0, 1)[slots].transpose(1, 2).float() for cache in (self.k_cache, self.v_cache))
+        return keys, values
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """A dense decoder: one description that covers Llama, Qwen2 and Qwen3 checkpoints.
 
-Owns the weights, and says where each tensor of a checkpoint belongs in them (`checkpoint_tensors`). Projections that read the
-same input are stored as one matrix. Owns no KV cache and keeps no state between calls.
+Owns the weights, and says where each tensor of a checkpoint belongs in them (`checkpoint_tensors`). Projections that
+read the same input are stored as one matrix. Owns no KV cache and keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -139,9 +139,13 @@ class _Layer:
             "mlp.down_proj.weight": self.down,
         }
         rows = [heads * self.head_dim for heads in self.heads]
-        tensors |= {f"self_attn.{name}_proj.weight": part for name, part in zip("qkv", self.qkv.split(rows))}
+        tensors |= {
+            f"self_attn.{name}_proj.weight": part for name, part in zip("qkv", self.qkv.split(rows), strict=True)
+        }
         if self.qkv_bias is not None:
-            tensors |= {f"self_attn.{name}_proj.bias": part for name, part in zip("qkv", self.qkv_bias.split(rows))}
+            tensors |= {
+                f"self_attn.{name}_proj.bias": part for name, part in zip("qkv", self.qkv_bias.split(rows), strict=True)
+            }
         if self.q_norm is not None and self.k_norm is not None:
             tensors |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
         return tensors

@@ -194,7 +194,9 @@ def test_the_contract_tests_can_fail() -> None:
 
     def fickle(x: torch.Tensor) -> torch.Tensor:
         weight = randn(64, 576, seed=1)
-        return sum(ops.linear(a, b) for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1))) if len(x) > 8 else ops.linear(x, weight)  # fmt: skip
+        if len(x) <= 8:
+            return ops.linear(x, weight)
+        return ops.linear(x[:, :288], weight[:, :288]) + ops.linear(x[:, 288:], weight[:, 288:])
 
     rows = randn(ROWS, 576)
     assert not same_bits(fickle(rows[:1]), fickle(rows)[:1])
