@@ -126,13 +126,16 @@ class _Score:
 
 
 class Engine:
-    """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served."""
+    """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `loaded`: what `load_model` gave for this config's model, dtype, device and backend, so that engines can share weights.
+    """
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self.weight_version = 0
-        self._loaded = load_model(config)
+        self._loaded = load_model(config) if loaded is None else loaded
         self.info = _describe(config, self._loaded)
         self._runner = ModelRunner(self._loaded.model, self.info.num_blocks, config.block_size)
         self._sampler = Sampler(self._loaded.backend)
