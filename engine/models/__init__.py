@@ -1,0 +1,1 @@
+"""Model classes, and how their weights are found and loaded."""

@@ -1,0 +1,37 @@
+"""Fixtures and settings that all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may depend on the network
+
+from tiny import FAMILIES, make_tiny_model  # noqa: E402
+
+hypothesis.settings.register_profile("trueroll", deadline=None)
+hypothesis.settings.load_profile("trueroll")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen2", tmp_path_factory.mktemp("models") / "tiny-qwen2")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen3", tmp_path_factory.mktemp("models") / "tiny-qwen3")
+
+
+@pytest.fixture(params=FAMILIES)
+def tiny_model(request: pytest.FixtureRequest) -> Path:
+    """The folder of each family's tiny float32 model, one after the other."""
+    return request.getfixturevalue(f"tiny_{request.param}")

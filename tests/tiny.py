@@ -1,0 +1,82 @@
+"""Tiny random models, saved as Hugging Face folders, on which tests run in milliseconds.
+
+The weights are spread so that a wrong bit anywhere shows in the output: every layer moves the result visibly, the top
+two logits lie well apart, biases are not zero and norm weights are not one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_SHAPE: dict[str, Any] = dict(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, dict(head_dim=16, tie_word_embeddings=False)),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, dict(tie_word_embeddings=False)),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, dict(head_dim=16, tie_word_embeddings=True)),
+}
+FAMILIES = tuple(_FAMILIES)
+_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
+
+
+def make_tiny_model(family: str, folder: Path, dtype: str = "float32", **config_overrides: Any) -> Path:
+    """Save a random model of `family` (one of FAMILIES), with a tokenizer, into `folder`, and return it.
+
+    The same arguments give the same weights. `config_overrides` are fields of the family's Hugging Face config.
+    Llama and Qwen2 have a head of their own, Qwen2 has biases on q, k and v, Qwen3 shares the embedding with the head.
+    """
+    make_config, make_model, defaults = _FAMILIES[family]
+    config = make_config(**(_SHAPE | defaults | config_overrides))
+    model = make_model(config)
+    _spread_weights(model)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    _make_tokenizer(config.vocab_size).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def _spread_weights(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.uniform_(0.5, 1.5, generator=generator)
+        else:
+            weight.normal_(std=_spread(name, weight), generator=generator)
+
+
+def _spread(name: str, weight: torch.Tensor) -> float:
+    if name.endswith("bias") or "lm_head" in name:
+        return 0.5
+    if "embed_tokens" in name:
+        return 0.3
+    return 2 * weight.shape[1] ** -0.5
+
+
+def _make_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
+    """One token per byte, after three special tokens; ids beyond those decode to words such as `<300>`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*_SPECIAL_TOKENS, *alphabet]
+    words = (words + [f"<{i}>" for i in range(len(words), vocab_size)])[:vocab_size]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos = _SPECIAL_TOKENS
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
+    )
