@@ -48,7 +48,7 @@ class DenseConfig:
     def from_folder(cls, folder: Path, raw: dict[str, Any]) -> DenseConfig:
         """Reads `folder`, whose config.json holds `raw`. Raise ModelError for what this decoder does not compute."""
         architecture = _architecture(folder, raw)
-        config = AutoConfig.from_pretrained(folder)
+        config = _read_config(folder)
         _check_supported(folder, config)
         inv_freq, rope_scale = _rope(folder, config)
         return cls(
@@ -78,6 +78,15 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
             f"{folder}: expected one of the architectures {', '.join(SUPPORTED_ARCHITECTURES)}, found {names[0]}"
         )
     return names[0]
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise ModelError(
+            f"{folder}/config.json: expected what transformers can read, found a fault: {error}"
+        ) from error
 
 
 def _check_supported(folder: Path, config: Any) -> None:

@@ -1,0 +1,58 @@
+"""Small helpers that drive an engine in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import GenerateRequest, Output, Request, SampleOutput, SamplingParams, ScoreRequest
+
+
+def make_engine(model: Path, **settings: Any) -> Engine:
+    return Engine(EngineConfig(model=str(model), **({"num_blocks": 512, "num_threads": 1} | settings)))
+
+
+def tokens(count: int, seed: int = 0, vocab_size: int = 512) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, vocab_size, count).astype(np.int32)
+
+
+def generate(id: str, prompt: np.ndarray, **params: Any) -> GenerateRequest:
+    return GenerateRequest(id, prompt, SamplingParams(**({"seed": 5, "max_tokens": 12, "ignore_eos": True} | params)))
+
+
+def drain(engine: Engine) -> list[Output]:
+    """Steps until nothing is left, and audits the blocks."""
+    outputs: list[Output] = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    engine.check_integrity()
+    return outputs
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], SampleOutput]:
+    """Adds all requests at once; their samples by (request id, index)."""
+    for request in requests:
+        engine.add(request)
+    outputs = [output for output in drain(engine) if isinstance(output, SampleOutput)]
+    samples = {(output.request_id, output.index): output for output in outputs}
+    assert len(samples) == len(outputs), "each sample is finished once"
+    return samples
+
+
+def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndarray:
+    from trueroll.engine.request import Distribution
+
+    engine.add(ScoreRequest("score", token_ids, Distribution(**distribution)))
+    [output] = drain(engine)
+    return output.logprobs  # pyright: ignore[reportReturnType]
+
+
+def bits(output: SampleOutput) -> tuple[bytes, bytes]:
+    """What must be equal: the tokens and the bits of the log-probs."""
+    assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) > 0
+    return output.token_ids.tobytes(), output.logprobs.tobytes()

@@ -1,0 +1,87 @@
+"""The dense decoder against transformers, for every variant it claims to cover."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import make_tiny_model
+from transformers import AutoModelForCausalLM
+
+from trueroll.engine.errors import ModelError
+
+from ..drive import make_engine, score, tokens
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+    "llama3": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="llama3",
+                rope_theta=5e5,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+    ),
+    "yarn": (
+        "qwen3",
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=256
+            )
+        ),
+    ),
+    "theta": ("qwen2", dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
+    "one head for all queries": ("llama", dict(num_key_value_heads=1)),
+    "a key-value head for each query head": ("qwen3", dict(num_key_value_heads=4)),
+    "odd sizes": ("llama", dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=20, intermediate_size=77)),
+    "odd vocabulary": ("qwen3", dict(vocab_size=515)),
+    "tied": ("llama", dict(tie_word_embeddings=True)),
+    "heads wider than the model": ("qwen3", dict(head_dim=32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_scores_equal_transformers(tmp_path: Path, name: str) -> None:
+    family, overrides = VARIANTS[name]
+    folder = make_tiny_model(family, tmp_path, **overrides)
+    ids = tokens(300)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.from_numpy(ids)[None].long())
+    logprobs = expected.logits[0, :-1].log_softmax(-1).gather(1, torch.from_numpy(ids[1:, None]).long()).squeeze(1)
+    np.testing.assert_allclose(score(make_engine(folder), ids), logprobs.detach().numpy(), atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dtype: str) -> None:
+    folder, ids = make_tiny_model("qwen2", tmp_path), tokens(200)
+    exact = score(make_engine(folder, dtype="float32"), ids)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    logits = model(torch.from_numpy(ids)[None].long()).logits[0, :-1].float()
+    theirs = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:, None]).long()).squeeze(1).detach().numpy()
+    ours = score(make_engine(folder, dtype=dtype), ids)
+    assert 0 < np.abs(ours - exact).mean() <= 1.2 * np.abs(theirs - exact).mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_act="gelu"), "hidden_act = 'silu'.*found 'gelu'"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found dynamic"),
+        (dict(architectures=None), "found None"),
+        (dict(num_attention_heads="many"), "config.json"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        make_engine(tmp_path)

@@ -1,0 +1,323 @@
+"""The engine's promises on tiny models: exactness, groups, one output for everything accepted, clear rejections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trueroll.engine.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
+from trueroll.engine.request import ScoreOutput, ScoreRequest, derive_seed
+
+from .drive import bits, drain, generate, make_engine, run, score, tokens
+
+DTYPES = ["float32", "bfloat16"]
+
+
+def test_greedy_tokens_and_scores_equal_transformers(tiny_model: Path) -> None:
+    prompts = [tokens(n, seed=n) for n in (1, 15, 16, 17, 140)]
+    engine = make_engine(tiny_model)
+    samples = run(engine, [generate(str(i), p, temperature=0.0, max_tokens=24) for i, p in enumerate(prompts)])
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for i, prompt in enumerate(prompts):
+        ids = torch.from_numpy(prompt)[None].long()
+        expected = model.generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24)[0].numpy()
+        assert samples[str(i), 0].token_ids.tolist() == expected[len(prompt) :].tolist()
+        logits = model(torch.from_numpy(expected)[None]).logits[0, :-1].log_softmax(-1)
+        expected_logprobs = logits.gather(1, torch.from_numpy(expected[1:, None])).squeeze(1).detach().numpy()
+        np.testing.assert_allclose(score(engine, expected.astype(np.int32)), expected_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_score_gives_the_bits_of_the_rollout(tiny_model: Path, dtype: str) -> None:
+    engine = make_engine(tiny_model, dtype=dtype)
+    prompt = tokens(40)
+    modes = {"processed": dict(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01), "temperature": dict(temperature=0.7)}
+    for mode, distribution in (modes | {"raw": {}}).items():
+        request = generate("r", prompt, logprobs=mode, **modes["processed"])
+        sample = run(engine, [request])["r", 0]
+        full = np.concatenate((prompt, sample.token_ids))
+        rescored = score(engine, full, **distribution)[len(prompt) - 1 :]
+        assert rescored.tobytes() == bits(sample)[1], mode
+    assert run(engine, [generate("r", prompt, logprobs=None)])["r", 0].logprobs is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preempted_samples_keep_their_bits(tiny_model: Path, dtype: str) -> None:
+    requests = [generate(str(i), tokens(30 + i, seed=i), n=3, max_tokens=30) for i in range(6)]
+    calm = make_engine(tiny_model, dtype=dtype)
+    expected = run(calm, requests)
+    pressed = make_engine(tiny_model, dtype=dtype, num_blocks=24, block_size=8)
+    found = run(pressed, requests)
+    assert calm.stats().preemptions == 0 and pressed.stats().preemptions > 5
+    assert {key: bits(sample) for key, sample in found.items()} == {k: bits(s) for k, s in expected.items()}
+
+
+def test_a_thousand_requests_in_a_tenth_of_the_blocks(tiny_llama: Path) -> None:
+    rng = np.random.default_rng(1)
+    requests = [
+        generate(str(i), tokens(int(rng.integers(1, 40)), seed=i), seed=i, max_tokens=int(rng.integers(1, 70)))
+        for i in range(1000)
+    ]
+    needed = sum(-(-(len(r.prompt_token_ids) + r.params.max_tokens) // 16) for r in requests)
+    settings = dict(max_num_seqs=1000, max_num_batched_tokens=1024)
+    calm = make_engine(tiny_llama, num_blocks=needed, **settings)
+    expected = run(calm, requests)
+    pressed = make_engine(tiny_llama, num_blocks=needed // 10, **settings)
+    found = run(pressed, requests)
+    assert calm.stats().preemptions == 0 and pressed.stats().preemptions > 10
+    assert pressed.stats().computed_tokens < 1.5 * calm.stats().computed_tokens, "little is computed twice"
+    assert len(found) == 1000
+    assert {key: bits(sample) for key, sample in found.items()} == {k: bits(s) for k, s in expected.items()}
+
+
+def test_a_group_computes_its_prompt_once(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    samples = run(engine, [generate(str(i), tokens(37 + i, seed=i), n=8) for i in range(8)])
+    assert len(samples) == 64 and engine.stats().computed_prompt_tokens == sum(37 + i for i in range(8))
+
+
+def test_two_groups_with_one_prompt_compute_it_once(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama), tokens(53)
+    samples = run(engine, [generate("a", prompt, n=3), generate("b", prompt, n=2, seed=9)])
+    assert engine.stats().computed_prompt_tokens == 53
+    assert [samples[key].num_cached_tokens for key in (("a", 0), ("b", 0))] == [0, 53]
+    alone = run(make_engine(tiny_llama), [generate("b", prompt, n=2, seed=9)])
+    assert [bits(samples["b", i]) for i in range(2)] == [bits(alone["b", i]) for i in range(2)]
+
+
+def test_a_shared_prefix_under_way_is_waited_for(tiny_llama: Path) -> None:
+    engine, shared = make_engine(tiny_llama, max_num_batched_tokens=64), tokens(160)
+    prompts = [np.concatenate((shared, tokens(10, seed=i))) for i in range(1, 5)]
+    run(engine, [generate(str(i), p) for i, p in enumerate(prompts)])
+    stats = engine.stats()
+    assert stats.deferred_admissions > 0
+    assert stats.computed_prompt_tokens == 160 + 4 * 10
+    assert stats.prefix_hits == 3 * 160
+
+
+def test_a_sample_depends_on_its_index_not_on_its_group(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama), tokens(20)
+    many = run(engine, [generate("g", prompt, n=6)])
+    few = run(engine, [generate("g", prompt, n=2)])
+    assert [bits(few["g", i]) for i in range(2)] == [bits(many["g", i]) for i in range(2)]
+    assert len({bits(sample) for sample in many.values()}) == 6
+    assert [many["g", i].seed for i in range(6)] == [derive_seed(5, i) for i in range(6)]
+    assert len({derive_seed(seed, i) for seed in (0, 1, 2**64 - 1) for i in range(1000)}) == 3000
+
+
+def test_a_conversation_reuses_what_it_decoded(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    first = run(engine, [generate("1", tokens(30), max_tokens=40)])["1", 0]
+    longer = np.concatenate((tokens(30), first.token_ids, tokens(9, seed=1)))
+    warm = run(engine, [generate("2", longer)])["2", 0]
+    cold = run(make_engine(tiny_llama, enable_prefix_caching=False), [generate("2", longer)])["2", 0]
+    assert warm.num_cached_tokens == 64 and cold.num_cached_tokens == 0
+    assert bits(warm) == bits(cold)
+
+
+def test_a_salt_keeps_prefixes_apart(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama), tokens(40)
+    salts = [None, None, "a", "b", "a", ""]
+    cached = [run(engine, [generate("r", prompt, cache_salt=s)])["r", 0].num_cached_tokens for s in salts]
+    assert cached == [0, 32, 0, 0, 32, 0]
+
+
+def test_invalidation_leaves_running_requests_whole_and_later_ones_cold(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama, max_num_batched_tokens=64), tokens(200)
+    expected = run(make_engine(tiny_llama), [generate("a", prompt, n=2)])
+    engine.add(generate("a", prompt, n=2))
+    for _ in range(2):
+        engine.step()
+    engine.invalidate_prefix_cache()
+    late = run(engine, [generate("b", prompt, seed=6)])["b", 0]
+    assert late.num_cached_tokens == 0, "neither hit nor joined what was computed before"
+    engine = make_engine(tiny_llama)
+    found = run(engine, [generate("a", prompt, n=2)])
+    assert [bits(s) for s in found.values()] == [bits(s) for s in expected.values()]
+    engine.invalidate_prefix_cache()
+    assert run(engine, [generate("c", prompt)])["c", 0].num_cached_tokens == 0
+    assert run(engine, [generate("d", prompt)])["d", 0].num_cached_tokens == 192
+
+
+def test_running_requests_survive_invalidation(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama, max_num_batched_tokens=64), tokens(200)
+    expected = run(make_engine(tiny_llama), [generate("a", prompt, n=2)])
+    engine.add(generate("a", prompt, n=2))
+    found = {}
+    for steps in range(100):
+        engine.invalidate_prefix_cache()
+        found |= {(o.request_id, o.index): o for o in engine.step()}
+    assert steps == 99 and not engine.has_unfinished
+    assert {k: bits(s) for k, s in found.items()} == {k: bits(s) for k, s in expected.items()}
+
+
+def test_without_prefix_caching_nothing_is_shared_between_requests(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama, enable_prefix_caching=False), tokens(40)
+    samples = run(engine, [generate("a", prompt, n=4), generate("b", prompt)])
+    assert engine.stats().computed_prompt_tokens == 80 and engine.stats().prefix_hits == 0
+    warm = make_engine(tiny_llama)
+    run(warm, [generate("a", prompt)])
+    assert bits(run(warm, [generate("b", prompt)])["b", 0]) == bits(samples["b", 0])
+
+
+def test_the_end_of_a_sample(tiny_llama: Path) -> None:
+    engine, prompt = make_engine(tiny_llama), tokens(20)
+    free = run(engine, [generate("r", prompt, max_tokens=40)])["r", 0]
+    stop = int(free.token_ids[7])
+    first = free.token_ids.tolist().index(stop)
+    stopped = run(engine, [generate("r", prompt, max_tokens=40, stop_token_ids=[stop])])["r", 0]
+    assert stopped.finish_reason == "stop" and free.finish_reason == "length"
+    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    eos = engine.info.eos_token_ids[0]
+    assert eos not in free.token_ids[:3]
+
+
+def test_the_model_ends_a_sample_unless_told_to_ignore_it(tmp_path: Path) -> None:
+    from tiny import make_tiny_model
+
+    probe = run(make_engine(make_tiny_model("llama", tmp_path / "probe")), [generate("r", tokens(20))])["r", 0]
+    eos = int(probe.token_ids[3])
+    engine = make_engine(make_tiny_model("llama", tmp_path / "model", eos_token_id=[2, eos]))
+    end = probe.token_ids.tolist().index(eos) + 1
+    ended = run(engine, [generate("r", tokens(20), ignore_eos=False)])["r", 0]
+    assert ended.finish_reason == "stop" and ended.token_ids.tolist() == probe.token_ids[:end].tolist()
+    assert run(engine, [generate("r", tokens(20))])["r", 0].finish_reason == "length"
+    late = run(engine, [generate("r", tokens(20), ignore_eos=False, min_tokens=8)])["r", 0]
+    assert len(late.token_ids) > 8 and not {2, eos} & set(late.token_ids[:8].tolist())
+
+
+def test_stop_strings(tiny_llama: Path) -> None:
+    from transformers import AutoTokenizer
+
+    engine, prompt = make_engine(tiny_llama), tokens(20)
+    free = run(engine, [generate("r", prompt, max_tokens=30)])["r", 0]
+    # Ids from 259 on stand for words, those below for single bytes.
+    at = next(i for i in range(4, 20) if free.token_ids[i] >= 259 and free.token_ids[i] not in free.token_ids[:i])
+    text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[at : at + 1])[:-1]
+    stopped = run(engine, [generate("r", prompt, max_tokens=30, stop=["never in the text", text])])["r", 0]
+    assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == free.token_ids[: at + 1].tolist()
+    late = run(engine, [generate("r", prompt, max_tokens=30, stop=[text], min_tokens=20)])["r", 0]
+    assert len(late.token_ids) == 30
+
+
+def test_abort_returns_what_there_is(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    expected = run(engine, [generate("g", tokens(20), n=3)])
+    engine.add(generate("g", tokens(20), n=3))
+    engine.add(generate("other", tokens(20), n=1))
+    for _ in range(4):
+        assert engine.step() == []
+    [one] = engine.abort("g", 1)
+    assert (one.finish_reason, one.index) == ("abort", 1)
+    assert one.token_ids.tolist() == expected["g", 1].token_ids[:4].tolist() and len(one.logprobs) == 4
+    with pytest.raises(UnknownRequestError, match="sample 1"):
+        engine.abort("g", 1)
+    rest = engine.abort("g")
+    assert [(o.index, o.finish_reason) for o in rest] == [(0, "abort"), (2, "abort")]
+    engine.check_integrity()
+    [other] = drain(engine)
+    assert other.finish_reason == "length"
+    with pytest.raises(UnknownRequestError, match="'g'"):
+        engine.abort("g")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_of_the_request_that_computes_a_shared_prompt(tiny_llama: Path, steps: int) -> None:
+    prompt = tokens(100)
+    expected = run(make_engine(tiny_llama), [generate("b", prompt, n=2, seed=8)])
+    engine = make_engine(tiny_llama, max_num_batched_tokens=64)
+    engine.add(generate("a", prompt, n=2))
+    engine.add(generate("b", prompt, n=2, seed=8))
+    for _ in range(steps):
+        engine.step()
+    assert len(engine.abort("a")) == 2
+    samples = {(o.request_id, o.index): bits(o) for o in drain(engine)}
+    assert samples == {key: bits(sample) for key, sample in expected.items()}
+
+
+def test_abort_of_everything_frees_everything(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, max_num_seqs=2, max_num_batched_tokens=32)
+    for i in range(5):
+        engine.add(generate(str(i), tokens(50, seed=i % 2), n=2))
+    engine.add(ScoreRequest("score", tokens(50)))
+    engine.step()
+    assert {len(engine.abort(str(i))) for i in range(5)} == {2}
+    [aborted] = engine.abort("score")
+    assert isinstance(aborted, ScoreOutput) and aborted.finish_reason == "abort" and len(aborted.logprobs) == 0
+    assert not engine.has_unfinished and engine.stats().blocks_in_use == 0
+    engine.check_integrity()
+
+
+def test_weights_that_are_no_numbers_end_their_samples_only(tiny_llama: Path) -> None:
+    prompts = {"good": tokens(20), "bad": tokens(20, seed=1)}
+    assert 7 not in prompts["good"]
+    prompts["bad"][5] = 7
+    expected = run(make_engine(tiny_llama), [generate("good", prompts["good"], temperature=0.0)])
+    assert 7 not in expected["good", 0].token_ids
+    engine = make_engine(tiny_llama)
+    engine._loaded.model.embed[7] = torch.nan
+    samples = run(engine, [generate(name, prompt, temperature=0.0) for name, prompt in prompts.items()])
+    assert samples["bad", 0].finish_reason == "error" and "NaN" in (samples["bad", 0].error or "")
+    assert bits(samples["good", 0]) == bits(expected["good", 0])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "at least 1, found 0"),
+        ([5, -1], {}, r"ids in \[0, 512\), found -1"),
+        ([5, 512], {}, r"ids in \[0, 512\), found 512"),
+        ([5], dict(stop_token_ids=[600]), "stop_token_ids.*found 600"),
+        (range(3, 260), {}, "max_model_len = 256 .* found 257 "),
+        (range(3, 203), dict(max_tokens=57), "max_model_len = 256 .* found 200 . 57"),
+        (range(3, 203), dict(max_tokens=20), "needs 14 KV blocks .* 12 in all"),
+    ],
+)
+def test_what_can_never_be_served_is_rejected_at_once(tiny_llama: Path, prompt, params, message) -> None:
+    engine = make_engine(tiny_llama, max_model_len=256, num_blocks=12)
+    engine.add(generate("good", tokens(20)))
+    with pytest.raises(InvalidRequestError, match=message):
+        engine.add(generate("bad", np.array(prompt, np.int32), **params))
+    [good] = drain(engine)
+    assert good.request_id == "good" and good.finish_reason == "length"
+
+
+def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add(generate("r", tokens(20)))
+    with pytest.raises(InvalidRequestError, match="'r' running"):
+        engine.add(generate("r", tokens(20)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(num_blocks=1, kv_memory=1), "at most one of them"),
+        (dict(num_blocks=None, kv_memory=10), "at least one block = 8192 bytes, found 10"),
+        (dict(max_model_len=4096), "at most 1024.*found 4096"),
+        (dict(max_num_seqs=65, max_num_batched_tokens=64), "at most max_num_batched_tokens = 64"),
+        (dict(device="cuda:99"), "device.*'cuda:99'"),
+        (dict(devise="cpu"), "devise: unknown parameter"),
+        (dict(block_size=0), "block_size: .*found 0"),
+        (dict(dtype="int8"), "dtype: .*found 'int8'"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_rejected(tiny_llama: Path, settings, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(tiny_llama, **settings)
+
+
+def test_kv_memory_is_counted_in_whole_blocks(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, num_blocks=None, kv_memory=10 * 8192 + 4096)
+    assert engine.info.num_blocks == 10 and engine.info.kv_bytes == engine._runner.kv_bytes == 10 * 8192
+
+
+def test_an_unsupported_architecture_names_the_supported_ones(tiny_llama: Path, tmp_path: Path) -> None:
+    config = (tiny_llama / "config.json").read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match="LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, found GPT2LMHeadModel"):
+        make_engine(tmp_path)

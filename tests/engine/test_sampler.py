@@ -1,0 +1,81 @@
+"""What sampling parameters mean, row by row within one batch."""
+
+from __future__ import annotations
+
+import torch
+
+from trueroll.engine.request import Distribution, SamplingParams
+from trueroll.engine.sampler import Draw, Sampler
+from trueroll.kernels.ops import select_backend
+
+sampler = Sampler(select_backend("reference", torch.device("cpu"))[1])
+LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def draw(row: int = 0, seed: int = 3, position: int = 9, banned: frozenset[int] = frozenset(), **params) -> Draw:
+    return Draw(row, SamplingParams(**params), seed, position, banned)
+
+
+MIXED = [
+    draw(0, temperature=0.0),
+    draw(1, temperature=0.5, logprobs="raw"),
+    draw(1, temperature=0.5, seed=2**64 - 1, logprobs="temperature"),
+    draw(2, top_k=3),
+    draw(3, top_p=0.5, logprobs="raw"),
+    draw(4, min_p=0.3, temperature=2.0, logprobs="temperature"),
+    draw(4, top_k=2, top_p=0.9, min_p=0.1, logprobs=None),
+    draw(4, banned=frozenset((1, 2, 3))),
+]
+
+
+def test_each_row_has_its_own_parameters() -> None:
+    together = sampler.draw(LOGITS, MIXED)
+    assert together == [drawn for one in MIXED for drawn in sampler.draw(LOGITS, [one])]
+    assert together[::-1] == sampler.draw(LOGITS, MIXED[::-1])
+
+
+def test_greedy_takes_the_lowest_id_among_equals_and_the_models_own_distribution() -> None:
+    logits = torch.zeros(1, 50)
+    logits[0, [7, 9, 30]] = 1.5
+    [drawn] = sampler.draw(logits, [draw(temperature=0.0, top_k=1, top_p=0.1)])
+    assert drawn.token_id == 7
+    assert drawn.logprob == logits.log_softmax(-1)[0, 7].item()
+
+
+def test_logprobs_are_of_the_distribution_that_was_asked_for() -> None:
+    for mode, temperature in (("raw", 1.0), ("temperature", 0.5)):
+        [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)])
+        assert drawn.logprob == (LOGITS / temperature).log_softmax(-1)[0, drawn.token_id].item()
+    best = (LOGITS[0] / 0.5).topk(4)
+    [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4)])
+    kept = best.values.log_softmax(0)[best.indices == drawn.token_id].item()
+    assert drawn.logprob is not None and abs(drawn.logprob - kept) < 1e-6
+
+
+def test_seed_and_position_both_matter() -> None:
+    base = [draw(seed=s, position=p) for s in range(30) for p in range(30)]
+    ids = torch.tensor([d.token_id for d in sampler.draw(LOGITS, base)]).view(30, 30)
+    assert len(ids.unique(dim=0)) == len(ids.unique(dim=1).T) == 30
+
+
+def test_banned_tokens_are_not_drawn() -> None:
+    everything_but_one = frozenset(range(50)) - {13}
+    [drawn] = sampler.draw(LOGITS, [draw(banned=everything_but_one)])
+    assert (drawn.token_id, drawn.logprob, drawn.is_finite) == (13, 0.0, True)
+
+
+def test_logits_without_a_number_are_reported() -> None:
+    broken = LOGITS.clone()
+    broken[1] = torch.nan
+    good, bad = sampler.draw(broken, [draw(0), draw(1)])
+    assert good.is_finite and not bad.is_finite
+    assert [good] == sampler.draw(LOGITS, [draw(0)])
+
+
+def test_score_equals_what_was_drawn() -> None:
+    for values in ({}, dict(temperature=0.0), dict(temperature=0.7, top_p=0.8), dict(top_k=3, min_p=0.1)):
+        draws = [draw(row, **values) for row in range(5)]
+        drawn = sampler.draw(LOGITS, draws)
+        scores = sampler.score(LOGITS, torch.tensor([d.token_id for d in drawn]), Distribution(**values))
+        assert scores.tolist() == [d.logprob for d in drawn]
+    assert sampler.score(LOGITS, LOGITS.argmin(-1), Distribution(top_k=1)).tolist() == [-torch.inf] * 5
