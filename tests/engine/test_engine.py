@@ -148,10 +148,10 @@ def test_running_requests_survive_invalidation(tiny_llama: Path) -> None:
     expected = run(make_engine(tiny_llama), [generate("a", prompt, n=2)])
     engine.add(generate("a", prompt, n=2))
     found = {}
-    for steps in range(100):
+    while engine.has_unfinished:
         engine.invalidate_prefix_cache()
         found |= {(o.request_id, o.index): o for o in engine.step()}
-    assert steps == 99 and not engine.has_unfinished
+    assert engine.stats().steps > 10, "the cache was invalidated many times on the way"
     assert {k: bits(s) for k, s in found.items()} == {k: bits(s) for k, s in expected.items()}
 
 

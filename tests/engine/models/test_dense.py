@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
+from tiny import make_tiny_model
 from trueroll.engine.errors import ModelError
 
 from ..drive import make_engine, score, tokens
@@ -33,20 +33,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "yarn": (
         "qwen3",
-        dict(
-            rope_parameters=dict(
-                rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=256
-            )
-        ),
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=256)),
     ),
     "theta": ("qwen2", dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
     "one head for all queries": ("llama", dict(num_key_value_heads=1)),
     "a key-value head for each query head": ("qwen3", dict(num_key_value_heads=4)),
-    "odd sizes": ("llama", dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=20, intermediate_size=77)),
+    "odd sizes": (
+        "llama",
+        dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=20, intermediate_size=77),
+    ),
     "odd vocabulary": ("qwen3", dict(vocab_size=515)),
     "tied": ("llama", dict(tie_word_embeddings=True)),
     "heads wider than the model": ("qwen3", dict(head_dim=32)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
