@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +13,7 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may depend on the network
 
 from tiny import FAMILIES, make_tiny_model  # noqa: E402
+from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 
 hypothesis.settings.register_profile("trueroll", deadline=None)
 hypothesis.settings.load_profile("trueroll")
@@ -35,3 +38,22 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(request: pytest.FixtureRequest) -> Path:
     """The folder of each family's tiny float32 model, one after the other."""
     return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests convert the embedded model anew, into a folder of the session; set TRUEROLL_CACHE to reuse one instead."""
+    if "TRUEROLL_CACHE" in os.environ:
+        yield
+        return
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["TRUEROLL_CACHE"] = str(folder)
+    yield
+    del os.environ["TRUEROLL_CACHE"]
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the embedded model, converted for this session of tests."""
+    return smollm2_folder()

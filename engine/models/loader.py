@@ -1,8 +1,8 @@
 """From a model's name to weights in memory: finds the folder, reads its settings, copies its tensors.
 
 Owns nothing that lasts: files are closed when a function returns. Knows no architecture: whoever calls says which
-tensors it expects and where they go. Promises that a checkpoint is checked as a whole before the first tensor is copied,
-and that at most one tensor of it is in memory beside its destination.
+tensors it expects and where they go. Promises that a checkpoint is checked as a whole before the first tensor is
+copied, and that at most one tensor of it is in memory beside its destination.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=["*/*"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
+        cause = " ".join(str(error).split()).rstrip(".")
         raise ModelError(
             f"{name}: expected smollm2, a local folder or the name of a model on the Hugging Face hub; there is no "
-            f"such folder, and the download failed: {error}; check the name and the network, or give a local folder"
+            f"such folder, and the download failed: {cause}; check the name and the network, or give a local folder"
         ) from error
 
 
@@ -110,7 +111,7 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     if not (folder / INDEX_FILE).exists():
         raise ModelError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither; save it as safetensors")
     weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{folder / INDEX_FILE}: expected a weight_map of tensors to files; save the model again")
     return [folder / name for name in sorted(set(weight_map.values()))]
 

