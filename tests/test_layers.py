@@ -44,7 +44,7 @@ ENGINE = {
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = BASE | {"engine"}
-RUNS_AN_ENGINE = {"rollout.worker", "rollout.verify", "rollout.bench"}
+RUNS_AN_ENGINE = {"rollout.worker", "rollout.verify", "rollout.verify_premises", "rollout.bench"}
 JOINS_ENGINE_AND_WEIGHTS = {"rollout.worker"}
 LIGHT = ("trueroll.rollout.client", "trueroll.rollout.protocol", "trueroll.rollout.errors", "trueroll.engine.request")
 
