@@ -1,0 +1,339 @@
+"""The clients: prompts in, groups of samples out. `AsyncRolloutClient`, and `RolloutClient` for code without an event
+loop.
+
+Owns the meaning of the calls. The connection below owns sending, reconnecting and losing the worker; `protocol` owns
+the messages. Imports neither torch nor transformers.
+
+Promises: a call returns when all its requests have ended, or raises the first error that one of them met; then the
+others are aborted on the worker, as they are when the call is cancelled, interrupted, or its stream closed early. The
+worker is told when results have arrived, so that it keeps them no longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from ..engine.errors import InvalidRequestError, TruerollError
+from ..engine.request import Distribution, SampleOutput, SamplingParams
+from . import protocol
+from .connection import Connection, Inbox, Reply
+from .errors import RequestAbortedError
+
+T = TypeVar("T")
+Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
+ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt, by index, and the parameters as the worker used them, seed included."""
+
+    id: str
+    samples: tuple[SampleOutput, ...]
+    params: SamplingParams
+    num_prompt_tokens: int
+
+
+class AsyncRolloutClient:
+    """A client of the worker at `address`, for one event loop. Calls may run at the same time.
+
+    It connects at the first call. `timeout`: after this many seconds without any sign of life from the worker, waiting
+    calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
+    `server_public_key`: of a worker with CURVE keys.
+    """
+
+    def __init__(self, address: str, timeout: float = 30.0, server_public_key: str | None = None) -> None:
+        self._connection = Connection(address, timeout, server_public_key)
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        progress: bool = False,
+    ) -> list[Group]:
+        """Samples of every prompt, one Group each, in order.
+
+        `params`: one for all prompts, or a list with one for each; None: the defaults. A seed is used as it is for
+        every prompt, so the same prompt given twice gives the same samples. `request_ids`: the ids to submit under;
+        asking again with the same id and content gives the same result without computing it again. `progress` shows a
+        bar on a terminal.
+        """
+        requests = _generate_messages(prompts, params, request_ids)
+        samples: list[dict[int, SampleOutput]] = [{} for _ in requests]
+        groups: dict[int, Group] = {}
+        with _progress_bar(progress, sum(request.params.n for request in requests)) as advance:
+            async with aclosing(self._exchange(requests)) as replies:
+                async for position, reply in replies:
+                    if isinstance(reply, protocol.Sample):
+                        samples[position][reply.index] = protocol.sample_output(reply)
+                        advance()
+                    elif isinstance(reply, protocol.Done):
+                        groups[position] = _group(reply, samples[position])
+        return [groups[position] for position in range(len(requests))]
+
+    async def stream(
+        self, prompts: Prompts, params: ParamsArg = None, *, request_ids: Sequence[str] | None = None
+    ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
+        """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
+        async with aclosing(self._exchange(_generate_messages(prompts, params, request_ids))) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.Sample):
+                    yield position, protocol.sample_output(reply)
+
+    async def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+    ) -> list[np.ndarray]:
+        """Log-probs of given tokens under a distribution: for each sequence float32 [num_tokens - 1].
+
+        Entry i is the log-prob of token i + 1 given tokens [0, i + 1). Raises RequestAbortedError if a score was
+        aborted.
+        """
+        distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        requests = [
+            protocol.Score(id=_new_id(), token_ids=tokens, distribution=distribution, cache_salt=cache_salt)
+            for tokens in _token_arrays(sequences, "sequences")
+        ]
+        scores: dict[int, np.ndarray] = {}
+        async with aclosing(self._exchange(requests)) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.Scores):
+                    scores[position] = _logprobs(reply)
+        return [scores[position] for position in range(len(requests))]
+
+    async def abort(self, request_id: str, index: int | None = None) -> int:
+        """End a request, or its sample `index`, with what was generated so far; returns how many samples that ended.
+
+        The samples arrive where the request was made, with finish reason `abort`. Raises UnknownRequestError if there
+        is nothing unfinished of that name.
+        """
+        reply = await self._ask(protocol.Abort(id=_new_id(), request_id=request_id, index=index))
+        assert isinstance(reply, protocol.Aborted)
+        return reply.num_samples
+
+    async def health(self) -> protocol.Health:
+        """How the worker is; answered at once, also while it loads or computes."""
+        reply = await self._ask(protocol.GetHealth(id=_new_id()))
+        assert isinstance(reply, protocol.Health)
+        return reply
+
+    async def stats(self) -> protocol.Stats:
+        """The lifetime counters of engine and service."""
+        reply = await self._ask(protocol.GetStats(id=_new_id()))
+        assert isinstance(reply, protocol.Stats)
+        return reply
+
+    async def close(self) -> None:
+        """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
+        await self._connection.close()
+
+    async def __aenter__(self) -> AsyncRolloutClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _ask(self, message: protocol.Call) -> protocol.FromWorker:
+        inbox: Inbox = asyncio.Queue()
+        self._connection.call(message, inbox)
+        try:
+            return _unless_error((await inbox.get())[1])
+        finally:
+            self._connection.give_up([message.id])
+
+    async def _exchange(
+        self, requests: Sequence[protocol.Generate] | Sequence[protocol.Score]
+    ) -> AsyncGenerator[tuple[int, protocol.FromWorker], None]:
+        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended."""
+        self._check_ids([request.id for request in requests])
+        inbox: Inbox = asyncio.Queue()
+        positions = {request.id: position for position, request in enumerate(requests)}
+        unfinished = set(positions)
+        seen: set[tuple[str, int]] = set()
+        try:
+            for request in requests:
+                self._connection.call(request, inbox)
+            while unfinished:
+                id, reply = await inbox.get()
+                if not isinstance(reply, protocol.Sample):
+                    unfinished.discard(id)
+                elif (id, reply.index) in seen:
+                    continue  # the worker repeats what it sent when a request is sent again after a reconnect
+                else:
+                    seen.add((id, reply.index))
+                yield positions[id], _unless_error(reply)
+        finally:
+            self._connection.give_up(unfinished)
+            for id in unfinished:
+                self._connection.notify(protocol.Abort(id=_new_id(), request_id=id))
+            self._connection.notify(protocol.Ack(ids=tuple(positions)))
+
+    def _check_ids(self, ids: list[str]) -> None:
+        for id in ids:
+            if self._connection.knows(id) or ids.count(id) > 1:
+                raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
+
+
+class RolloutClient:
+    """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
+
+    The asynchronous client runs on a thread of its own. Make the client in the process that uses it: it does not
+    survive a fork. An interrupt (Ctrl-C) during a call aborts the call's requests on the worker.
+    """
+
+    def __init__(self, address: str, timeout: float = 30.0, server_public_key: str | None = None) -> None:
+        self._client = AsyncRolloutClient(address, timeout, server_public_key)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        progress: bool = False,
+    ) -> list[Group]:
+        """See `AsyncRolloutClient.generate`."""
+        return self._wait(self._client.generate(prompts, params, request_ids=request_ids, progress=progress))
+
+    def stream(
+        self, prompts: Prompts, params: ParamsArg = None, *, request_ids: Sequence[str] | None = None
+    ) -> Iterator[tuple[int, SampleOutput]]:
+        """See `AsyncRolloutClient.stream`."""
+        samples = self._client.stream(prompts, params, request_ids=request_ids)
+        try:
+            while (item := self._wait(_next(samples))) is not None:
+                yield item
+        finally:
+            self._wait(samples.aclose())
+
+    def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+    ) -> list[np.ndarray]:
+        """See `AsyncRolloutClient.score`."""
+        return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt))
+
+    def abort(self, request_id: str, index: int | None = None) -> int:
+        """See `AsyncRolloutClient.abort`."""
+        return self._wait(self._client.abort(request_id, index))
+
+    def health(self) -> protocol.Health:
+        """See `AsyncRolloutClient.health`."""
+        return self._wait(self._client.health())
+
+    def stats(self) -> protocol.Stats:
+        """See `AsyncRolloutClient.stats`."""
+        return self._wait(self._client.stats())
+
+    def close(self) -> None:
+        """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
+        if self._loop.is_closed():
+            return
+        self._wait(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            coroutine.close()
+            raise TruerollError("client: closed; make a new one")
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tuple[int, SampleOutput] | None:
+    return await anext(samples, None)
+
+
+def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] | None) -> list[protocol.Generate]:
+    arrays = _token_arrays(prompts, "prompts")
+    all_params = _one_each(params or SamplingParams(), len(arrays))
+    all_ids = [_new_id() for _ in arrays] if ids is None else list(ids)
+    if len(all_ids) != len(arrays):
+        raise InvalidRequestError(f"request_ids: expected one for each of {len(arrays)} prompts, found {len(all_ids)}")
+    for id in all_ids:
+        if not 1 <= len(id) <= protocol.MAX_ID_CHARS:
+            raise InvalidRequestError(f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {len(id)}")
+    triples = zip(all_ids, arrays, all_params, strict=True)
+    return [protocol.Generate(id=id, prompt_token_ids=tokens, params=each) for id, tokens, each in triples]
+
+
+def _token_arrays(sequences: Prompts, what: str) -> list[bytes]:
+    return [protocol.tokens_to_bytes(tokens, f"{what}[{i}]") for i, tokens in enumerate(sequences)]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"params: expected one, or one for each of {count} prompts, found {len(params)}")
+    return list(params)
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
+    ordered = tuple(samples[index] for index in range(done.params.n))
+    return Group(done.id, ordered, done.params, done.num_prompt_tokens)
+
+
+def _logprobs(reply: protocol.Scores) -> np.ndarray:
+    if reply.finish_reason == "abort":
+        raise RequestAbortedError("score: aborted before it was computed; ask again if it is still needed")
+    return protocol.bytes_to_logprobs(reply.logprobs)
+
+
+def _unless_error(reply: Reply) -> protocol.FromWorker:
+    if isinstance(reply, TruerollError):
+        raise reply
+    return reply
+
+
+@contextmanager
+def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
+    """Yields a function to call once for each finished sample."""
+    if not is_wanted:
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,96 @@
+"""Where a worker listens and what it accepts: its settings, and which addresses are safe.
+
+Imports neither torch nor zmq, so that the command line and the client can check an address before they do anything.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ..engine.errors import ConfigError
+from ..engine.request import describe_validation_error
+
+
+class WorkerConfig(BaseModel):
+    """Settings of the service around one engine. Unknown keys and values out of range raise ConfigError.
+
+    `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free one); None: an ipc socket in a new private folder.
+    A tcp address beyond loopback needs `curve_secret_key_file`, a file of `zmq.auth.create_certificates`.
+    `max_message_bytes`: the longest message that is read. `max_n`: samples per request. `max_queued_requests`:
+    requests accepted and not finished. Results wait for their acknowledgement within `max_kept_results` and
+    `max_kept_bytes`, the oldest dropped first. `drain_seconds`: how long running requests may go on once the worker is
+    told to end.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    address: str | None = None
+    curve_secret_key_file: str | None = None
+    max_message_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
+    max_n: int = Field(1024, ge=1)
+    max_queued_requests: int = Field(16384, ge=1)
+    max_kept_results: int = Field(16384, ge=0)
+    max_kept_bytes: int = Field(256 * 2**20, ge=0)
+    drain_seconds: float = Field(30.0, ge=0.0)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe_validation_error(error)) from None
+
+    @field_validator("curve_secret_key_file")
+    @classmethod
+    def _key_file_is_private(cls, path: str | None) -> str | None:
+        if path is None:
+            return None
+        if not Path(path).is_file():
+            raise ValueError(f"curve_secret_key_file: expected a file, found none at {path}")
+        if Path(path).stat().st_mode & 0o077:
+            raise ValueError(f"curve_secret_key_file: others can read {path}; run chmod 600 on it")
+        return path
+
+    @model_validator(mode="after")
+    def _address_is_safe(self) -> WorkerConfig:
+        if self.address is not None:
+            check_address(self.address, encrypted=self.curve_secret_key_file is not None)
+        return self
+
+    def limits(self) -> dict[str, int]:
+        """The settings that a client may have to keep to."""
+        return {name: value for name, value in self.model_dump().items() if name.startswith("max_")}
+
+
+def check_address(address: str, encrypted: bool) -> None:
+    """Raise ConfigError unless `address` is ipc, tcp on loopback, or any tcp with encryption."""
+    transport, _, rest = address.partition("://")
+    if transport == "ipc" and rest:
+        return
+    if transport != "tcp" or ":" not in rest:
+        raise ConfigError(f"address: expected ipc://PATH or tcp://IP:PORT, found {address!r}")
+    host = rest.rpartition(":")[0].strip("[]")
+    if not encrypted and not _is_loopback(host):
+        raise ConfigError(
+            f"address: expected a loopback IP such as 127.0.0.1, found {address!r}; any other address needs CURVE keys "
+            "(curve_secret_key_file for the worker, server_public_key for the client)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def private_ipc_address() -> tuple[str, tempfile.TemporaryDirectory[str]]:
+    """An ipc address in a new folder that only this user can enter, and the folder, to be cleaned up with the
+    worker.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="trueroll-")
+    return f"ipc://{folder.name}/worker.sock", folder

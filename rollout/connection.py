@@ -1,0 +1,208 @@
+"""A client's connection to one worker: sends calls, hands their replies to whoever waits, and never leaves one waiting.
+
+Owns: the DEALER socket, the table of calls without a terminal reply, the tasks that read the socket and watch over it.
+Does not own: what calls mean. It knows only that some replies end a call.
+
+Promises: every call gets its terminal reply or an exception. After a broken connection, calls are sent again to the
+same worker process, which knows them by their ids; if another process answers, or nobody for `timeout` seconds, they
+end with WorkerLostError. Everything happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from ..engine.errors import TruerollError
+from . import protocol
+from .config import check_address
+from .errors import MessageTooLargeError, WorkerLostError, error_from_code
+
+Reply: TypeAlias = protocol.FromWorker | TruerollError
+Inbox: TypeAlias = "asyncio.Queue[tuple[str, Reply]]"
+
+TICKS_PER_TIMEOUT = 4
+LINGER_MS = 200
+HEARTBEAT_MS = 10_000
+
+
+@dataclass
+class _Call:
+    frame: bytes
+    inbox: Inbox
+    was_sent: bool = False
+
+
+class Connection:
+    """Connects at the first call. `timeout`: seconds without any sign of life, while calls wait, that mean a lost
+    worker.
+    """
+
+    def __init__(self, address: str, timeout: float, server_public_key: str | None) -> None:
+        check_address(address, encrypted=server_public_key is not None)
+        self._address = address
+        self._timeout = timeout
+        self._server_public_key = server_public_key
+        self._calls: dict[str, _Call] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._worker: protocol.Health | None = None
+        self._is_connected = False
+        self._hello_id = ""
+        self._silent_ticks = 0
+        self._end: TruerollError | None = None
+
+    def call(self, message: protocol.Call, inbox: Inbox) -> None:
+        """Send a message; its replies, the last of them terminal or an exception, go to `inbox` with the message's
+        id.
+        """
+        self._start()
+        call = _Call(protocol.encode(message), inbox)
+        self._calls[message.id] = call
+        if self._is_connected:
+            self._transmit(message.id, call)
+
+    def knows(self, id: str) -> bool:
+        """Whether a call with this id waits for its end."""
+        return id in self._calls
+
+    def give_up(self, ids: Iterable[str]) -> None:
+        """Expect nothing more for these calls."""
+        for id in ids:
+            self._calls.pop(id, None)
+
+    def notify(self, message: protocol.Abort | protocol.Ack) -> None:
+        """Send a message whose reply, if any, nobody waits for."""
+        if self._worker is not None and self._end is None:
+            self._socket.send(protocol.encode(message))
+
+    async def close(self) -> None:
+        """End what still waits, and disconnect."""
+        self._fail(TruerollError("client: closed while calls were waiting"))
+        if not self._tasks:
+            return
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._context.destroy(linger=LINGER_MS)
+
+    def _start(self) -> None:
+        if self._end is not None:
+            raise self._end
+        if self._tasks:
+            return
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.IPV6, "[" in self._address)
+        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        if self._server_public_key is not None:
+            _use_curve(self._socket, self._server_public_key)
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(self._address)
+        self._tasks = [self._spawn(self._read()), self._spawn(self._follow(monitor)), self._spawn(self._watch())]
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(self._on_task_end)
+        return task
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            self._end = error if isinstance(error, TruerollError) else TruerollError(f"client: broke down ({error!r})")
+            self._fail(self._end)
+
+    async def _read(self) -> None:
+        while True:
+            reply = protocol.from_worker(protocol.unpack(await self._socket.recv()))
+            self._silent_ticks = 0
+            if isinstance(reply, protocol.Health) and reply.id == self._hello_id:
+                self._meet(reply)
+            else:
+                self._deliver(reply)
+
+    async def _follow(self, monitor: Any) -> None:
+        while True:
+            event = await recv_monitor_message(monitor)
+            self._is_connected = False
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._hello_id = uuid.uuid4().hex
+                self._socket.send(protocol.encode(protocol.GetHealth(id=self._hello_id)))
+
+    async def _watch(self) -> None:
+        """Ask for a sign of life every quarter of the timeout, but only count the quarters that passed in this loop."""
+        while True:
+            await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
+            self._silent_ticks = self._silent_ticks + 1 if self._calls else 0
+            if self._silent_ticks > TICKS_PER_TIMEOUT:
+                self._fail(self._silence())
+            elif self._calls and self._is_connected:
+                self._socket.send(protocol.encode(protocol.GetHealth(id=uuid.uuid4().hex)))
+
+    def _silence(self) -> WorkerLostError:
+        hint = (
+            "it ended or hangs"
+            if self._worker
+            else "check the address, that a worker runs there, and server_public_key"
+        )
+        return WorkerLostError(f"worker: no answer from {self._address} for {self._timeout} s; {hint}")
+
+    def _meet(self, worker: protocol.Health) -> None:
+        """The worker answered on a new connection: send what waits, unless its process is not the one that had it."""
+        if self._worker is not None and worker.instance != self._worker.instance:
+            self._fail_sent(
+                WorkerLostError(f"worker: the one at {self._address} was started anew; submit the request again")
+            )
+        self._worker = worker
+        self._is_connected = True
+        for id, call in list(self._calls.items()):
+            self._transmit(id, call)
+
+    def _transmit(self, id: str, call: _Call) -> None:
+        assert self._worker is not None
+        limit = self._worker.limits["max_message_bytes"]
+        if len(call.frame) > limit:
+            found = f"found {len(call.frame)}; send less, or raise the limit"
+            self._finish(id, MessageTooLargeError(f"message: expected at most max_message_bytes = {limit}, {found}"))
+            return
+        call.was_sent = True
+        self._socket.send(call.frame)
+
+    def _deliver(self, reply: protocol.FromWorker) -> None:
+        if isinstance(reply, protocol.Sample):
+            if reply.id in self._calls:
+                self._calls[reply.id].inbox.put_nowait((reply.id, reply))
+        elif not isinstance(reply, protocol.Error):
+            self._finish(reply.id, reply)
+        elif reply.id is not None:
+            self._finish(reply.id, error_from_code(reply.code, reply.message))
+        else:
+            self._fail(error_from_code(reply.code, reply.message))
+
+    def _finish(self, id: str, reply: Reply) -> None:
+        if call := self._calls.pop(id, None):
+            call.inbox.put_nowait((id, reply))
+
+    def _fail(self, error: TruerollError) -> None:
+        for id in list(self._calls):
+            self._finish(id, error)
+
+    def _fail_sent(self, error: TruerollError) -> None:
+        for id in [id for id, call in self._calls.items() if call.was_sent]:
+            self._finish(id, error)
+
+
+def _use_curve(dealer: zmq.Socket[Any], server_public_key: str) -> None:
+    public, secret = zmq.curve_keypair()
+    dealer.set(zmq.CURVE_SERVERKEY, server_public_key.encode())
+    dealer.set(zmq.CURVE_PUBLICKEY, public)
+    dealer.set(zmq.CURVE_SECRETKEY, secret)

@@ -1,0 +1,183 @@
+"""The thread that owns the engine: it alone builds, feeds and steps it.
+
+Commands come in through one queue and events go out through another, so nothing here is locked and nothing of the
+engine is shared. A command waits at most one step. Between steps the thread leaves a `Snapshot` for whoever asks how
+things are. Promises: every command is applied in order, and whatever the engine raises comes out as an event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from ..engine.errors import TruerollError
+from ..engine.request import Output, Request
+
+
+class Engine(Protocol):
+    """What the service needs of an engine; `trueroll.engine.engine.Engine` is the real one."""
+
+    weight_version: int
+    info: Any
+    """A dataclass that says what the engine is, `weight_bytes` and `kv_bytes` among it."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Output]: ...
+
+    def step(self) -> list[Output]: ...
+
+    def stats(self) -> Any:
+        """A dataclass of counters, `computed_tokens`, `num_running` and `num_waiting` among them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Add:
+    """Give the engine a request. Answered by its outputs, or by `Refused`."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class End:
+    """End the unfinished samples of a request (or one of them). Answered by `Ended`. `tag` is for the asker's own
+    use.
+    """
+
+    request_id: str
+    index: int | None
+    tag: Any
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Leave the loop, whatever is unfinished. Answered by nothing."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The engine stands. `info`: its EngineInfo as a dictionary."""
+
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Samples and scores that a step finished."""
+
+    outputs: list[Output]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The engine did not take a request."""
+
+    request_id: str
+    error: TruerollError
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What an `End` ended, or the error if there was nothing to end."""
+
+    command: End
+    outputs: list[Output]
+    error: TruerollError | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine could not be built, or raised something fatal; the thread is over."""
+
+    error: BaseException
+
+
+Command: TypeAlias = Add | End | Stop
+Event: TypeAlias = Loaded | Finished | Refused | Ended | Failed
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How the engine was after its last step: its lifetime counters, and when (monotonic seconds) it last got on."""
+
+    stats: dict[str, Any]
+    weight_version: int
+    progress_at: float
+
+
+class EngineThread(threading.Thread):
+    """Builds the engine, then applies commands and steps until told to stop. Put `Command`s into `commands`.
+
+    `publish` is called on this thread with every event. `snapshot` is None until the engine stands.
+    """
+
+    def __init__(self, make_engine: Callable[[], Engine], publish: Callable[[Event], None]) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.snapshot: Snapshot | None = None
+        self._make_engine = make_engine
+        self._publish = publish
+
+    def run(self) -> None:
+        try:
+            engine = self._make_engine()
+            self._take_snapshot(engine, made_progress=True)
+            self._publish(Loaded(dataclasses.asdict(engine.info)))
+            self._loop(engine)
+        except BaseException as error:  # the thread's last word: whoever reads the events must learn of any end
+            self._publish(Failed(error))
+
+    def _loop(self, engine: Engine) -> None:
+        while self._apply_commands(engine):
+            if engine.has_unfinished:
+                outputs = engine.step()
+                self._take_snapshot(engine, made_progress=bool(outputs))
+                if outputs:
+                    self._publish(Finished(outputs))
+
+    def _apply_commands(self, engine: Engine) -> bool:
+        """Apply all that wait; with nothing to step, wait for one. False once told to stop."""
+        while True:
+            is_idle = not engine.has_unfinished
+            try:
+                command = self.commands.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if isinstance(command, Stop):
+                return False
+            self._apply(engine, command)
+            if is_idle:
+                self._take_snapshot(engine, made_progress=True)
+
+    def _apply(self, engine: Engine, command: Add | End) -> None:
+        match command:
+            case Add(request):
+                try:
+                    engine.add(request)
+                except TruerollError as error:
+                    self._publish(Refused(request.id, error))
+            case End(request_id, index):
+                try:
+                    outputs = engine.abort(request_id, index)
+                except TruerollError as error:
+                    self._publish(Ended(command, [], error))
+                else:
+                    self._publish(Ended(command, outputs))
+
+    def _take_snapshot(self, engine: Engine, made_progress: bool) -> None:
+        stats = dataclasses.asdict(engine.stats())
+        before = self.snapshot
+        if before is None or made_progress or stats["computed_tokens"] > before.stats["computed_tokens"]:
+            progress_at = time.monotonic()
+        else:
+            progress_at = before.progress_at
+        self.snapshot = Snapshot(stats, engine.weight_version, progress_at)

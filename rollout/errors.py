@@ -1,0 +1,76 @@
+"""The errors of the service, added to the engine's tree, and the table between wire codes and classes.
+
+A worker sends an error as its `code` and its text; a client raises the class that the code stands for, so that the same
+`except` works whether the engine runs in this process or behind a socket. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from ..engine.errors import ConfigError, InvalidRequestError, ModelError, TruerollError, UnknownRequestError
+
+
+class ProtocolError(TruerollError):
+    """A message is not what the protocol prescribes: frames, MessagePack, type, version or fields."""
+
+    code = "invalid_message"
+
+
+class MessageTooLargeError(TruerollError):
+    """A message is longer than the worker accepts."""
+
+    code = "message_too_large"
+
+
+class IdConflictError(TruerollError):
+    """A request id is in use for a request with other content."""
+
+    code = "id_conflict"
+
+
+class QueueFullError(TruerollError):
+    """The worker holds as many unfinished requests as it accepts."""
+
+    code = "queue_full"
+
+
+class UnavailableError(TruerollError):
+    """The worker is in a state in which it accepts no new requests."""
+
+    code = "unavailable"
+
+
+class WorkerFailedError(TruerollError):
+    """The worker's engine failed; the request was not finished, and the process is ending."""
+
+    code = "worker_failed"
+
+
+class WorkerLostError(TruerollError):
+    """Nothing answers at the worker's address, or another process does. Raised by the client, never sent."""
+
+    code = "worker_lost"
+
+
+class RequestAbortedError(TruerollError):
+    """A score request was aborted before it had a result. Raised by the client, never sent."""
+
+    code = "aborted"
+
+
+SENT_ERRORS: tuple[type[TruerollError], ...] = (
+    ProtocolError,
+    MessageTooLargeError,
+    InvalidRequestError,
+    IdConflictError,
+    QueueFullError,
+    UnavailableError,
+    UnknownRequestError,
+    WorkerFailedError,
+)
+
+_BY_CODE = {kind.code: kind for kind in (*SENT_ERRORS, ConfigError, ModelError)}
+
+
+def error_from_code(code: str, message: str) -> TruerollError:
+    """The exception that stands for `code`; a code that this version does not know gives a plain TruerollError."""
+    return _BY_CODE.get(code, TruerollError)(message)

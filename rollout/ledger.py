@@ -1,0 +1,113 @@
+"""The worker's record of requests: what makes submission idempotent and results survive a lost connection.
+
+Owns: which request ids are in use, for which content, who waits for them, and what was replied so far.
+Does not own: sockets, the engine, or the decision to accept. It holds replies as encoded frames and sends none.
+
+Promises: an id stands for one content for as long as it is known. An open entry is never dropped. Finished entries are
+kept, in the order in which they finished, until acknowledged or until the bounds push the oldest out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ..engine.request import FinishReason, SamplingParams
+from .errors import IdConflictError
+from .protocol import Generate, Score
+
+
+@dataclass
+class Entry:
+    """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
+
+    `subscribers` has an identity once for each submission, as each is owed its own replies. `params` are as resolved,
+    None for a score. `num_unfinished` counts samples still to come.
+    """
+
+    message: Generate | Score
+    params: SamplingParams | None
+    num_unfinished: int
+    subscribers: list[bytes] = field(default_factory=list)
+    replies: list[bytes] = field(default_factory=list)
+    finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
+    is_wanted: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        tokens = self.message.prompt_token_ids if isinstance(self.message, Generate) else self.message.token_ids
+        return len(tokens) + sum(map(len, self.replies))
+
+
+@dataclass
+class ServiceStats:
+    """Lifetime counters of requests: `accepted` ones given to the engine, `joined` ones that named a request already
+    known, `finished` and `failed` (answered with an error) ones of the accepted, and kept results `dropped` for want
+    of room.
+    """
+
+    accepted: int = 0
+    joined: int = 0
+    finished: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+class Ledger:
+    """Requests by id: `open` ones and `kept` ones."""
+
+    def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
+        self.open: dict[str, Entry] = {}
+        self.kept: dict[str, Entry] = {}
+        self.stats = ServiceStats()
+        self._max_kept_results = max_kept_results
+        self._max_kept_bytes = max_kept_bytes
+        self._kept_bytes = 0
+
+    def find(self, message: Generate | Score) -> Entry | None:
+        """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
+        entry = self.open.get(message.id) or self.kept.get(message.id)
+        if entry is None:
+            return None
+        if entry.message != message:
+            raise IdConflictError(
+                f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
+            )
+        self.stats.joined += 1
+        entry.is_wanted = True
+        return entry
+
+    def add(self, message: Generate | Score, params: SamplingParams | None) -> Entry:
+        """Open an entry for a new id."""
+        self.stats.accepted += 1
+        entry = Entry(message, params, num_unfinished=1 if params is None else params.n)
+        self.open[message.id] = entry
+        return entry
+
+    def fail(self, id: str) -> Entry:
+        """Close an open entry that gets no result; its id is free again."""
+        self.stats.failed += 1
+        return self.open.pop(id)
+
+    def finish(self, id: str) -> None:
+        """Move an open entry to the kept ones, and push out the oldest of those while the bounds are exceeded."""
+        entry = self.open.pop(id)
+        self.stats.finished += 1
+        if entry.is_wanted:
+            self.kept[id] = entry
+            self._kept_bytes += entry.num_bytes
+        while len(self.kept) > self._max_kept_results or self._kept_bytes > self._max_kept_bytes:
+            self._drop(next(iter(self.kept)))
+            self.stats.dropped += 1
+
+    def acknowledge(self, id: str) -> None:
+        """Drop a kept result. An open request goes on, but its result will not be kept. An unknown id changes
+        nothing.
+        """
+        if id in self.kept:
+            self._drop(id)
+        elif id in self.open:
+            self.open[id].is_wanted = False
+
+    def _drop(self, id: str) -> None:
+        self._kept_bytes -= self.kept.pop(id).num_bytes

@@ -1,0 +1,306 @@
+"""The messages between client and worker: their fields, and their form on the wire.
+
+A message is one ZMQ frame: a MessagePack map with `version`, `type` and the fields of one class below. Arrays travel
+as raw little-endian bytes: int32 for tokens, float32 for log-probs. `docs/protocol.md` tells the same to writers of
+other clients. Everything received passes through `unpack` and one of the two unions, so that nothing behind this
+module meets a field that is missing, unknown, mistyped or out of its range. Knows no sockets and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+import msgpack
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ..engine.errors import InvalidRequestError
+from ..engine.request import (
+    Distribution,
+    FinishReason,
+    SampleOutput,
+    SamplingParams,
+    ScoreOutput,
+    WeightSpan,
+    describe_validation_error,
+)
+from .errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_ID_CHARS = 128
+MAX_ERROR_CHARS = 2000
+
+State: TypeAlias = Literal["loading", "ready", "draining", "failed"]
+
+
+def _is_whole_words(data: bytes) -> bytes:
+    if len(data) % 4:
+        raise ValueError(f"array: expected 4 bytes for each element, found {len(data)} bytes")
+    return data
+
+
+Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+Count = Annotated[int, Field(ge=0)]
+Array = Annotated[bytes, AfterValidator(_is_whole_words)]
+Span: TypeAlias = tuple[Count, Count, Count]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Generate(_Message):
+    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array."""
+
+    type: Literal["generate"] = "generate"
+    id: Id
+    prompt_token_ids: Array
+    params: SamplingParams
+
+
+class Score(_Message):
+    """Asks for the log-probs of given tokens. `token_ids`: int32 array, at least two tokens."""
+
+    type: Literal["score"] = "score"
+    id: Id
+    token_ids: Array
+    distribution: Distribution = Distribution()
+    cache_salt: str | None = None
+
+
+class Abort(_Message):
+    """Asks to end request `request_id`, or only its sample `index`, keeping what was generated so far."""
+
+    type: Literal["abort"] = "abort"
+    id: Id
+    request_id: Id
+    index: Count | None = None
+
+
+class Ack(_Message):
+    """Says that the results of these requests are needed no more. Has no reply."""
+
+    type: Literal["ack"] = "ack"
+    ids: tuple[Id, ...]
+
+
+class GetHealth(_Message):
+    type: Literal["health"] = "health"
+    id: Id
+
+
+class GetStats(_Message):
+    type: Literal["stats"] = "stats"
+    id: Id
+
+
+class Sample(_Message):
+    """One finished sample; the fields are those of `SampleOutput`."""
+
+    type: Literal["sample"] = "sample"
+    id: Id
+    index: Count
+    token_ids: Array
+    logprobs: Array | None
+    finish_reason: FinishReason
+    seed: Count
+    num_cached_tokens: Count
+    weight_versions: tuple[Span, ...]
+    error: str | None = None
+
+
+class Done(_Message):
+    """Ends a generate: all its samples were sent. `params` are as used, the seed included."""
+
+    type: Literal["done"] = "done"
+    id: Id
+    params: SamplingParams
+    num_prompt_tokens: Count
+    finish_reasons: dict[FinishReason, Count]
+
+
+class Scores(_Message):
+    """Ends a score; the fields are those of `ScoreOutput`."""
+
+    type: Literal["scores"] = "scores"
+    id: Id
+    logprobs: Array
+    finish_reason: FinishReason
+    weight_versions: tuple[Span, ...]
+
+
+class Error(_Message):
+    """Ends the message `id` without a result; None if the message could not be read that far."""
+
+    type: Literal["error"] = "error"
+    id: Id | None
+    code: str
+    message: str
+
+
+class Aborted(_Message):
+    """Ends an abort. `num_samples`: how many unfinished samples (or scores) it ended."""
+
+    type: Literal["aborted"] = "aborted"
+    id: Id
+    request_id: Id
+    num_samples: Count
+
+
+class Health(_Message):
+    """How the worker is.
+
+    `instance` is random for each process. `seconds_since_progress` runs from the last step that computed or finished
+    something, or from the arrival of work at an idle engine; None before any work. `weight_version` and `engine` (what
+    the engine is: model, backend, isa, dtype, sizes) are None while loading. `requests` counts those that are `open`
+    (accepted, unfinished), those of them the engine has `running` and `waiting`, in sequences, and results `kept`.
+    `memory` is in bytes.
+    """
+
+    type: Literal["health"] = "health"
+    id: Id
+    state: State
+    instance: str
+    seconds_since_progress: float | None
+    weight_version: Count | None
+    requests: dict[str, Count]
+    memory: dict[str, Count]
+    limits: dict[str, Count]
+    engine: dict[str, Any] | None
+
+
+class Stats(_Message):
+    """Lifetime counters. `engine`: those of `EngineStats`, empty while loading. `service`: those of `ServiceStats`."""
+
+    type: Literal["stats"] = "stats"
+    id: Id
+    engine: dict[str, Any]
+    service: dict[str, Count]
+
+
+Call: TypeAlias = Generate | Score | Abort | GetHealth | GetStats
+FromClient: TypeAlias = Call | Ack
+FromWorker: TypeAlias = Sample | Done | Scores | Error | Aborted | Health | Stats
+
+_FROM_CLIENT: TypeAdapter[FromClient] = TypeAdapter(Annotated[FromClient, Field(discriminator="type")])
+_FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="type")])
+
+
+def message_types(union: Any) -> tuple[str, ...]:
+    """The `type` of every message in `FromClient` or `FromWorker`."""
+    return tuple(message.model_fields["type"].default for message in get_args(union))
+
+
+def encode(message: FromClient | FromWorker) -> bytes:
+    """The frame that carries `message`."""
+    return msgpack.Packer().pack({"version": PROTOCOL_VERSION, **message.model_dump()})
+
+
+def unpack(frame: bytes) -> dict[str, Any]:
+    """The map in a frame, its fields unchecked. Raises ProtocolError."""
+    try:
+        fields = msgpack.unpackb(frame, use_list=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(
+            f"message: expected one MessagePack map, found bytes that do not decode ({error})"
+        ) from None
+    if not isinstance(fields, dict):
+        raise ProtocolError(f"message: expected a MessagePack map, found {type(fields).__name__}")
+    return fields
+
+
+def id_in(fields: dict[str, Any]) -> str | None:
+    """The id of an unchecked message, so that even its rejection can name it; None if it has no valid one."""
+    id = fields.get("id")
+    return id if isinstance(id, str) and 1 <= len(id) <= MAX_ID_CHARS else None
+
+
+def from_client(fields: dict[str, Any]) -> FromClient:
+    """A client's message, checked. Raises ProtocolError, or InvalidRequestError for sampling parameters."""
+    return _check(fields, _FROM_CLIENT, message_types(FromClient))
+
+
+def from_worker(fields: dict[str, Any]) -> FromWorker:
+    """A worker's message, checked. Raises ProtocolError."""
+    return _check(fields, _FROM_WORKER, message_types(FromWorker))
+
+
+def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ...]) -> Any:
+    version = fields.get("version")
+    if version != PROTOCOL_VERSION or isinstance(version, bool):
+        raise ProtocolError(
+            f"version: expected {PROTOCOL_VERSION}, found {version!r:.80}; use the same release on both sides"
+        )
+    if fields.get("type") not in types:
+        raise ProtocolError(f"type: expected one of {', '.join(types)}, found {fields.get('type')!r:.80}")
+    try:
+        return union.validate_python({key: value for key, value in fields.items() if key != "version"})
+    except ValidationError as error:
+        raise ProtocolError(describe_validation_error(error)[:MAX_ERROR_CHARS]) from None
+
+
+def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:
+    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming `what` it was for."""
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"{what}: expected a flat sequence of token ids, found {token_ids!r:.80}")
+    if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
+        raise InvalidRequestError(
+            f"{what}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
+        )
+    return tokens.astype("<i4").tobytes()
+
+
+def bytes_to_tokens(data: bytes) -> np.ndarray:
+    """int32 [num_tokens], writable."""
+    return np.frombuffer(data, "<i4").astype(np.int32)
+
+
+def sample_message(output: SampleOutput) -> Sample:
+    """The message that carries a sample the engine finished."""
+    return Sample(
+        id=output.request_id,
+        index=output.index,
+        token_ids=output.token_ids.astype("<i4").tobytes(),
+        logprobs=None if output.logprobs is None else output.logprobs.astype("<f4").tobytes(),
+        finish_reason=output.finish_reason,
+        seed=output.seed,
+        num_cached_tokens=output.num_cached_tokens,
+        weight_versions=_spans(output.weight_versions),
+        error=output.error,
+    )
+
+
+def scores_message(output: ScoreOutput) -> Scores:
+    """The message that carries a score the engine finished."""
+    return Scores(
+        id=output.request_id,
+        logprobs=output.logprobs.astype("<f4").tobytes(),
+        finish_reason=output.finish_reason,
+        weight_versions=_spans(output.weight_versions),
+    )
+
+
+def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
+    return tuple((span.version, span.start, span.end) for span in versions)
+
+
+def sample_output(message: Sample) -> SampleOutput:
+    """The sample in a message, as the engine gave it, arrays writable."""
+    return SampleOutput(
+        request_id=message.id,
+        index=message.index,
+        token_ids=bytes_to_tokens(message.token_ids),
+        logprobs=None if message.logprobs is None else bytes_to_logprobs(message.logprobs),
+        finish_reason=message.finish_reason,
+        seed=message.seed,
+        num_cached_tokens=message.num_cached_tokens,
+        weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        error=message.error,
+    )
+
+
+def bytes_to_logprobs(data: bytes) -> np.ndarray:
+    """float32 [num_logprobs], writable."""
+    return np.frombuffer(data, "<f4").astype(np.float32)

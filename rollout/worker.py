@@ -1,0 +1,537 @@
+"""The worker: a ZMQ ROUTER socket in front of one engine.
+
+Two threads: the one that calls `Worker.run` does all input and output, and the engine thread does all computing.
+Events of the engine wake the first through a socket pair. Health and stats are answered from snapshots, also while a
+step runs long.
+
+Owns: the socket, the state of the service, the ledger of requests. Does not own: the engine (the engine thread does).
+Promises: every accepted request gets exactly one terminal reply for each time it was submitted, also when the engine
+fails or the worker is told to end; no received bytes end the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+import zmq
+
+from ..engine.config import EngineConfig
+from ..engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
+from ..engine.request import GenerateRequest, Output, SampleOutput, ScoreRequest
+from . import protocol
+from .config import WorkerConfig, private_ipc_address
+from .engine_thread import Add, End, Ended, Engine, EngineThread, Event, Failed, Finished, Loaded, Refused, Stop
+from .errors import MessageTooLargeError, ProtocolError, QueueFullError, UnavailableError, WorkerFailedError
+from .ledger import Entry, Ledger
+from .protocol import State
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    "loading": frozenset({"ready", "draining", "failed"}),
+    "ready": frozenset({"draining", "failed"}),
+    "draining": frozenset({"failed"}),
+    "failed": frozenset(),
+}
+ABORT_SECONDS = 5.0
+"""How long the engine may take to abort what is left after the drain deadline."""
+FAILED_SECONDS = 0.5
+"""How long a failed worker still answers, so that a health check can see the state."""
+LINGER_MS = 2000
+OVERSIZE_FACTOR = 4
+"""ZMQ cuts the connection of a client that sends more than this many times `max_message_bytes`; below it, an error
+replies.
+"""
+MESSAGES_PER_TURN = 256
+HEARTBEAT_MS = 10_000
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Serves the engine that `make_engine` builds, on the address of `config`.
+
+    The constructor binds the socket and raises ConfigError if it cannot. `on_ready` is called once, with the engine's
+    info, when requests can run. `address` is where clients connect.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        make_engine: Callable[[], Engine],
+        on_ready: Callable[[dict[str, Any]], None] = lambda info: None,
+    ) -> None:
+        self._config = config
+        self._on_ready = on_ready
+        self._state: State = "loading"
+        self._instance = secrets.token_hex(8)
+        self._info: dict[str, Any] | None = None
+        self._failure: BaseException | None = None
+        self._deadline = float("inf")
+        self._drain_calls = 0
+        self._aborts_sent = False
+        self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._engine_thread = EngineThread(make_engine, self._publish_event)
+        self._context = zmq.Context()
+        self._socket, self.address, self._folder = _bind(self._context, config)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+
+    # Callable from other threads, `drain` from signal handlers too.
+
+    def drain(self) -> None:
+        """Refuse new requests, let running ones go on for `drain_seconds`, abort the rest, end. Called again: abort
+        now.
+        """
+        self._drain_calls += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"\0")
+        except BlockingIOError:
+            pass  # unread bytes are there already, and one is enough
+
+    def _publish_event(self, event: Event) -> None:
+        self._events.put(event)
+        self._wake()
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the engine thread still runs, which after `run` means that it is stuck in a step or in loading."""
+        return self._engine_thread.is_alive()
+
+    # Everything below runs on the thread that called `run`.
+
+    def run(self) -> None:
+        """Serve until drained. Raises what made the engine fail: ConfigError or ModelError while it loads, else
+        WorkerFailedError.
+        """
+        self._engine_thread.start()
+        try:
+            self._loop()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._close()
+        if self._failure is not None:
+            raise self._failure
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        while not self._is_over():
+            readable = dict(poller.poll(self._poll_ms()))
+            if self._wake_reader.fileno() in readable:
+                self._wake_reader.recv(4096)
+            self._handle_events()
+            self._handle_messages()
+            self._follow_drain()
+
+    def _is_over(self) -> bool:
+        if self._state == "failed":
+            return time.monotonic() >= self._deadline
+        return self._state == "draining" and not self._ledger.open
+
+    def _poll_ms(self) -> int | None:
+        if self._deadline == float("inf"):
+            return None
+        return max(0, round(1000 * (self._deadline - time.monotonic()))) + 1
+
+    def _move(self, state: State) -> None:
+        if state not in LEGAL_MOVES[self._state]:
+            raise RuntimeError(f"state: cannot move from {self._state} to {state}")
+        log.info("%s -> %s", self._state, state)
+        self._state = state
+
+    def _close(self) -> None:
+        self._engine_thread.commands.put(Stop())
+        self._engine_thread.join(timeout=1.0)
+        self._socket.close(linger=LINGER_MS)
+        self._context.term()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    # Messages from clients.
+
+    def _handle_messages(self) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._handle_message(identity, frames)
+        self._wake()
+
+    def _handle_message(self, identity: bytes, frames: list[bytes]) -> None:
+        id = None
+        try:
+            fields = protocol.unpack(self._check_frames(frames))
+            id = protocol.id_in(fields)
+            self._handle(identity, protocol.from_client(fields))
+        except TruerollError as error:
+            log.debug("refused a message: %s", error.code)
+            self._send(identity, _error_frame(id, error))
+
+    def _check_frames(self, frames: list[bytes]) -> bytes:
+        if len(frames) != 1:
+            raise ProtocolError(f"message: expected one frame (a DEALER socket sends that), found {len(frames)}")
+        limit = self._config.max_message_bytes
+        if len(frames[0]) > limit:
+            found = len(frames[0])
+            raise MessageTooLargeError(
+                f"message: expected at most max_message_bytes = {limit}, found {found}; send less, or raise the limit"
+            )
+        return frames[0]
+
+    def _handle(self, identity: bytes, message: protocol.FromClient) -> None:
+        match message:
+            case protocol.Generate() | protocol.Score():
+                self._submit(identity, message)
+            case protocol.Abort():
+                self._abort(identity, message)
+            case protocol.Ack():
+                for id in message.ids:
+                    self._ledger.acknowledge(id)
+            case protocol.GetHealth():
+                self._send(identity, protocol.encode(self._health(message.id)))
+            case protocol.GetStats():
+                self._send(identity, protocol.encode(self._stats(message.id)))
+
+    def _submit(self, identity: bytes, message: protocol.Generate | protocol.Score) -> None:
+        entry = self._ledger.find(message)
+        if entry is None:
+            self._check_admission(message)
+            entry = self._admit(message)
+        for frame in entry.replies:
+            self._send(identity, frame)
+        if message.id in self._ledger.open:
+            entry.subscribers.append(identity)
+
+    def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
+        if self._state not in ("loading", "ready"):
+            raise UnavailableError(f"worker: expected state loading or ready, found {self._state}; use another worker")
+        limit = self._config.max_queued_requests
+        if len(self._ledger.open) >= limit:
+            raise QueueFullError(
+                f"queue: holds max_queued_requests = {limit} unfinished requests; wait for results and try again"
+            )
+        if isinstance(message, protocol.Generate) and message.params.n > self._config.max_n:
+            raise InvalidRequestError(f"n: expected at most max_n = {self._config.max_n}, found {message.params.n}")
+
+    def _admit(self, message: protocol.Generate | protocol.Score) -> Entry:
+        if isinstance(message, protocol.Score):
+            tokens = protocol.bytes_to_tokens(message.token_ids)
+            request = ScoreRequest(message.id, tokens, message.distribution, message.cache_salt)
+            entry = self._ledger.add(message, None)
+        else:
+            seed = message.params.seed
+            params = message.params.model_copy(update={"seed": secrets.randbits(63) if seed is None else seed})
+            request = GenerateRequest(message.id, protocol.bytes_to_tokens(message.prompt_token_ids), params)
+            entry = self._ledger.add(message, params)
+        self._engine_thread.commands.put(Add(request))
+        return entry
+
+    def _abort(self, identity: bytes, message: protocol.Abort) -> None:
+        if message.request_id not in self._ledger.open:
+            raise UnknownRequestError(
+                f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
+            )
+        self._engine_thread.commands.put(End(message.request_id, message.index, tag=(identity, message.id)))
+
+    def _health(self, id: str) -> protocol.Health:
+        snapshot = self._engine_thread.snapshot
+        requests = {"open": len(self._ledger.open), "kept": len(self._ledger.kept)}
+        if snapshot is not None:
+            requests |= {"running": snapshot.stats["num_running"], "waiting": snapshot.stats["num_waiting"]}
+        return protocol.Health(
+            id=id,
+            state=self._state,
+            instance=self._instance,
+            seconds_since_progress=None if snapshot is None else time.monotonic() - snapshot.progress_at,
+            weight_version=None if snapshot is None else snapshot.weight_version,
+            requests=requests,
+            memory=self._memory(),
+            limits=self._config.limits(),
+            engine=self._info,
+        )
+
+    def _memory(self) -> dict[str, int]:
+        memory = {"process": psutil.Process().memory_info().rss}
+        if self._info is not None:
+            memory |= {"weights": self._info["weight_bytes"], "kv": self._info["kv_bytes"]}
+        return memory
+
+    def _stats(self, id: str) -> protocol.Stats:
+        snapshot = self._engine_thread.snapshot
+        engine = {} if snapshot is None else snapshot.stats
+        return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._ledger.stats))
+
+    # Events from the engine.
+
+    def _handle_events(self) -> None:
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+            self._handle_event(event)
+
+    def _handle_event(self, event: Event) -> None:
+        if self._state == "failed":
+            return  # every request was answered already
+        match event:
+            case Loaded(info):
+                self._finish_loading(info)
+            case Finished(outputs):
+                self._publish_outputs(outputs)
+            case Refused(request_id, error):
+                self._publish_error(request_id, error)
+            case Ended():
+                self._finish_abort(event)
+            case Failed(error):
+                self._fail(error)
+
+    def _finish_loading(self, info: dict[str, Any]) -> None:
+        self._info = info
+        if self._state == "loading":
+            self._move("ready")
+            self._on_ready(info)
+
+    def _publish_outputs(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            entry = self._ledger.open[output.request_id]
+            if isinstance(output, SampleOutput):
+                self._publish_sample(entry, output)
+            else:
+                self._publish(entry, protocol.scores_message(output))
+                self._ledger.finish(output.request_id)
+
+    def _publish_sample(self, entry: Entry, output: SampleOutput) -> None:
+        self._publish(entry, protocol.sample_message(output))
+        entry.finish_reasons[output.finish_reason] += 1
+        entry.num_unfinished -= 1
+        if entry.num_unfinished == 0:
+            self._publish(entry, _done(entry))
+            self._ledger.finish(output.request_id)
+
+    def _publish(self, entry: Entry, reply: protocol.FromWorker) -> None:
+        frame = protocol.encode(reply)
+        entry.replies.append(frame)
+        entry.subscribers = [subscriber for subscriber in entry.subscribers if self._send(subscriber, frame)]
+
+    def _publish_error(self, request_id: str, error: TruerollError) -> None:
+        for subscriber in self._ledger.fail(request_id).subscribers:
+            self._send(subscriber, _error_frame(request_id, error))
+
+    def _finish_abort(self, event: Ended) -> None:
+        self._publish_outputs(event.outputs)
+        if event.command.tag is None:
+            return
+        identity, id = event.command.tag
+        if event.error is not None:
+            self._send(identity, _error_frame(id, event.error))
+        else:
+            reply = protocol.Aborted(id=id, request_id=event.command.request_id, num_samples=len(event.outputs))
+            self._send(identity, protocol.encode(reply))
+
+    # Ending.
+
+    def _follow_drain(self) -> None:
+        """Act on calls of `drain`, and on the deadline that the first of them set."""
+        if self._state == "failed" or not self._drain_calls:
+            return
+        if self._state != "draining":
+            self._move("draining")
+            self._deadline = time.monotonic() + self._config.drain_seconds
+        if self._drain_calls > 1 and not self._aborts_sent:
+            self._deadline = time.monotonic()
+        if time.monotonic() >= self._deadline and self._ledger.open:
+            self._abort_open_requests()
+
+    def _abort_open_requests(self) -> None:
+        if self._aborts_sent:
+            self._fail(TimeoutError(f"the engine did not abort its requests within {ABORT_SECONDS} s"))
+            return
+        log.warning("aborting %d unfinished requests", len(self._ledger.open))
+        for id in self._ledger.open:
+            self._engine_thread.commands.put(End(id, None, tag=None))
+        self._aborts_sent = True
+        self._deadline = time.monotonic() + ABORT_SECONDS
+
+    def _fail(self, cause: BaseException) -> None:
+        """Answer every open request with the cause, and let the loop end soon."""
+        if self._state == "failed":
+            return
+        log.error("the engine failed", exc_info=cause)
+        self._failure = _explain(cause, was_loading=self._state == "loading")
+        for id in list(self._ledger.open):
+            self._publish_error(id, WorkerFailedError(str(self._failure)))
+        self._move("failed")
+        self._deadline = time.monotonic() + FAILED_SECONDS
+
+    def _send(self, identity: bytes, frame: bytes) -> bool:
+        """Send to a client; False if it is gone."""
+        try:
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+
+def _bind(context: zmq.Context[Any], config: WorkerConfig) -> tuple[zmq.Socket[bytes], str, Any]:
+    """A ROUTER socket bound to the configured address, the address it got, and the folder made for it, if any."""
+    address, folder = (config.address, None) if config.address is not None else private_ipc_address()
+    router = context.socket(zmq.ROUTER)
+    router.set(zmq.ROUTER_MANDATORY, 1)
+    router.set(zmq.ROUTER_HANDOVER, 1)
+    router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
+    router.set(zmq.SNDHWM, 0)
+    router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    router.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    router.set(zmq.IPV6, "[" in address)
+    if config.curve_secret_key_file is not None:
+        _use_curve(router, config.curve_secret_key_file)
+    try:
+        _check_ipc_is_free(address)
+        router.bind(address)
+    except (OSError, zmq.ZMQError) as error:
+        context.destroy(linger=0)
+        raise ConfigError(f"address: cannot listen at {address}: {error.strerror}; choose another address") from None
+    return router, router.get_string(zmq.LAST_ENDPOINT), folder
+
+
+def _check_ipc_is_free(address: str) -> None:
+    """Raise OSError if somebody listens at an ipc address: ZMQ would quietly take it from them."""
+    path = address.removeprefix("ipc://")
+    if path == address or not Path(path).exists():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(path) == 0:
+            raise OSError(0, "another process listens there")
+
+
+def _use_curve(router: zmq.Socket[bytes], secret_key_file: str) -> None:
+    import zmq.auth
+
+    try:
+        public, secret = zmq.auth.load_certificate(secret_key_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"curve_secret_key_file: cannot read {secret_key_file}: {error}") from None
+    if secret is None:
+        raise ConfigError(f"curve_secret_key_file: {secret_key_file} has no secret key; name the .key_secret file")
+    router.set(zmq.CURVE_SERVER, 1)
+    router.set(zmq.CURVE_PUBLICKEY, public)
+    router.set(zmq.CURVE_SECRETKEY, secret)
+
+
+def _done(entry: Entry) -> protocol.Done:
+    assert isinstance(entry.message, protocol.Generate) and entry.params is not None
+    return protocol.Done(
+        id=entry.message.id,
+        params=entry.params,
+        num_prompt_tokens=len(entry.message.prompt_token_ids) // 4,
+        finish_reasons=dict(entry.finish_reasons),
+    )
+
+
+def _error_frame(id: str | None, error: TruerollError) -> bytes:
+    message = str(error)[: protocol.MAX_ERROR_CHARS]
+    return protocol.encode(protocol.Error(id=id, code=error.code, message=message))
+
+
+def _explain(cause: BaseException, was_loading: bool) -> TruerollError:
+    if was_loading and isinstance(cause, TruerollError):
+        return cause
+    what = "could not load" if was_loading else "failed"
+    return WorkerFailedError(
+        f"worker: the engine {what} ({type(cause).__name__}: {cause}); start the worker anew, its log says more"
+    )
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """The real engine. Imports torch only now, so that a worker answers health while that happens."""
+    from ..engine.engine import Engine as RealEngine
+
+    return RealEngine(config)
+
+
+def serve(
+    config: WorkerConfig, make_engine: Callable[[], Engine], on_ready: Callable[[str, dict[str, Any]], None]
+) -> None:
+    """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it.
+
+    `on_ready` gets the address and the engine's info. Raises what `Worker` and `Worker.run` raise.
+    """
+    worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.drain())
+    _run_to_the_end(worker)
+
+
+def _run_to_the_end(worker: Worker) -> None:
+    try:
+        worker.run()
+    finally:
+        if worker.is_computing:  # cannot be interrupted, and an interpreter that shuts down around it may crash
+            logging.shutdown()
+            os._exit(1)
+
+
+def run_as_child(load: Callable[[EngineConfig], Engine] = load_engine) -> None:
+    """Run the worker that `launch_worker` asks for: settings in one JSON line on stdin, the outcome in one on stdout.
+
+    The outcome is `{"address": ...}` or `{"code": ..., "message": ...}`. The end of stdin, which comes when the parent
+    closes it or dies, means drain and exit.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = json.loads(_read_line(0))
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not look like the outcome
+    try:
+        worker_config, engine_config = WorkerConfig(**settings["worker"]), EngineConfig(**settings["engine"])
+        threading.Thread(target=_terminate_at_end_of, args=(0,), daemon=True).start()
+        serve(worker_config, lambda: load(engine_config), lambda address, _: _report(report, address=address))
+    except TruerollError as error:
+        _report(report, code=error.code, message=str(error))
+        sys.exit(1)
+
+
+def _read_line(fd: int) -> bytes:
+    """The next line, unbuffered, so that nothing after it is consumed."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
+        line += byte
+    return line
+
+
+def _terminate_at_end_of(fd: int) -> None:
+    while os.read(fd, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _report(stream: TextIO, **outcome: str) -> None:
+    print(json.dumps(outcome), file=stream, flush=True)
+
+
+if __name__ == "__main__":
+    run_as_child()

@@ -1,0 +1,143 @@
+"""An engine without a model, for tests of the service: same methods as the real one, tokens that follow from the seed.
+
+Sample i of a group has `max_tokens - i` tokens, at least one, so that the samples of a group finish one after the
+other. Three token ids in a prompt make trouble, so that a test can ask for it across a process boundary too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from trueroll.engine.errors import InvalidRequestError, UnknownRequestError
+from trueroll.engine.request import (
+    GenerateRequest,
+    Output,
+    Request,
+    SampleOutput,
+    ScoreOutput,
+    WeightSpan,
+    derive_seed,
+)
+
+VOCAB_SIZE = 1000
+MAX_MODEL_LEN = 500
+FAIL_IN_STEP = 901
+FAIL_IN_ADD = 902
+HANG_IN_STEP = 903
+
+
+@dataclass(frozen=True)
+class FakeInfo:
+    model: str = "fake"
+    backend: str = "fake"
+    eos_token_ids: tuple[int, ...] = (2,)
+    weight_bytes: int = 1000
+    kv_bytes: int = 2000
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    steps: int
+    num_running: int
+    num_waiting: int
+    computed_tokens: int
+    samples_finished: dict[str, int]
+
+
+def expected_tokens(seed: int, index: int, count: int) -> list[int]:
+    """The first tokens of sample `index` in a group with `seed`."""
+    own = derive_seed(seed, index)
+    return [(own >> (position % 50)) % VOCAB_SIZE for position in range(count)]
+
+
+class FakeEngine:
+    """Steps only while `gate` is set. `requests` are all that were ever added, in order."""
+
+    weight_version = 3
+    info = FakeInfo()
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.requests: list[Request] = []
+        self._open: dict[str, dict[int, int]] = {}
+        self._by_id: dict[str, Request] = {}
+        self._steps = 0
+        self._computed = 0
+        self._finished: Counter[str] = Counter()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def add(self, request: Request) -> None:
+        is_group = isinstance(request, GenerateRequest)
+        tokens = request.prompt_token_ids if is_group else request.token_ids
+        if FAIL_IN_ADD in tokens:
+            raise RuntimeError("broken add")
+        if len(tokens) < (1 if is_group else 2):
+            raise InvalidRequestError(f"token ids: expected more, found {len(tokens)}")
+        if min(tokens) < 0 or max(tokens) >= VOCAB_SIZE:
+            raise InvalidRequestError(
+                f"token ids: expected ids in [0, {VOCAB_SIZE}), found {min(tokens)}..{max(tokens)}"
+            )
+        if len(tokens) + (request.params.max_tokens if is_group else 0) > MAX_MODEL_LEN:
+            raise InvalidRequestError(f"length: expected at most max_model_len = {MAX_MODEL_LEN}")
+        assert request.id not in self._open
+        self.requests.append(request)
+        self._by_id[request.id] = request
+        self._open[request.id] = dict.fromkeys(range(request.params.n if is_group else 1), 0)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Output]:
+        samples = self._open.get(request_id, {})
+        indices = list(samples) if index is None else [index] if index in samples else []
+        if not indices:
+            raise UnknownRequestError(f"abort: expected a running request or sample, found none for {request_id!r}")
+        return [self._finish(request_id, i, "abort") for i in indices]
+
+    def step(self) -> list[Output]:
+        self.gate.wait()
+        time.sleep(0.0005)
+        self._steps += 1
+        outputs: list[Output] = []
+        for id in list(self._open):
+            outputs += self._step_request(id)
+        return outputs
+
+    def stats(self) -> FakeStats:
+        return FakeStats(self._steps, len(self._open), 0, self._computed, dict(self._finished))
+
+    def _step_request(self, id: str) -> list[Output]:
+        request = self._by_id[id]
+        if not isinstance(request, GenerateRequest):
+            return [self._finish(id, 0, "stop")]
+        if FAIL_IN_STEP in request.prompt_token_ids:
+            raise RuntimeError("broken step")
+        if HANG_IN_STEP in request.prompt_token_ids:
+            time.sleep(3600)
+        for index in self._open[id]:
+            self._open[id][index] += 1
+            self._computed += 1
+        limit = request.params.max_tokens
+        ended = [index for index, count in self._open[id].items() if count >= max(1, limit - index)]
+        return [self._finish(id, index, "length") for index in ended]
+
+    def _finish(self, id: str, index: int, reason: str) -> Output:
+        count = self._open[id].pop(index)
+        if not self._open[id]:
+            del self._open[id]
+        self._finished[reason] += 1
+        request = self._by_id[id]
+        spans = (WeightSpan(self.weight_version, 0, count),)
+        if not isinstance(request, GenerateRequest):
+            tokens = request.token_ids[1:] if reason == "stop" else request.token_ids[:0]
+            return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)
+        assert request.params.seed is not None
+        tokens = np.array(expected_tokens(request.params.seed, index, count), np.int32)
+        logprobs = None if request.params.logprobs is None else -(tokens.astype(np.float32) + 1) / 7
+        return SampleOutput(id, index, tokens, logprobs, reason, derive_seed(request.params.seed, index), 1, spans)

@@ -1,0 +1,19 @@
+"""The worker process, with the fake engine in place of the real one. `model` "broken" cannot be loaded."""
+
+from __future__ import annotations
+
+from fake_engine import FakeEngine
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.errors import ModelError
+from trueroll.rollout.worker import run_as_child
+
+
+def load(config: EngineConfig) -> FakeEngine:
+    if config.model == "broken":
+        raise ModelError("model: expected a whole one, found 'broken'")
+    return FakeEngine()
+
+
+if __name__ == "__main__":
+    run_as_child(load)

@@ -1,0 +1,359 @@
+"""The worker through its socket: replies, ids, limits, draining and failing, with the fake engine behind it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq.auth
+from fake_engine import FAIL_IN_ADD, FAIL_IN_STEP, FakeEngine, expected_tokens
+from serving import RawClient, WorkerOnThread, check_group, serving
+
+from trueroll.engine.errors import ConfigError, ModelError
+from trueroll.rollout import RolloutClient, SamplingParams
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.errors import WorkerFailedError, WorkerLostError
+from trueroll.rollout.worker import LEGAL_MOVES, Worker
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(engine) as running:
+        yield running
+    assert running.error is None
+
+
+@pytest.fixture
+def raw(worker: WorkerOnThread) -> Iterator[RawClient]:
+    with RawClient(worker.address) as client:
+        yield client
+
+
+def test_samples_arrive_one_by_one_and_done_ends_them(raw: RawClient) -> None:
+    raw.generate("a", n=3, max_tokens=3)
+    *samples, done = raw.receive_until("done", "error")
+    assert [sample["index"] for sample in samples] == [2, 1, 0]
+    assert [len(sample["token_ids"]) // 4 for sample in samples] == [1, 2, 3]
+    assert done["params"]["seed"] == 7 and done["params"]["temperature"] == 1.0
+    assert done["num_prompt_tokens"] == 3 and done["finish_reasons"] == {"length": 3}
+
+
+def test_a_seed_is_drawn_where_none_is_given_and_stands_for_the_id(raw: RawClient, engine: FakeEngine) -> None:
+    raw.generate("a", seed=None)
+    first = raw.receive_until("done")
+    raw.generate("a", seed=None)
+    again = raw.receive_until("done")
+    assert first == again and first[-1]["params"]["seed"] is not None
+    assert [request.id for request in engine.requests] == ["a"]
+
+
+def test_score(raw: RawClient) -> None:
+    raw.send("score", id="s", token_ids=b"\1\0\0\0\2\0\0\0\4\0\0\0", distribution={"temperature": 2.0}, cache_salt=None)
+    scores = raw.receive()
+    assert scores["type"] == "scores" and memoryview(scores["logprobs"]).cast("f").tolist() == [-1.0, -2.0]
+
+
+def test_an_equal_submission_joins_and_is_answered_too(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with RawClient(worker.address) as first, RawClient(worker.address) as second:
+        for client in (first, second, second):
+            client.generate("a", n=2)
+            client.health()  # answered after the submission was taken
+        engine.gate.set()
+        assert len(first.receive_until("done")) == 3
+        twice = second.receive_until("done") + second.receive_until("done")
+    assert sorted(reply["type"] for reply in twice) == ["done", "done"] + ["sample"] * 4 and len(engine.requests) == 1
+
+
+def test_joining_late_replays_what_has_finished(raw: RawClient, worker: WorkerOnThread, engine: FakeEngine) -> None:
+    raw.generate("a", n=2, max_tokens=400)
+    raw.generate("b", n=200, max_tokens=200)
+    first = raw.receive_until("sample")[0]
+    with RawClient(worker.address) as late:
+        late.generate(first["id"], n=200, max_tokens=200)
+        *samples, _ = late.receive_until("done")
+    assert samples[0] == first and len({sample["index"] for sample in samples}) == len(samples) == 200
+
+
+def test_an_id_with_other_content_is_a_conflict_and_the_first_goes_on(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.generate("a")
+    raw.generate("a", max_tokens=5)
+    assert raw.receive()["code"] == "id_conflict"
+    engine.gate.set()
+    assert raw.receive_until("done", "error")[-1]["type"] == "done"
+    raw.generate("a", temperature=0.5)
+    assert raw.receive()["code"] == "id_conflict"
+
+
+def test_a_result_waits_for_a_client_that_was_gone_until_acknowledged(
+    worker: WorkerOnThread, engine: FakeEngine
+) -> None:
+    engine.gate.clear()
+    with RawClient(worker.address) as vanishing:
+        vanishing.generate("a")
+        vanishing.health()
+    engine.gate.set()
+    with RawClient(worker.address) as client:
+        client.generate("a")
+        assert client.receive_until("done")[-1]["id"] == "a" and len(engine.requests) == 1
+        assert client.health()["requests"]["kept"] == 1
+        client.send("ack", ids=["a", "unknown"])
+        assert client.health()["requests"]["kept"] == 0
+        client.generate("a")
+        client.receive_until("done")
+    assert len(engine.requests) == 2
+
+
+def test_a_client_that_takes_over_an_identity_gets_the_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with RawClient(worker.address, b"me") as gone:
+        gone.generate("a")
+        gone.health()
+    with RawClient(worker.address, b"me") as back:
+        back.health()
+        engine.gate.set()
+        assert back.receive_until("done")[-1]["id"] == "a"
+
+
+def test_acknowledging_a_running_request_means_that_it_is_not_kept(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.generate("a")
+    raw.send("ack", ids=["a"])
+    raw.health()
+    engine.gate.set()
+    raw.receive_until("done")
+    assert raw.health()["requests"]["kept"] == 0
+
+
+@pytest.mark.parametrize("bound", [{"max_kept_results": 2}, {"max_kept_bytes": 500}])
+def test_the_oldest_results_are_dropped_beyond_the_bound(engine: FakeEngine, bound: dict[str, int]) -> None:
+    with serving(engine, **bound) as worker, RawClient(worker.address) as raw:
+        for i in range(8):
+            raw.generate(str(i))
+            raw.receive_until("done")
+        assert 0 < raw.health()["requests"]["kept"] < 8
+        raw.generate("7")
+        raw.receive_until("done")
+        assert len(engine.requests) == 8
+        raw.generate("0")
+        raw.receive_until("done")
+    assert len(engine.requests) == 9
+
+
+def test_abort_ends_one_sample_or_all_with_what_they_have(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.generate("a", n=3, max_tokens=400)
+    raw.send("abort", id="1", request_id="a", index=1)
+    raw.send("abort", id="2", request_id="a", index=None)
+    raw.send("abort", id="3", request_id="a", index=9)
+    engine.gate.set()
+    replies = [raw.receive() for _ in range(7)]
+    ended = [(reply["type"], reply.get("index"), reply.get("finish_reason")) for reply in replies]
+    assert ended[:2] == [("sample", 1, "abort"), ("aborted", None, None)]
+    assert sorted(ended[2:4]) == [("sample", 0, "abort"), ("sample", 2, "abort")]
+    assert replies[4]["finish_reasons"] == {"abort": 3} and replies[5]["num_samples"] == 2
+    assert replies[6]["id"] == "3" and replies[6]["code"] == "unknown_request"
+
+
+def test_abort_of_a_score(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.generate("blocks the step")
+    raw.send("score", id="s", token_ids=bytes(8))
+    raw.send("abort", id="1", request_id="s")
+    engine.gate.set()
+    scores, aborted = (reply for reply in (raw.receive() for _ in range(4)) if reply["type"] in ("scores", "aborted"))
+    assert (scores["finish_reason"], scores["logprobs"]) == ("abort", b"") and aborted["num_samples"] == 1
+
+
+def test_health_and_stats_answer_during_a_long_step(raw: RawClient, engine: FakeEngine) -> None:
+    while raw.health()["state"] != "ready":
+        pass
+    engine.gate.clear()
+    raw.generate("a")
+    health = raw.health()
+    assert health["state"] == "ready" and health["requests"]["open"] == 1 and health["weight_version"] == 3
+    assert health["engine"]["backend"] == "fake" and health["seconds_since_progress"] >= 0
+    assert health["memory"].keys() == {"process", "weights", "kv"} and health["memory"]["process"] > 2**20
+    assert health["limits"]["max_n"] == 1024
+    raw.send("stats", id="x")
+    stats = raw.receive()
+    assert stats["id"] == "x" and stats["service"]["accepted"] == 1 and stats["engine"]["steps"] == 0
+
+
+def test_requests_wait_while_the_model_loads() -> None:
+    engine, may_load = FakeEngine(), threading.Event()
+
+    def load() -> FakeEngine:
+        may_load.wait()
+        return engine
+
+    worker = WorkerOnThread(WorkerConfig(), load)
+    with RawClient(worker.address) as raw:
+        raw.generate("a")
+        health = raw.health()
+        assert health["state"] == "loading" and health["engine"] is None and health["weight_version"] is None
+        may_load.set()
+        assert raw.receive_until("done", "error")[-1]["type"] == "done"
+    worker.worker.drain()
+    worker.join()
+    assert worker.error is None
+
+
+def test_a_full_queue_refuses_and_the_rest_goes_on(engine: FakeEngine) -> None:
+    with serving(engine, max_queued_requests=2) as worker, RawClient(worker.address) as raw:
+        engine.gate.clear()
+        for id in "abc":
+            raw.generate(id)
+        refusal = raw.receive()
+        assert (refusal["id"], refusal["code"]) == ("c", "queue_full")
+        raw.generate("a")  # joining needs no room
+        engine.gate.set()
+        ends = [raw.receive_until("done", "error")[-1] for _ in range(3)]
+    assert sorted((end["type"], end["id"]) for end in ends) == [("done", "a"), ("done", "a"), ("done", "b")]
+
+
+@pytest.mark.parametrize("token", [FAIL_IN_STEP, FAIL_IN_ADD])
+def test_a_failing_engine_answers_everybody_with_the_cause(engine: FakeEngine, token: int) -> None:
+    with serving(engine) as worker, RawClient(worker.address) as raw, RawClient(worker.address) as other:
+        engine.gate.clear()
+        other.generate("b", max_tokens=400)
+        other.health()
+        raw.generate("a", prompt=[token])
+        raw.health()
+        engine.gate.set()
+        for client in (raw, other):
+            error = client.receive_until("error")[-1]
+            assert error["code"] == "worker_failed" and "broken" in error["message"]
+        assert raw.health()["state"] == "failed"
+        raw.generate("late")
+        assert raw.receive()["code"] == "unavailable"
+    assert isinstance(worker.error, WorkerFailedError) and "broken" in str(worker.error)
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_worker_with_its_error() -> None:
+    may_fail = threading.Event()
+
+    def load() -> FakeEngine:
+        may_fail.wait()
+        raise ModelError("model: no such folder")
+
+    worker = WorkerOnThread(WorkerConfig(), load)
+    with RawClient(worker.address) as raw:
+        raw.generate("a")
+        raw.health()
+        may_fail.set()
+        error = raw.receive()
+        assert error["code"] == "worker_failed" and "no such folder" in error["message"]
+        worker.join()
+    assert isinstance(worker.error, ModelError)
+
+
+def test_draining_lets_running_requests_finish_and_refuses_new_ones(engine: FakeEngine) -> None:
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        engine.gate.clear()
+        raw.generate("a", max_tokens=5)
+        raw.health()
+        worker.worker.drain()
+        while raw.health()["state"] != "draining":
+            pass
+        raw.generate("b")
+        refusal = raw.receive()
+        assert refusal["code"] == "unavailable" and "draining" in refusal["message"]
+        engine.gate.set()
+        assert raw.receive_until("done", "error")[-1]["finish_reasons"] == {"length": 1}
+        worker.join()
+    assert worker.error is None
+
+
+def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> None:
+    with serving(engine, drain_seconds=0.05) as worker, RawClient(worker.address) as raw:
+        engine.gate.clear()
+        raw.generate("a", n=2, max_tokens=400)
+        raw.health()
+        worker.worker.drain()
+        while raw.health()["state"] != "draining":
+            pass
+        threading.Timer(0.2, engine.gate.set).start()
+        *samples, done = raw.receive_until("done", "error")
+        worker.join()
+    assert done["finish_reasons"] == {"abort": 2} and len(samples) == 2 and worker.error is None
+
+
+def test_states_move_only_as_the_table_says(engine: FakeEngine) -> None:
+    assert all(target in LEGAL_MOVES for targets in LEGAL_MOVES.values() for target in targets)
+    worker = Worker(WorkerConfig(), lambda: engine)
+    worker._move("draining")
+    with pytest.raises(RuntimeError, match="from draining to ready"):
+        worker._move("ready")
+    worker._engine_thread.start()
+    worker._close()
+
+
+# Addresses and keys.
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.168.1.2:5555", "tcp://example.org:1", "udp://127.0.0.1:1", "x"],
+)
+def test_an_open_address_needs_keys_on_both_sides(address: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        WorkerConfig(address=address)
+    with pytest.raises(ConfigError, match="address"):
+        RolloutClient(address)
+
+
+def test_an_address_in_use_is_an_error(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    with pytest.raises(ConfigError, match="another process listens"):
+        Worker(WorkerConfig(address=worker.address), lambda: engine)
+    with serving(FakeEngine(), address="tcp://127.0.0.1:*") as other:
+        with pytest.raises(ConfigError, match="in use"):
+            Worker(WorkerConfig(address=other.address), lambda: engine)
+
+
+def test_the_default_address_is_in_a_private_folder(worker: WorkerOnThread) -> None:
+    socket_file = Path(worker.address.removeprefix("ipc://"))
+    assert socket_file.is_socket() and socket_file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_curve_keys_open_the_door_and_nothing_else_does(tmp_path: Path, engine: FakeEngine) -> None:
+    public_file, secret_file = zmq.auth.create_certificates(tmp_path, "worker")
+    key = zmq.auth.load_certificate(public_file)[0].decode()
+    other_key = zmq.curve_keypair()[0].decode()
+    Path(secret_file).chmod(0o600)
+    settings: dict[str, Any] = dict(address="tcp://0.0.0.0:*", curve_secret_key_file=str(secret_file))
+    with serving(engine, **settings) as worker:
+        address = worker.address.replace("0.0.0.0", "127.0.0.1")
+        with RolloutClient(address, server_public_key=key) as client:
+            check_group(client.generate([[1]], SamplingParams(n=2))[0], 2)
+        for wrong in (None, other_key):
+            with RolloutClient(address, timeout=0.5, server_public_key=wrong) as client:
+                with pytest.raises(WorkerLostError):
+                    client.health()
+
+
+def test_key_files_must_be_private_and_hold_a_secret(tmp_path: Path, engine: FakeEngine) -> None:
+    public_file, secret_file = (Path(path) for path in zmq.auth.create_certificates(tmp_path, "worker"))
+    secret_file.chmod(0o644)
+    public_file.chmod(0o600)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        WorkerConfig(curve_secret_key_file=str(secret_file))
+    with pytest.raises(ConfigError, match="found none"):
+        WorkerConfig(curve_secret_key_file=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="has no secret key"):
+        Worker(WorkerConfig(curve_secret_key_file=str(public_file)), lambda: engine)
+
+
+def test_the_tokens_are_those_of_the_engine(raw: RawClient) -> None:
+    raw.generate("a", max_tokens=6)
+    sample = raw.receive()
+    assert memoryview(sample["token_ids"]).cast("i").tolist() == expected_tokens(7, 0, 6)

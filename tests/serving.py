@@ -1,0 +1,114 @@
+"""What tests of the service share: a worker on a thread, a worker process with the fake engine, a plain client."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import zmq
+from fake_engine import FakeEngine, expected_tokens
+
+from trueroll.engine.config import EngineConfig
+from trueroll.rollout import Group, WorkerProcess
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.engine_thread import Engine
+from trueroll.rollout.worker import Worker
+
+RECEIVE_MS = 20_000
+
+
+class WorkerOnThread:
+    """A worker that runs on a thread of this process. `error`: what `run` raised."""
+
+    def __init__(self, config: WorkerConfig, make_engine: Callable[[], Engine]) -> None:
+        self.worker = Worker(config, make_engine)
+        self.address = self.worker.address
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as error:
+            self.error = error
+
+    def join(self) -> None:
+        self.thread.join(timeout=20)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
+    """A worker in front of `engine`. At the end it must have drained, unless the test made it fail."""
+    running = WorkerOnThread(WorkerConfig(**settings), lambda: engine)
+    try:
+        yield running
+    finally:
+        engine.gate.set()
+        running.worker.drain()
+        running.worker.drain()
+        running.join()
+
+
+def fake_process(model: str = "fake", **settings: Any) -> WorkerProcess:
+    """A worker process with the fake engine."""
+    command = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+    return WorkerProcess(WorkerConfig(**settings), EngineConfig(model=model), startup_timeout=60, command=command)
+
+
+class RawClient:
+    """A DEALER socket that sends and receives MessagePack maps, and bytes that are none."""
+
+    def __init__(self, address: str, identity: bytes | None = None) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.set(zmq.RCVTIMEO, RECEIVE_MS)
+        self.socket.set(zmq.LINGER, 0)
+        if identity is not None:
+            self.socket.set(zmq.IDENTITY, identity)
+        self.socket.connect(address)
+
+    def send(self, type: str, **fields: Any) -> None:
+        self.socket.send(msgpack.packb({"version": 1, "type": type, **fields}))
+
+    def generate(self, id: str, prompt: list[int] | None = None, **params: Any) -> None:
+        tokens = np.array([1, 2, 3] if prompt is None else prompt, "<i4").tobytes()
+        self.send("generate", id=id, prompt_token_ids=tokens, params={"max_tokens": 4, "seed": 7, **params})
+
+    def receive(self) -> dict[str, Any]:
+        return msgpack.unpackb(self.socket.recv())
+
+    def receive_until(self, *types: str) -> list[dict[str, Any]]:
+        """Replies up to the first of one of these types."""
+        replies = [self.receive()]
+        while replies[-1]["type"] not in types:
+            replies.append(self.receive())
+        return replies
+
+    def health(self) -> dict[str, Any]:
+        self.send("health", id="health")
+        return self.receive_until("health")[-1]
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_group(group: Group, num_samples: int) -> None:
+    """The group is whole, and its tokens are those that follow from its seed."""
+    assert [sample.index for sample in group.samples] == list(range(num_samples)) and group.params.seed is not None
+    for sample in group.samples:
+        count = max(1, group.params.max_tokens - sample.index)
+        assert sample.finish_reason == "length"
+        assert sample.token_ids.tolist() == expected_tokens(group.params.seed, sample.index, count)
