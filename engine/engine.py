@@ -17,14 +17,13 @@ from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from .config import EngineConfig
-from .errors import ConfigError, InvalidRequestError, UnknownRequestError
-from .loading import LoadedModel, load_model
-from .model_runner import ModelRunner, kv_bytes_per_block
+from .errors import InvalidRequestError, UnknownRequestError
+from .loading import LoadedModel, describe, load_model
+from .model_runner import ModelRunner
 from .prefix_cache import PrefixCache
 from .request import (
     FinishReason,
@@ -43,29 +42,6 @@ from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, load_tokenizer
 
 _SCORE_ROWS = 64
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What an engine is and what it can take; all of it fixed at start-up."""
-
-    model: str
-    architecture: str
-    device: str
-    dtype: str
-    backend: str
-    isa: str
-    num_threads: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    weight_bytes: int
-    kv_bytes: int
 
 
 @dataclass(frozen=True)
@@ -128,7 +104,8 @@ class _Score:
 class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
-    `loaded`: what `load_model` gave for this config's model, dtype, device and backend, so that engines can share weights.
+    `loaded`: what `load_model` gave for this config's model, dtype, device and backend, so that engines can share
+    weights.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
@@ -136,7 +113,7 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         self.weight_version = 0
         self._loaded = load_model(config) if loaded is None else loaded
-        self.info = _describe(config, self._loaded)
+        self.info = describe(config, self._loaded)
         self._runner = ModelRunner(self._loaded.model, self.info.num_blocks, config.block_size)
         self._sampler = Sampler(self._loaded.backend)
         self._cache = PrefixCache(self.info.num_blocks, config.block_size, config.enable_prefix_caching)
@@ -405,55 +382,3 @@ class Engine:
 _NOT_FINITE = (
     "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
 )
-
-
-def _describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
-    model = loaded.model
-    max_model_len = _max_model_len(config, model.config.max_position_embeddings)
-    bytes_per_block = kv_bytes_per_block(model.config, model.dtype, config.block_size)
-    num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
-    return EngineInfo(
-        model=config.model,
-        architecture=model.config.architecture,
-        device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
-        backend=loaded.backend_name,
-        isa=loaded.backend.instruction_set(),
-        num_threads=torch.get_num_threads(),
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        weight_bytes=model.num_bytes,
-        kv_bytes=num_blocks * bytes_per_block,
-    )
-
-
-def _max_model_len(config: EngineConfig, limit: int) -> int:
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len: expected at most {limit}, what the model was trained for, found {config.max_model_len}"
-        )
-    return config.max_model_len or limit
-
-
-def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
-    budget = config.kv_memory if config.kv_memory is not None else _available_memory(torch.device(config.device)) // 4
-    num_blocks = budget // bytes_per_block
-    if num_blocks == 0:
-        raise ConfigError(f"kv_memory: expected at least one block = {bytes_per_block} bytes, found {budget} bytes")
-    if config.kv_memory is not None:
-        return num_blocks
-    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
-
-
-def _available_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

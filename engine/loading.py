@@ -1,10 +1,11 @@
-"""From a configuration to a model in memory: device, backend, architecture, weights."""
+"""From a configuration to a model in memory, and to the numbers that follow from both: lengths, blocks, bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 
 from ..kernels.ops import Backend, select_backend
@@ -25,6 +26,29 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine is and what it can take; all of it fixed at start-up."""
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    backend: str
+    isa: str
+    num_threads: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    weight_bytes: int
+    kv_bytes: int
+
+
 def load_model(config: EngineConfig) -> LoadedModel:
     """Raise ConfigError for a device that is not there, ModelError for a model that cannot be loaded."""
     device = _device(config.device)
@@ -36,6 +60,64 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = DenseModel(model_config, dtype, device, backend)
     load_checkpoint(folder, model.checkpoint_tensors(), model.ignored_tensors())
     return LoadedModel(folder, model, backend_name, backend, read_eos_token_ids(folder, raw))
+
+
+def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
+    """What an engine with this configuration is. Raise ConfigError if the model or the memory does not allow it."""
+    model = loaded.model
+    max_model_len = _max_model_len(config, model.config.max_position_embeddings)
+    bytes_per_block = _kv_bytes_per_block(model.config, model.dtype, config.block_size)
+    num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
+    return EngineInfo(
+        model=config.model,
+        architecture=model.config.architecture,
+        device=str(model.device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        backend=loaded.backend_name,
+        isa=loaded.backend.instruction_set(),
+        num_threads=torch.get_num_threads(),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        weight_bytes=model.num_bytes,
+        kv_bytes=num_blocks * bytes_per_block,
+    )
+
+
+def _max_model_len(config: EngineConfig, limit: int) -> int:
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len: expected at most {limit}, what the model was trained for, found {config.max_model_len}"
+        )
+    return config.max_model_len or limit
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int) -> int:
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_memory if config.kv_memory is not None else _available_memory(torch.device(config.device)) // 4
+    num_blocks = budget // bytes_per_block
+    if num_blocks == 0:
+        raise ConfigError(f"kv_memory: expected at least one block = {bytes_per_block} bytes, found {budget} bytes")
+    if config.kv_memory is not None:
+        return num_blocks
+    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+def _available_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _kv_bytes_per_block(config: DenseConfig, dtype: torch.dtype, block_size: int) -> int:
+    """Keys and values of all layers."""
+    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _device(name: str) -> torch.device:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops import AttentionBatch
-from .models.dense import DenseConfig, DenseModel
+from .models.dense import DenseModel
 from .sequence import Chunk
 
 
@@ -62,11 +62,6 @@ class ModelRunner:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
-
-
-def kv_bytes_per_block(config: DenseConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Keys and values of all layers."""
-    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
