@@ -56,7 +56,7 @@ class Sizes:
     """
 
     prompt_lengths: tuple[int, ...] = (530, 121, 64, 5)
-    max_tokens: int = 20
+    max_tokens: int = 16
     longest_token_by_token: int = 64
 
     @property
@@ -80,7 +80,7 @@ CELLS = (
     Cell(block_size=8),
     Cell(block_size=64),
     Cell(others=7, is_starved=True),
-    Cell(num_reread=12, block_size=8),
+    Cell(num_reread=10, block_size=8),
     Cell(threads=1),
     Cell(threads=2),
     Cell(cache="warm", others=31, budget=64, block_size=8, is_starved=True),
