@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
@@ -25,7 +26,7 @@ import numpy as np
 from ..engine.errors import InvalidRequestError, TruerollError
 from ..engine.request import Distribution, SampleOutput, SamplingParams
 from . import protocol
-from .connection import Connection, Inbox, Reply
+from .connection import Connection, Inbox
 from .errors import RequestAbortedError
 
 T = TypeVar("T")
@@ -153,9 +154,12 @@ class AsyncRolloutClient:
         inbox: Inbox = asyncio.Queue()
         self._connection.call(message, inbox)
         try:
-            return _unless_error((await inbox.get())[1])
+            _, reply = await inbox.get()
         finally:
             self._connection.give_up([message.id])
+        if isinstance(reply, TruerollError):
+            raise reply
+        return reply
 
     async def _exchange(
         self, requests: Sequence[protocol.Generate] | Sequence[protocol.Score]
@@ -164,29 +168,33 @@ class AsyncRolloutClient:
         self._check_ids([request.id for request in requests])
         inbox: Inbox = asyncio.Queue()
         positions = {request.id: position for position, request in enumerate(requests)}
-        unfinished = set(positions)
+        unfinished, unwanted = set(positions), set(positions)
         seen: set[tuple[str, int]] = set()
         try:
             for request in requests:
                 self._connection.call(request, inbox)
             while unfinished:
                 id, reply = await inbox.get()
+                if isinstance(reply, TruerollError):
+                    unfinished.discard(id)
+                    unwanted.discard(id)  # it left no result, and an id in conflict names somebody else's
+                    raise reply
                 if not isinstance(reply, protocol.Sample):
                     unfinished.discard(id)
                 elif (id, reply.index) in seen:
                     continue  # the worker repeats what it sent when a request is sent again after a reconnect
                 else:
                     seen.add((id, reply.index))
-                yield positions[id], _unless_error(reply)
+                yield positions[id], reply
         finally:
             self._connection.give_up(unfinished)
             for id in unfinished:
                 self._connection.notify(protocol.Abort(id=_new_id(), request_id=id))
-            self._connection.notify(protocol.Ack(ids=tuple(positions)))
+            self._connection.notify(protocol.Ack(ids=tuple(unwanted)))
 
     def _check_ids(self, ids: list[str]) -> None:
-        for id in ids:
-            if self._connection.knows(id) or ids.count(id) > 1:
+        for id, count in Counter(ids).items():
+            if count > 1 or self._connection.knows(id):
                 raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
 
 
@@ -318,12 +326,6 @@ def _logprobs(reply: protocol.Scores) -> np.ndarray:
     if reply.finish_reason == "abort":
         raise RequestAbortedError("score: aborted before it was computed; ask again if it is still needed")
     return protocol.bytes_to_logprobs(reply.logprobs)
-
-
-def _unless_error(reply: Reply) -> protocol.FromWorker:
-    if isinstance(reply, TruerollError):
-        raise reply
-    return reply
 
 
 @contextmanager

@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.z85 import Z85CHARS
 
-from ..engine.errors import TruerollError
+from ..engine.errors import ConfigError, TruerollError
 from . import protocol
 from .config import check_address
 from .errors import MessageTooLargeError, WorkerLostError, error_from_code
@@ -47,6 +48,8 @@ class Connection:
 
     def __init__(self, address: str, timeout: float, server_public_key: str | None) -> None:
         check_address(address, encrypted=server_public_key is not None)
+        if server_public_key is not None:
+            _check_key(server_public_key)
         self._address = address
         self._timeout = timeout
         self._server_public_key = server_public_key
@@ -84,7 +87,8 @@ class Connection:
 
     async def close(self) -> None:
         """End what still waits, and disconnect."""
-        self._fail(TruerollError("client: closed while calls were waiting"))
+        self._end = TruerollError("client: closed; make a new one")
+        self._fail(self._end)
         if not self._tasks:
             return
         for task in self._tasks:
@@ -144,6 +148,7 @@ class Connection:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
             self._silent_ticks = self._silent_ticks + 1 if self._calls else 0
             if self._silent_ticks > TICKS_PER_TIMEOUT:
+                self._silent_ticks = 0
                 self._fail(self._silence())
             elif self._calls and self._is_connected:
                 self._socket.send(protocol.encode(protocol.GetHealth(id=uuid.uuid4().hex)))
@@ -199,6 +204,13 @@ class Connection:
     def _fail_sent(self, error: TruerollError) -> None:
         for id in [id for id, call in self._calls.items() if call.was_sent]:
             self._finish(id, error)
+
+
+def _check_key(key: str) -> None:
+    if len(key) != 40 or not set(key.encode()) <= set(Z85CHARS):
+        raise ConfigError(
+            f"server_public_key: expected the 40 Z85 characters of a CURVE key, found {len(key)} characters"
+        )
 
 
 def _use_curve(dealer: zmq.Socket[Any], server_public_key: str) -> None:

@@ -111,6 +111,11 @@ class Worker:
         self._wake()
 
     @property
+    def wake_fd(self) -> int:
+        """Any byte written here makes the worker look around; never blocks."""
+        return self._wake_writer.fileno()
+
+    @property
     def is_computing(self) -> bool:
         """Whether the engine thread still runs, which after `run` means that it is stuck in a step or in loading."""
         return self._engine_thread.is_alive()
@@ -177,7 +182,6 @@ class Worker:
             except zmq.Again:
                 return
             self._handle_message(identity, frames)
-        self._wake()
 
     def _handle_message(self, identity: bytes, frames: list[bytes]) -> None:
         id = None
@@ -379,7 +383,7 @@ class Worker:
         """Answer every open request with the cause, and let the loop end soon."""
         if self._state == "failed":
             return
-        log.error("the engine failed", exc_info=cause)
+        log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, TruerollError) else cause)
         self._failure = _explain(cause, was_loading=self._state == "loading")
         for id in list(self._ledger.open):
             self._publish_error(id, WorkerFailedError(str(self._failure)))
@@ -399,6 +403,7 @@ class Worker:
 
 def _bind(context: zmq.Context[Any], config: WorkerConfig) -> tuple[zmq.Socket[bytes], str, Any]:
     """A ROUTER socket bound to the configured address, the address it got, and the folder made for it, if any."""
+    keys = None if config.curve_secret_key_file is None else _read_keys(config.curve_secret_key_file)
     address, folder = (config.address, None) if config.address is not None else private_ipc_address()
     router = context.socket(zmq.ROUTER)
     router.set(zmq.ROUTER_MANDATORY, 1)
@@ -408,8 +413,10 @@ def _bind(context: zmq.Context[Any], config: WorkerConfig) -> tuple[zmq.Socket[b
     router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     router.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
     router.set(zmq.IPV6, "[" in address)
-    if config.curve_secret_key_file is not None:
-        _use_curve(router, config.curve_secret_key_file)
+    if keys is not None:
+        router.set(zmq.CURVE_SERVER, 1)
+        router.set(zmq.CURVE_PUBLICKEY, keys[0])
+        router.set(zmq.CURVE_SECRETKEY, keys[1])
     try:
         _check_ipc_is_free(address)
         router.bind(address)
@@ -429,7 +436,8 @@ def _check_ipc_is_free(address: str) -> None:
             raise OSError(0, "another process listens there")
 
 
-def _use_curve(router: zmq.Socket[bytes], secret_key_file: str) -> None:
+def _read_keys(secret_key_file: str) -> tuple[bytes, bytes]:
+    """The public and the secret key in a file of `zmq.auth.create_certificates`."""
     import zmq.auth
 
     try:
@@ -438,9 +446,7 @@ def _use_curve(router: zmq.Socket[bytes], secret_key_file: str) -> None:
         raise ConfigError(f"curve_secret_key_file: cannot read {secret_key_file}: {error}") from None
     if secret is None:
         raise ConfigError(f"curve_secret_key_file: {secret_key_file} has no secret key; name the .key_secret file")
-    router.set(zmq.CURVE_SERVER, 1)
-    router.set(zmq.CURVE_PUBLICKEY, public)
-    router.set(zmq.CURVE_SECRETKEY, secret)
+    return public, secret
 
 
 def _done(entry: Entry) -> protocol.Done:
@@ -484,16 +490,20 @@ def serve(
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.drain())
+    # The system may hand a signal to any thread; the bytes that it leaves here wake the main thread, which handles it.
+    signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
     _run_to_the_end(worker)
 
 
 def _run_to_the_end(worker: Worker) -> None:
+    exit_code = 1
     try:
         worker.run()
+        exit_code = 0
     finally:
         if worker.is_computing:  # cannot be interrupted, and an interpreter that shuts down around it may crash
             logging.shutdown()
-            os._exit(1)
+            os._exit(exit_code)
 
 
 def run_as_child(load: Callable[[EngineConfig], Engine] = load_engine) -> None:

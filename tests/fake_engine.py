@@ -56,7 +56,7 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
 
 
 class FakeEngine:
-    """Steps only while `gate` is set. `requests` are all that were ever added, in order."""
+    """A step waits for `gate`, and adds tokens only while `flow` is set. `requests`: all that were ever added, in order."""
 
     weight_version = 3
     info = FakeInfo()
@@ -64,6 +64,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.flow = threading.Event()
+        self.flow.set()
         self.requests: list[Request] = []
         self._open: dict[str, dict[int, int]] = {}
         self._by_id: dict[str, Request] = {}
@@ -105,6 +107,8 @@ class FakeEngine:
         time.sleep(0.0005)
         self._steps += 1
         outputs: list[Output] = []
+        if not self.flow.is_set():
+            return outputs
         for id in list(self._open):
             outputs += self._step_request(id)
         return outputs

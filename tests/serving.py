@@ -52,6 +52,7 @@ def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
         yield running
     finally:
         engine.gate.set()
+        engine.flow.set()
         running.worker.drain()
         running.worker.drain()
         running.join()

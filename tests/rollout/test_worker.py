@@ -184,6 +184,8 @@ def test_health_and_stats_answer_during_a_long_step(raw: RawClient, engine: Fake
     assert health["engine"]["backend"] == "fake" and health["seconds_since_progress"] >= 0
     assert health["memory"].keys() == {"process", "weights", "kv"} and health["memory"]["process"] > 2**20
     assert health["limits"]["max_n"] == 1024
+    while raw.health()["seconds_since_progress"] <= health["seconds_since_progress"]:
+        pass  # the step blocks, so this has to grow
     raw.send("stats", id="x")
     stats = raw.receive()
     assert stats["id"] == "x" and stats["service"]["accepted"] == 1 and stats["engine"]["steps"] == 0

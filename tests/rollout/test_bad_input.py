@@ -1,0 +1,155 @@
+"""Bad input gets a clear error, while another client's request runs and must finish unharmed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, expected_tokens
+from serving import RawClient, WorkerOnThread, serving
+
+MAX_BYTES = 4096
+TOKENS = np.array([1, 2, 3], "<i4").tobytes()
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(engine, max_message_bytes=MAX_BYTES, max_n=8) as running:
+        yield running
+    assert running.error is None
+
+
+@pytest.fixture
+def raw(worker: WorkerOnThread, engine: FakeEngine, request: pytest.FixtureRequest) -> Iterator[RawClient]:
+    """A client, while a request of another one runs; afterwards that request must have all its samples, every token."""
+    with RawClient(worker.address) as bystander, RawClient(worker.address) as client:
+        engine.flow.clear()
+        bystander.generate(request.node.name[:100], n=8, max_tokens=20, seed=11)
+        yield client
+        assert client.health()["requests"]["open"] == 1
+        engine.flow.set()
+        *samples, done = bystander.receive_until("done", "error")
+    assert done["type"] == "done" and done["finish_reasons"] == {"length": 8}
+    for sample in samples:
+        tokens = np.frombuffer(sample["token_ids"], "<i4").tolist()
+        assert tokens == expected_tokens(11, sample["index"], 20 - sample["index"])
+
+
+def generate(prompt: list[int] | bytes = TOKENS, **params: Any) -> dict[str, Any]:
+    tokens = prompt if isinstance(prompt, bytes) else np.array(prompt, "<i4").tobytes()
+    return {"type": "generate", "prompt_token_ids": tokens, "params": {"max_tokens": 4, "seed": 1, **params}}
+
+
+REFUSED = {
+    "empty prompt": (generate([]), "invalid_request", "found 0"),
+    "negative token": (generate([1, -5]), "invalid_request", "-5"),
+    "token beyond the vocabulary": (generate([VOCAB_SIZE]), "invalid_request", f"{VOCAB_SIZE})"),
+    "long prompt": (generate([1] * (MAX_MODEL_LEN + 1)), "invalid_request", "max_model_len"),
+    "long prompt and output": (generate(max_tokens=MAX_MODEL_LEN - 2), "invalid_request", "max_model_len"),
+    "no samples": (generate(n=0), "invalid_request", "n: "),
+    "too many samples": (generate(n=9), "invalid_request", "max_n = 8, found 9"),
+    "negative temperature": (generate(temperature=-1.0), "invalid_request", "temperature: "),
+    "temperature that is no number": (generate(temperature=float("nan")), "invalid_request", "temperature: "),
+    "top_p 0": (generate(top_p=0.0), "invalid_request", "top_p: "),
+    "top_p above 1": (generate(top_p=1.5), "invalid_request", "top_p: "),
+    "unknown parameter": (generate(temprature=1.0), "invalid_request", "temprature: unknown parameter"),
+    "wrong type of a parameter": (generate(max_tokens="4"), "invalid_request", "max_tokens: "),
+    "parameters that are no map": (generate() | {"params": 5}, "invalid_message", "generate.params: "),
+    "tokens as a list": (generate() | {"prompt_token_ids": [1, 2]}, "invalid_message", "prompt_token_ids: "),
+    "tokens cut short": (generate(b"12345"), "invalid_message", "4 bytes for each element, found 5"),
+    "missing field": ({"type": "generate", "params": {}}, "invalid_message", "prompt_token_ids: field required"),
+    "unknown field": (generate() | {"prompt": "hello"}, "invalid_message", "generate.prompt: unknown"),
+    "unknown type": ({"type": "sing"}, "invalid_message", "found 'sing'"),
+    "no type": ({}, "invalid_message", "found None"),
+    "type that is no string": ({"type": {"generate": 1}}, "invalid_message", "type: expected one of"),
+    "other version": (generate() | {"version": 2}, "invalid_message", "version: expected 1, found 2"),
+    "version that is no number": (generate() | {"version": True}, "invalid_message", "version: expected 1"),
+    "score of one token": ({"type": "score", "token_ids": TOKENS[:4]}, "invalid_request", "found 1"),
+    "score with a bad filter": (
+        {"type": "score", "token_ids": TOKENS, "distribution": {"top_k": 0}},
+        "invalid_request",
+        "top_k: ",
+    ),
+    "abort of an unknown id": ({"type": "abort", "request_id": "nobody"}, "unknown_request", "'nobody'"),
+    "oversized": (generate([1] * (MAX_BYTES // 4)), "message_too_large", f"max_message_bytes = {MAX_BYTES}"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_bad_message_is_refused_by_name(raw: RawClient, name: str) -> None:
+    fields, code, text = REFUSED[name]
+    raw.socket.send(msgpack.packb({"version": 1, "id": "bad", **fields}))
+    reply = raw.receive()
+    assert (reply["type"], reply["code"]) == ("error", code) and text in reply["message"]
+    assert reply["id"] == (None if code == "message_too_large" else "bad")
+
+
+@pytest.mark.parametrize("id", [None, 5, "", "x" * 129, b"bytes"])
+def test_a_bad_id_is_refused(raw: RawClient, id: Any) -> None:
+    raw.socket.send(msgpack.packb({"version": 1, "id": id, **generate()}))
+    reply = raw.receive()
+    assert (reply["code"], reply["id"]) == ("invalid_message", None) and "generate.id" in reply["message"]
+
+
+UNREADABLE = {
+    "empty": b"",
+    "truncated": msgpack.packb({"version": 1, "id": "bad", **generate()})[:-3],
+    "two maps": msgpack.packb({"version": 1, "type": "stats", "id": "x"}) * 2,
+    "no map": msgpack.packb([1, 2, 3]),
+    "deeply nested": b"\x91" * 3000 + b"\xc0",
+    "claims four gigabytes": b"\xc6\xff\xff\xff\xff" + b"x" * 10,
+    "claims four billion elements": b"\xdd\xff\xff\xff\xff",
+    "extension type": msgpack.packb({"version": 1, "type": msgpack.ExtType(5, b"x"), "id": "bad"}),
+    "not UTF-8": b"\x81\xa4type\xa2\xff\xfe",
+    "key that is no string": msgpack.packb({1: 2}),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_bytes_get_an_error(raw: RawClient, name: str) -> None:
+    raw.socket.send(UNREADABLE[name])
+    reply = raw.receive()
+    assert (reply["type"], reply["code"], reply["id"]) == ("error", "invalid_message", None)
+
+
+@pytest.mark.parametrize("frames", [[b""] * 2, [msgpack.packb({"version": 1, "type": "stats", "id": "x"})] * 3])
+def test_more_than_one_frame_gets_an_error(raw: RawClient, frames: list[bytes]) -> None:
+    raw.socket.send_multipart(frames)
+    reply = raw.receive()
+    assert (
+        reply["code"] == "invalid_message"
+        and f"one frame (a DEALER socket sends that), found {len(frames)}" in reply["message"]
+    )
+
+
+def test_a_thousand_random_messages_get_a_thousand_errors(raw: RawClient) -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        raw.socket.send(rng.randbytes(rng.randrange(200)))
+    assert all(raw.receive()["code"] == "invalid_message" for _ in range(1000))
+
+
+def test_a_message_beyond_all_bounds_cuts_only_its_sender_off(raw: RawClient, worker: WorkerOnThread) -> None:
+    with RawClient(worker.address) as sender:
+        sender.health()
+        sender.socket.send(b"x" * (5 * MAX_BYTES))
+        sender.socket.set(zmq.RCVTIMEO, 100)
+        assert any(_answers(sender) for _ in range(100))  # its socket connects anew, but what it sent meanwhile is lost
+    assert raw.health()["state"] == "ready"
+
+
+def _answers(client: RawClient) -> bool:
+    try:
+        return client.health()["state"] == "ready"
+    except zmq.Again:
+        return False

@@ -1,0 +1,391 @@
+"""The clients against a worker on a thread: results, concurrency, cancelling, reconnecting, losing the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from fake_engine import FAIL_IN_STEP, FakeEngine, expected_tokens
+from serving import RawClient, WorkerOnThread, check_group, serving
+
+from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
+from trueroll.engine.request import GenerateRequest, derive_seed
+from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams
+from trueroll.rollout.errors import (
+    IdConflictError,
+    MessageTooLargeError,
+    RequestAbortedError,
+    WorkerFailedError,
+    WorkerLostError,
+)
+
+LONG = SamplingParams(max_tokens=400, seed=1)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(engine, max_message_bytes=4096) as running:
+        yield running
+
+
+@pytest.fixture
+def client(worker: WorkerOnThread) -> Iterator[RolloutClient]:
+    with RolloutClient(worker.address) as client:
+        yield client
+
+
+def test_generate_returns_groups_in_order(client: RolloutClient, engine: FakeEngine) -> None:
+    params = [SamplingParams(n=3, max_tokens=9, seed=2**64 - 1), SamplingParams(n=1, max_tokens=2, logprobs=None)]
+    first, second = client.generate([np.array([1, 2, 3]), [4, 5]], params, request_ids=["x", "y"])
+    check_group(first, 3)
+    check_group(second, 1)
+    assert (first.id, second.id) == ("x", "y") and (first.num_prompt_tokens, second.num_prompt_tokens) == (3, 2)
+    sample = first.samples[1]
+    assert sample.token_ids.dtype == np.int32 and sample.logprobs is not None and sample.logprobs.dtype == np.float32
+    assert sample.logprobs.tobytes() == (-(sample.token_ids.astype(np.float32) + 1) / 7).tobytes()
+    assert sample.seed == derive_seed(2**64 - 1, 1) and sample.weight_versions[0].version == 3
+    assert second.samples[0].logprobs is None
+    prompts = {r.id: r.prompt_token_ids.tolist() for r in engine.requests if isinstance(r, GenerateRequest)}
+    assert prompts == {"x": [1, 2, 3], "y": [4, 5]}
+
+
+def test_results_are_acknowledged(client: RolloutClient) -> None:
+    client.generate([[1], [2]], SamplingParams(max_tokens=1))
+    assert client.health().requests["kept"] == 0
+    stats = client.stats()
+    assert stats.service["accepted"] == stats.service["finished"] == 2 and stats.engine["steps"] > 0
+
+
+def test_no_prompts_give_no_groups(client: RolloutClient) -> None:
+    assert client.generate([]) == [] and client.score([]) == []
+
+
+def test_stream_yields_samples_as_they_finish(client: RolloutClient) -> None:
+    pairs = list(client.stream([[1], [2]], SamplingParams(n=2, max_tokens=3, seed=5)))
+    for prompt in range(2):
+        assert [sample.index for position, sample in pairs if position == prompt] == [1, 0]
+
+
+def test_score(client: RolloutClient) -> None:
+    first, second = client.score([[1, 2, 4], [9, 8]], temperature=2.0)
+    assert first.tolist() == [-1.0, -2.0] and second.tolist() == [-4.0] and first.dtype == np.float32
+
+
+def test_progress_shows_a_bar_and_changes_nothing(client: RolloutClient) -> None:
+    check_group(client.generate([[1]], SamplingParams(n=4, max_tokens=4), progress=True)[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keywords", "text"),
+    [
+        ([1, 2], {}, r"prompts\[0\]: expected a flat sequence"),
+        (["text"], {}, r"prompts\[0\]: expected a flat sequence"),
+        ([[0.5]], {}, r"prompts\[0\]: expected a flat sequence"),
+        ([[1], [2**31]], {}, r"prompts\[1\]: expected token ids that fit"),
+        ([[1]], {"params": [SamplingParams(), SamplingParams()]}, "params: expected one"),
+        ([[1], [2]], {"request_ids": ["a"]}, "request_ids: expected one for each of 2"),
+        ([[1], [2]], {"request_ids": ["a", "a"]}, "request_ids: expected ids that are not in use"),
+        ([[1]], {"request_ids": [""]}, "request_ids: expected 1 to 128"),
+        ([[]], {}, "found 0"),
+    ],
+)
+def test_wrong_arguments_raise(client: RolloutClient, prompts: list[list[int]], keywords: dict, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        client.generate(prompts, **keywords)
+
+
+def test_one_bad_request_raises_and_the_others_are_aborted(client: RolloutClient, engine: FakeEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="-1"):
+        client.generate([[1], [-1], [2]], LONG)
+    while client.health().requests["open"]:
+        pass
+    assert engine.stats().samples_finished == {"abort": 2} and client.health().requests["kept"] == 0
+
+
+def test_an_oversized_message_is_refused_before_it_is_sent(client: RolloutClient) -> None:
+    with pytest.raises(MessageTooLargeError, match="max_message_bytes = 4096"):
+        client.generate([[1] * 40_000])
+    assert client.health().state == "ready"
+
+
+def test_abort_from_another_thread_returns_partial_samples(client: RolloutClient, engine: FakeEngine) -> None:
+    groups = []
+    thread = threading.Thread(target=lambda: groups.extend(client.generate([[1]], LONG, request_ids=["a"])))
+    engine.gate.clear()
+    thread.start()
+    while not client.health().requests["open"]:
+        pass
+    threading.Timer(0.05, engine.gate.set).start()
+    assert client.abort("a") == 1
+    thread.join()
+    sample = groups[0].samples[0]
+    assert sample.finish_reason == "abort" and sample.token_ids.tolist() == expected_tokens(1, 0, len(sample.token_ids))
+    with pytest.raises(UnknownRequestError, match="'a'"):
+        client.abort("a")
+
+
+def test_a_worker_that_fails_raises_its_cause(client: RolloutClient) -> None:
+    with pytest.raises(WorkerFailedError, match="broken step"):
+        client.generate([[FAIL_IN_STEP]])
+
+
+def test_closing_ends_calls_and_the_client(client: RolloutClient, engine: FakeEngine) -> None:
+    errors: list[BaseException] = []
+
+    def generate() -> None:
+        try:
+            client.generate([[1]], LONG)
+        except TruerollError as error:
+            errors.append(error)
+
+    engine.gate.clear()
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while not client.health().requests["open"]:
+        pass
+    client.close()
+    thread.join()
+    assert "closed" in str(errors[0])
+    with pytest.raises(TruerollError, match="closed"):
+        client.health()
+
+
+def test_asynchronous_calls_run_at_the_same_time(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    async def run() -> None:
+        async with AsyncRolloutClient(worker.address) as client:
+            engine.gate.clear()
+            params = SamplingParams(n=2, max_tokens=5, seed=3)
+            calls = [asyncio.create_task(client.generate([[i]], params)) for i in range(20)]
+            while (await client.health()).requests["open"] < 20:
+                pass
+            engine.gate.set()
+            for groups in await asyncio.gather(*calls):
+                check_group(groups[0], 2)
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    async def run() -> None:
+        async with AsyncRolloutClient(worker.address) as client:
+            other = asyncio.create_task(client.generate([[2]], SamplingParams(n=2, max_tokens=300)))
+            call = asyncio.create_task(client.generate([[1]], LONG))
+            while (await client.health()).requests["open"] < 2:
+                pass
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            check_group((await other)[0], 2)
+
+    asyncio.run(run())
+    assert engine.stats().samples_finished == {"abort": 1, "length": 2}
+
+
+def test_an_interrupt_aborts_the_call(client: RolloutClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    main_thread = threading.main_thread().ident
+    assert main_thread == threading.get_ident()
+    threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        client.generate([[1], [2]], LONG)
+    while client.health().requests["open"]:
+        pass
+    assert engine.stats().samples_finished == {"abort": 2}
+
+
+def test_a_closed_client_says_so(worker: WorkerOnThread) -> None:
+    async def run() -> None:
+        client = AsyncRolloutClient(worker.address)
+        assert (await client.health()).id
+        await client.close()
+        with pytest.raises(TruerollError, match="closed"):
+            await client.health()
+
+    asyncio.run(run())
+
+
+def test_a_stream_closed_early_aborts_the_rest(client: RolloutClient, engine: FakeEngine) -> None:
+    stream = client.stream([[1]], SamplingParams(n=300, max_tokens=300))
+    next(stream)
+    stream.close()
+    while client.health().requests["open"]:
+        pass
+    assert engine.stats().samples_finished["abort"] > 0
+
+
+def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    async def run() -> None:
+        async with AsyncRolloutClient(worker.address) as client:
+            engine.gate.clear()
+            blocking = asyncio.create_task(client.generate([[1]], SamplingParams(max_tokens=3)))
+            while (await client.health()).requests["open"] < 1:
+                pass
+            score = asyncio.create_task(client.score([[1, 2]]))
+            while (await client.health()).requests["open"] < 2:
+                pass
+            (id,) = [id for id in worker.worker._ledger.open if worker.worker._ledger.open[id].params is None]
+            abort = asyncio.create_task(client.abort(id))
+            await client.health()
+            engine.gate.set()
+            assert await abort == 1
+            with pytest.raises(RequestAbortedError):
+                await score
+            await blocking
+
+    asyncio.run(run())
+
+
+# Losing the connection, and losing the worker.
+
+
+class Proxy:
+    """Forwards a TCP port to a unix socket until `cut` closes every connection; it accepts new ones unless `closed`."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target.removeprefix("ipc://")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def retarget(self, target: str) -> None:
+        self._target = target.removeprefix("ipc://")
+
+    def cut(self) -> None:
+        pairs, self._pairs = self._pairs, []
+        for end in (end for pair in pairs for end in pair):
+            end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near = self._listener.accept()[0]
+            except OSError:
+                return
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._target)
+            self._pairs.append((near, far))
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(65536):
+            sink.sendall(data)
+    except OSError:
+        pass  # cut
+
+
+@contextmanager
+def proxied(worker: WorkerOnThread) -> Iterator[Proxy]:
+    proxy = Proxy(worker.address)
+    yield proxy
+    proxy.close()
+
+
+def start_generating(client: RolloutClient, results: list[object]) -> threading.Thread:
+    def generate() -> None:
+        try:
+            results.extend(client.generate([[1], [2]], SamplingParams(n=3, max_tokens=5)))
+        except TruerollError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while client.health().requests["open"] < 2:
+        pass
+    return thread
+
+
+def test_after_a_cut_the_client_reconnects_and_gets_everything_once(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    results: list = []
+    with proxied(worker) as proxy, RolloutClient(proxy.address) as client:
+        engine.gate.clear()
+        thread = start_generating(client, results)
+        proxy.cut()
+        engine.gate.set()
+        thread.join()
+        for group in results:
+            check_group(group, 3)
+        assert len(results) == 2 and len(engine.requests) == 2
+        assert client.stats().service["joined"] == 2
+
+
+def test_a_worker_started_anew_is_not_taken_for_the_old_one(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    results: list = []
+    with serving(FakeEngine()) as successor, proxied(worker) as proxy, RolloutClient(proxy.address) as client:
+        engine.gate.clear()
+        thread = start_generating(client, results)
+        proxy.retarget(successor.address)
+        proxy.cut()
+        thread.join()
+        assert isinstance(results[0], WorkerLostError) and "started anew" in str(results[0])
+        check_group(client.generate([[1]], SamplingParams(max_tokens=3))[0], 1)
+
+
+def test_silence_for_the_timeout_is_a_lost_worker(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    results: list = []
+    with proxied(worker) as proxy, RolloutClient(proxy.address, timeout=0.4) as client:
+        engine.gate.clear()
+        thread = start_generating(client, results)
+        proxy.close()
+        thread.join()
+    assert isinstance(results[0], WorkerLostError)
+
+
+def test_nobody_at_the_address_is_a_lost_worker() -> None:
+    with RolloutClient("ipc:///nowhere/worker.sock", timeout=0.2) as client:
+        with pytest.raises(WorkerLostError, match="check the address"):
+            client.generate([[1]])
+
+
+def test_a_worker_that_computes_for_long_is_not_lost(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    with RolloutClient(worker.address, timeout=0.1) as client:
+        engine.gate.clear()
+        threading.Timer(0.5, engine.gate.set).start()
+        check_group(client.generate([[1]], SamplingParams(max_tokens=3))[0], 1)
+
+
+def test_a_result_asked_for_by_id_is_not_computed_again(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    params = SamplingParams(max_tokens=4, seed=7)
+    with RawClient(worker.address) as vanishing:
+        vanishing.generate("a", max_tokens=4, seed=7)
+        vanishing.receive_until("done")
+    with RolloutClient(worker.address) as client:
+        with pytest.raises(IdConflictError):
+            client.generate([[1, 2, 3]], LONG, request_ids=["a"])
+        check_group(client.generate([[1, 2, 3]], params, request_ids=["a"])[0], 1)
+        assert client.stats().service["joined"] == 1 and client.health().requests["kept"] == 0
+    assert [request.id for request in engine.requests] == ["a"]
+
+
+@pytest.mark.parametrize("key", ["short", "~" * 40])
+def test_a_server_key_that_is_none_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="server_public_key"):
+        RolloutClient("tcp://127.0.0.1:9", server_public_key=key)
+
+
+@pytest.mark.parametrize("module", ["client", "protocol", "launch"])
+def test_importing_the_client_loads_nothing_heavy(module: str) -> None:
+    code = f"import trueroll.rollout.{module}, sys; print({{'torch', 'transformers', 'rich'}} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

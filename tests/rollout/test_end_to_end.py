@@ -1,0 +1,149 @@
+"""Worker processes with the real engine on tiny models, and the examples run as a reader runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trueroll.engine.errors import InvalidRequestError, ModelError, TruerollError
+from trueroll.engine.request import SampleOutput
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
+PARAMS = SamplingParams(n=3, max_tokens=12, seed=5, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_llama: Path) -> Iterator[WorkerProcess]:
+    with launch_worker(str(tiny_llama), num_blocks=256, num_threads=1) as process:
+        yield process
+    assert process.exit_code == 0
+
+
+@pytest.fixture
+def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
+    with RolloutClient(worker.address) as client:
+        yield client
+
+
+def bits(samples: tuple[SampleOutput, ...]) -> list[tuple[bytes, bytes]]:
+    assert all(sample.logprobs is not None and len(sample.token_ids) for sample in samples)
+    return [(s.token_ids.tobytes(), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+
+
+def test_the_same_request_gives_the_same_bits_from_a_warm_cache(client: RolloutClient) -> None:
+    first = client.generate(PROMPTS, PARAMS)
+    hits = client.stats().engine["prefix_hits"]
+    again = client.generate(PROMPTS, PARAMS)
+    assert client.stats().engine["prefix_hits"] > hits
+    assert [bits(group.samples) for group in first] == [bits(group.samples) for group in again]
+    assert len(set(bits(first[0].samples))) == 3
+
+
+@pytest.mark.parametrize("mode", ["processed", "temperature", "raw"])
+def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: str) -> None:
+    params = SamplingParams(n=2, max_tokens=10, seed=3, temperature=0.7, top_k=20, logprobs=mode)
+    (group,) = client.generate([PROMPTS[0]], params)
+    filters = {"processed": {"temperature": 0.7, "top_k": 20}, "temperature": {"temperature": 0.7}, "raw": {}}[mode]
+    scores = client.score([[*PROMPTS[0], *sample.token_ids] for sample in group.samples], **filters)
+    start = len(PROMPTS[0]) - 1
+    assert [score[start:].tobytes() for score in scores] == [logprobs for _, logprobs in bits(group.samples)]
+
+
+def test_health_names_the_engine(client: RolloutClient) -> None:
+    health = client.health()
+    assert health.state == "ready" and health.engine is not None
+    assert health.engine["backend"] == "reference" and health.engine["dtype"] == "float32"
+    assert health.memory["weights"] > 0 and health.memory["kv"] > 0
+
+
+BAD_REQUESTS = [
+    ([], {}, "at least 1"),
+    ([-1], {}, "found -1"),
+    ([512], {}, "found 512"),
+    ([1] * 1025, {}, "max_model_len"),
+    ([1] * 1000, {"max_tokens": 100}, "max_model_len"),
+    ([1], {"stop_token_ids": (10**6,)}, "stop_token_ids"),
+    ([1], {"n": 2000}, "max_n"),
+]
+
+
+def test_bad_requests_are_refused_while_another_runs_unharmed(client: RolloutClient) -> None:
+    long = SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
+    expected = client.generate([PROMPTS[0]], long)[0]
+    stream = client.stream([[7], PROMPTS[0]], [SamplingParams(max_tokens=1), long])
+    assert next(stream)[0] == 0
+    for prompt, params, text in BAD_REQUESTS:
+        with pytest.raises(InvalidRequestError, match=text):
+            client.generate([prompt], SamplingParams(**params))
+    assert client.health().requests["open"] == 1
+    ((_, sample),) = stream
+    assert bits((sample,)) == bits(expected.samples) and sample.finish_reason == "length"
+
+
+def test_sigterm_lets_a_running_request_finish(tiny_llama: Path) -> None:
+    with launch_worker(str(tiny_llama), num_blocks=256, num_threads=1) as process:
+        with RolloutClient(process.address) as client:
+            stream = client.stream([[1], [2]], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=200, seed=1)])
+            next(stream)
+            process._process.send_signal(signal.SIGTERM)
+            assert [sample.finish_reason in ("length", "stop") for _, sample in stream] == [True]
+
+
+def spoil_missing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def spoil_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def spoil_architecture(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["ElmanForCausalLM"], "model_type": "elman"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("spoil", [spoil_missing, spoil_weights, spoil_architecture])
+def test_a_spoilt_model_folder_raises_and_leaves_no_process(tiny_llama: Path, tmp_path: Path, spoil) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_llama, folder)
+    spoil(folder)
+    with pytest.raises(ModelError) as caught:
+        launch_worker(str(folder))
+    assert isinstance(caught.value, TruerollError) and "expected" in str(caught.value)
+
+
+def run_example(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_quickstart_runs(tiny_llama: Path) -> None:
+    lines = run_example("examples/quickstart.py", str(tiny_llama)).splitlines()
+    assert len(lines) == 17 and "same bits" in lines[-1]
+
+
+def test_the_raw_client_runs(worker: WorkerProcess, client: RolloutClient) -> None:
+    output = run_example("examples/raw_client.py", worker.address)
+    samples = [line for line in output.splitlines() if line.startswith("sample ")]
+    (group,) = client.generate([[1, 2, 3]], SamplingParams(n=4, max_tokens=16, seed=7))
+    assert len(samples) == 4 and "done, seed 7" in output
+    for sample in group.samples:
+        tokens = tuple(np.asarray(sample.token_ids).tolist())
+        assert any(line.startswith(f"sample {sample.index} {sample.finish_reason} {tokens} ") for line in samples)
+    while client.health().requests["kept"]:
+        pass

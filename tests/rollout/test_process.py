@@ -1,0 +1,139 @@
+"""The worker as a process of its own, with the fake engine: how it starts, how it ends, what its clients see."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fake_engine import FAIL_IN_STEP, HANG_IN_STEP
+from serving import RawClient, check_group, fake_process
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.errors import ConfigError, ModelError
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.errors import WorkerFailedError, WorkerLostError
+
+SECONDS = 20
+
+
+def wait_for_end(process: WorkerProcess) -> int:
+    """The exit code, negative for a signal."""
+    return process._process.wait(SECONDS)
+
+
+def test_it_serves_and_ends_clean() -> None:
+    with fake_process() as process, RolloutClient(process.address) as client:
+        check_group(client.generate([[1]], SamplingParams(n=3, max_tokens=5))[0], 3)
+        assert process.exit_code is None and os.path.exists(process.address.removeprefix("ipc://"))
+    assert process.exit_code == 0 and not os.path.exists(process.address.removeprefix("ipc://"))
+    process.close()
+
+
+def test_a_model_that_cannot_be_loaded_raises_its_error() -> None:
+    with pytest.raises(ModelError, match="found 'broken'"):
+        fake_process("broken")
+
+
+def test_an_address_that_cannot_be_bound_raises() -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        fake_process(address="ipc:///nowhere/worker.sock")
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "text"),
+    [("raise SystemExit(3)", SECONDS, "exit code 3"), ("import time; time.sleep(99)", 0.1, "startup_timeout")],
+)
+def test_a_process_that_ends_early_or_never_gets_ready_raises(code: str, seconds: float, text: str) -> None:
+    with pytest.raises(WorkerFailedError, match=text):
+        WorkerProcess(WorkerConfig(), EngineConfig(model="any"), seconds, command=(sys.executable, "-c", code))
+
+
+@pytest.mark.parametrize("setting", [{"no_such_setting": 1}, {"max_n": 0}, {"block_size": 0}])
+def test_wrong_settings_raise_before_anything_starts(setting: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        launch_worker("any", **setting)
+
+
+def test_an_exception_in_a_step_answers_all_and_ends_the_process() -> None:
+    with fake_process() as process, RawClient(process.address) as raw, RawClient(process.address) as other:
+        other.generate("long", n=2, max_tokens=490)
+        other.generate("longer", n=2, max_tokens=490)
+        raw.generate("bad", prompt=[FAIL_IN_STEP])
+        assert "broken step" in raw.receive_until("error")[-1]["message"]
+        failed = other.receive_until("error") + other.receive_until("error")
+        ends = {reply["id"]: reply["code"] for reply in failed if reply["type"] == "error"}
+        assert ends == {"long": "worker_failed", "longer": "worker_failed"}
+        assert wait_for_end(process) == 1
+
+
+def test_sigterm_finishes_what_runs() -> None:
+    with fake_process() as process, RawClient(process.address) as raw:
+        raw.generate("a", max_tokens=300)
+        raw.health()
+        os.kill(process.pid, signal.SIGTERM)
+        assert raw.receive_until("done", "error")[-1]["finish_reasons"] == {"length": 1}
+        assert wait_for_end(process) == 0
+
+
+def test_sigterm_returns_partial_output_at_the_deadline() -> None:
+    with fake_process(drain_seconds=0.0) as process, RawClient(process.address) as raw:
+        raw.generate("a", n=2, max_tokens=490)
+        raw.health()
+        os.kill(process.pid, signal.SIGTERM)
+        *samples, done = raw.receive_until("done", "error")
+        assert done["finish_reasons"] == {"abort": 2} and all(sample["finish_reason"] == "abort" for sample in samples)
+        assert wait_for_end(process) == 0
+
+
+def test_an_engine_that_hangs_cannot_keep_the_process() -> None:
+    with fake_process(drain_seconds=0.0) as process, RawClient(process.address) as raw:
+        raw.generate("a", prompt=[HANG_IN_STEP])
+        raw.health()
+        os.kill(process.pid, signal.SIGTERM)
+        error = raw.receive_until("error")[-1]
+        assert error["code"] == "worker_failed" and "did not abort" in error["message"]
+        assert wait_for_end(process) == 1
+
+
+def test_a_killed_worker_is_lost_and_nobody_waits_for_ever() -> None:
+    errors: list[BaseException] = []
+
+    def generate(client: RolloutClient) -> None:
+        try:
+            client.generate([[HANG_IN_STEP]])
+        except WorkerLostError as error:
+            errors.append(error)
+
+    with fake_process() as process, RolloutClient(process.address, timeout=0.5) as client:
+        thread = threading.Thread(target=generate, args=(client,))
+        thread.start()
+        while not client.health().requests["open"]:
+            pass
+        process.kill()
+        thread.join(SECONDS)
+        assert "no answer" in str(errors[0]) and process.exit_code == -signal.SIGKILL
+
+
+def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
+    code = "from serving import fake_process; p = fake_process(); print(p.pid, flush=True); input()"
+    tests = Path(__file__).parent.parent
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tests, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    handle = os.pidfd_open(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    try:
+        assert select.select([handle], [], [], SECONDS)[0] == [handle]
+    finally:
+        os.close(handle)
+        parent.stdin.close()
+        parent.stdout.close()

@@ -1,0 +1,175 @@
+"""The protocol by itself: what is encoded comes back equal, no bytes do anything but decode or raise, and the page
+agrees.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trueroll.engine.errors import TruerollError
+from trueroll.engine.request import Distribution, SampleOutput, SamplingParams, WeightSpan
+from trueroll.rollout import protocol
+from trueroll.rollout.errors import SENT_ERRORS, ProtocolError, error_from_code
+
+PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+
+ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=128)
+arrays = st.binary(max_size=40).map(lambda data: data[: len(data) // 4 * 4])
+counts = st.integers(0, 2**63)
+params = st.builds(
+    SamplingParams,
+    n=st.integers(1, 2**31),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.sampled_from([-1, 1, 50]),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    logprobs=st.sampled_from(["processed", "temperature", "raw", None]),
+    cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+)
+from_client = st.one_of(
+    st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params),
+    st.builds(protocol.Score, id=ids, token_ids=arrays, distribution=st.builds(Distribution, min_p=st.floats(0, 1))),
+    st.builds(protocol.Abort, id=ids, request_id=ids, index=st.none() | counts),
+    st.builds(protocol.Ack, ids=st.lists(ids).map(tuple)),
+    st.builds(protocol.GetHealth, id=ids),
+    st.builds(protocol.GetStats, id=ids),
+)
+spans = st.lists(st.tuples(counts, counts, counts), max_size=3).map(tuple)
+reasons = st.sampled_from(["stop", "length", "abort", "error"])
+from_worker = st.one_of(
+    st.builds(
+        protocol.Sample,
+        id=ids,
+        index=counts,
+        token_ids=arrays,
+        logprobs=st.none() | arrays,
+        finish_reason=reasons,
+        seed=st.integers(0, 2**64 - 1),
+        num_cached_tokens=counts,
+        weight_versions=spans,
+        error=st.none() | st.just("why"),
+    ),
+    st.builds(
+        protocol.Done,
+        id=ids,
+        params=params,
+        num_prompt_tokens=counts,
+        finish_reasons=st.dictionaries(reasons, counts),
+    ),
+    st.builds(protocol.Scores, id=ids, logprobs=arrays, finish_reason=reasons, weight_versions=spans),
+    st.builds(protocol.Error, id=st.none() | ids, code=st.just("internal"), message=st.just("text")),
+    st.builds(protocol.Aborted, id=ids, request_id=ids, num_samples=counts),
+)
+
+
+@given(from_client)
+def test_a_clients_message_survives_the_wire(message: Any) -> None:
+    assert protocol.from_client(protocol.unpack(protocol.encode(message))) == message
+
+
+@given(from_worker)
+def test_a_workers_message_survives_the_wire(message: Any) -> None:
+    assert protocol.from_worker(protocol.unpack(protocol.encode(message))) == message
+
+
+@given(st.data(), from_client)
+def test_damaged_messages_decode_or_raise_our_errors(data: st.DataObject, message: Any) -> None:
+    frame = bytearray(protocol.encode(message))
+    for _ in range(data.draw(st.integers(1, 5))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    decode_or_raise(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+
+
+@given(st.binary())
+@settings(max_examples=500)
+def test_random_bytes_raise_our_errors(frame: bytes) -> None:
+    decode_or_raise(frame)
+
+
+def decode_or_raise(frame: bytes) -> None:
+    try:
+        message = protocol.from_client(protocol.unpack(frame))
+    except TruerollError as error:
+        assert error.code in ("invalid_message", "invalid_request") and str(error)
+    else:
+        assert isinstance(message, get_args(protocol.FromClient))
+
+
+def test_a_sample_comes_back_by_bits() -> None:
+    tokens = np.array([5, 0, 2**31 - 1], np.int32)
+    logprobs = np.array([-0.0, -np.inf, 1e-45], np.float32)
+    output = SampleOutput("a", 3, tokens, logprobs, "stop", 2**64 - 1, 17, (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3)))
+    frame = protocol.encode(protocol.sample_message(output))
+    message = protocol.from_worker(protocol.unpack(frame))
+    assert isinstance(message, protocol.Sample)
+    back = protocol.sample_output(message)
+    assert back.token_ids.tobytes() == tokens.tobytes() and back.token_ids.dtype == np.int32
+    assert back.logprobs is not None and back.logprobs.tobytes() == logprobs.tobytes()
+    assert back.token_ids.flags.writeable and back.logprobs.flags.writeable
+    same = {"token_ids": tokens, "logprobs": logprobs}
+    assert replace(back, **same) == replace(output, **same)
+
+
+def test_an_error_is_raised_as_the_class_of_its_code() -> None:
+    for kind in SENT_ERRORS:
+        assert type(error_from_code(kind.code, "text")) is kind
+    assert type(error_from_code("from_the_future", "text")) is TruerollError
+
+
+def test_error_codes_are_distinct() -> None:
+    assert len({kind.code for kind in SENT_ERRORS}) == len(SENT_ERRORS)
+
+
+def test_long_faults_are_cut() -> None:
+    fields = {"version": 1, "type": "stats", "id": "a"} | {f"field{i}": 0 for i in range(1000)}
+    with pytest.raises(ProtocolError) as caught:
+        protocol.from_client(fields)
+    assert len(str(caught.value)) <= protocol.MAX_ERROR_CHARS
+
+
+# docs/protocol.md says the same as the code.
+
+
+def headings(section: str) -> list[str]:
+    """The words in backquotes that head the subsections of a section."""
+    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    assert text is not None
+    return re.findall(r"^### `(\w+)`", text[1], re.M)
+
+
+def test_the_page_lists_every_message_type() -> None:
+    assert sorted(headings("From client to worker")) == sorted(protocol.message_types(protocol.FromClient))
+    assert sorted(headings("From worker to client")) == sorted(protocol.message_types(protocol.FromWorker))
+
+
+@pytest.mark.parametrize(
+    ("section", "union"),
+    [("From client to worker", protocol.FromClient), ("From worker to client", protocol.FromWorker)],
+)
+def test_the_page_lists_every_field(section: str, union: Any) -> None:
+    text = PAGE.split(f"## {section}\n")[1]
+    for message in get_args(union):
+        type = message.model_fields["type"].default
+        part = re.search(rf"^### `{type}`\n(.*?)(?=^##)", text, re.M | re.S)
+        assert part is not None
+        assert set(re.findall(r"^\| `(\w+)` ", part[1], re.M)) == message.model_fields.keys() - {"type"}, type
+
+
+def test_the_page_lists_every_error_code() -> None:
+    codes = re.findall(r"^\| `(\w+)` ", PAGE.split("## Errors\n")[1].split("\n## ")[0], re.M)
+    assert sorted(codes) == sorted(kind.code for kind in SENT_ERRORS)
+
+
+def test_the_page_lists_every_sampling_parameter() -> None:
+    text = PAGE.split("## Sampling parameters\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` ", text, re.M)) == SamplingParams.model_fields.keys()
