@@ -1,6 +1,6 @@
 """Starts a worker process and ends it.
 
-Owns: the child process, the private folder of its socket. The child reads its settings from a pipe that stays open:
+Owns: the child process, and what a killed one leaves behind. The child reads its settings from a pipe that stays open:
 when the parent closes it or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
 """
 
@@ -10,13 +10,15 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ..engine.config import EngineConfig
-from .config import WorkerConfig, private_ipc_address
+from .config import WorkerConfig
 from .errors import WorkerFailedError, error_from_code
 
 # -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
@@ -42,10 +44,7 @@ class WorkerProcess:
         """Start the child and wait until it is ready. Raises what kept it from that: ConfigError, ModelError,
         WorkerFailedError.
         """
-        self._folder = None
-        if worker.address is None:
-            address, self._folder = private_ipc_address()
-            worker = worker.model_copy(update={"address": address})
+        self._folder: Path | None = None
         self._drain_seconds = worker.drain_seconds
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
@@ -53,6 +52,8 @@ class WorkerProcess:
         try:
             self._configure(worker, engine)
             self.address = self._wait_until_ready(time.monotonic() + startup_timeout)
+            if worker.address is None:
+                self._folder = Path(self.address.removeprefix("ipc://")).parent
         except BaseException:
             self.kill()
             raise
@@ -82,7 +83,7 @@ class WorkerProcess:
             assert pipe is not None
             pipe.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            shutil.rmtree(self._folder, ignore_errors=True)  # a worker that was not killed has removed it itself
 
     def __enter__(self) -> WorkerProcess:
         return self

@@ -94,8 +94,9 @@ class Worker:
     # Callable from other threads, `drain` from signal handlers too.
 
     def drain(self) -> None:
-        """Refuse new requests, let running ones go on for `drain_seconds`, abort the rest, end. Called again: abort
-        now.
+        """Refuse new requests, let running ones go on for `drain_seconds`, abort the rest, end.
+
+        Called again: abort at once.
         """
         self._drain_calls += 1
         self._wake()
@@ -123,9 +124,7 @@ class Worker:
     # Everything below runs on the thread that called `run`.
 
     def run(self) -> None:
-        """Serve until drained. Raises what made the engine fail: ConfigError or ModelError while it loads, else
-        WorkerFailedError.
-        """
+        """Serve until drained. Raises ConfigError or ModelError if the engine cannot load, else WorkerFailedError."""
         self._engine_thread.start()
         try:
             self._loop()

@@ -56,7 +56,9 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
 
 
 class FakeEngine:
-    """A step waits for `gate`, and adds tokens only while `flow` is set. `requests`: all that were ever added, in order."""
+    """A step waits for `gate`, and adds tokens only while `flow` is set. `requests`: all that were ever added, in
+    order.
+    """
 
     weight_version = 3
     info = FakeInfo()

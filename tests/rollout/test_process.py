@@ -119,20 +119,24 @@ def test_a_killed_worker_is_lost_and_nobody_waits_for_ever() -> None:
         process.kill()
         thread.join(SECONDS)
         assert "no answer" in str(errors[0]) and process.exit_code == -signal.SIGKILL
+        assert not Path(process.address.removeprefix("ipc://")).parent.exists()
 
 
 def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
-    code = "from serving import fake_process; p = fake_process(); print(p.pid, flush=True); input()"
+    code = "from serving import fake_process; p = fake_process(); print(p.pid, p.address, flush=True); input()"
     tests = Path(__file__).parent.parent
     parent = subprocess.Popen(
         [sys.executable, "-c", code], cwd=tests, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdin is not None and parent.stdout is not None
-    handle = os.pidfd_open(int(parent.stdout.readline()))
+    pid, address = parent.stdout.readline().split()
+    folder = Path(address.removeprefix("ipc://")).parent
+    handle = os.pidfd_open(int(pid))
+    assert folder.is_dir()
     parent.kill()
     parent.wait()
     try:
-        assert select.select([handle], [], [], SECONDS)[0] == [handle]
+        assert select.select([handle], [], [], SECONDS)[0] == [handle] and not folder.exists()
     finally:
         os.close(handle)
         parent.stdin.close()
