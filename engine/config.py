@@ -31,14 +31,14 @@ class EngineConfig(BaseModel):
     dtype: Dtype = "auto"
     device: str = "cpu"
     backend: Literal["auto", "reference"] = "auto"
-    block_size: int = Field(16, ge=1)
-    num_blocks: int | None = Field(None, ge=1)
-    kv_memory: int | None = Field(None, ge=1)
-    max_model_len: int | None = Field(None, ge=2)
-    max_num_seqs: int = Field(64, ge=1)
-    max_num_batched_tokens: int = Field(512, ge=1)
+    block_size: int = Field(default=16, ge=1)
+    num_blocks: int | None = Field(default=None, ge=1)
+    kv_memory: int | None = Field(default=None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=2)
+    max_num_seqs: int = Field(default=64, ge=1)
+    max_num_batched_tokens: int = Field(default=512, ge=1)
     enable_prefix_caching: bool = True
-    num_threads: int | None = Field(None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1)
 
     def __init__(self, **values: Any) -> None:
         try:

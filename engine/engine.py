@@ -301,8 +301,13 @@ class Engine:
         """Gives each sample its token. Of those that go on, the first keeps the sequence, the others get forks."""
         if sequence.num_tokens == sequence.num_prompt_tokens:
             self._close_prompt(sequence)
-        reasons = [(sample, self._append(sample, token)) for sample, token in drawn]
-        going_on = [sample for sample, reason in reasons if reason is None]
+        ended: list[Output] = []
+        going_on: list[_Sample] = []
+        for sample, token in drawn:
+            if reason := self._append(sample, token):
+                ended.append(self._finish_sample(sample, reason))
+            else:
+                going_on.append(sample)
         for sample in going_on[1:]:
             fork, copies = self._scheduler.fork(sequence, sample.order)
             self._runner.copy_blocks(copies)
@@ -311,7 +316,7 @@ class Engine:
             self._continue(going_on[0], sequence)
         else:
             self._scheduler.finish(sequence)
-        return [self._finish_sample(sample, reason) for sample, reason in reasons if reason is not None]
+        return ended
 
     def _continue(self, sample: _Sample, sequence: Sequence) -> None:
         sequence.samples, sample.sequence = [sample], sequence

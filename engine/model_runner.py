@@ -36,8 +36,9 @@ class ModelRunner:
             context_lens=[c.end for c in chunks],
             block_tables=self._tensor(_pad(tables)),
         )
-        inputs = (self._tensor(x) for x in (token_ids, positions, slots))
-        return self.model.forward(*inputs, batch, self.kv_caches)
+        return self.model.forward(
+            self._tensor(token_ids), self._tensor(positions), self._tensor(slots), batch, self.kv_caches
+        )
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ class Distribution(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    temperature: float = Field(1.0, ge=0.0)
-    top_k: int = Field(-1, ge=-1)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
 
     def __init__(self, **values: Any) -> None:
         """Raise InvalidRequestError naming every parameter that is unknown, mistyped or out of range."""
@@ -70,12 +70,12 @@ class SamplingParams(Distribution):
     None. `cache_salt` keeps prefix reuse among requests with the same salt.
     """
 
-    n: int = Field(1, ge=1)
-    max_tokens: int = Field(128, ge=1)
-    min_tokens: int = Field(0, ge=0)
+    n: int = Field(default=1, ge=1)
+    max_tokens: int = Field(default=128, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
     seed: Seed | None = None
-    stop_token_ids: tuple[TokenId, ...] = Field((), strict=False)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), strict=False)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), strict=False)
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
     cache_salt: str | None = None

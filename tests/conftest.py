@@ -11,6 +11,9 @@ import hypothesis
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may depend on the network
+# Read when torch is imported. Tests run several processes on few cores; threads that spin while they wait would starve
+# each other.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from tiny import FAMILIES, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402

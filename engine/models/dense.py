@@ -72,12 +72,10 @@ class DenseConfig:
 
 
 def _architecture(folder: Path, raw: dict[str, Any]) -> str:
-    names = raw.get("architectures") or [None]
-    if names[0] not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(
-            f"{folder}: expected one of the architectures {', '.join(SUPPORTED_ARCHITECTURES)}, found {names[0]}"
-        )
-    return names[0]
+    name = (raw.get("architectures") or ["none"])[0]
+    if name not in SUPPORTED_ARCHITECTURES:
+        raise ModelError(f"{folder}: expected an architecture of {', '.join(SUPPORTED_ARCHITECTURES)}, found {name}")
+    return name
 
 
 def _read_config(folder: Path) -> Any:

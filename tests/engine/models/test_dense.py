@@ -75,7 +75,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(hidden_act="gelu"), "hidden_act = 'silu'.*found 'gelu'"),
         (dict(attention_bias=True), "attention_bias"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found dynamic"),
-        (dict(architectures=None), "found None"),
+        (dict(architectures=None), "found none"),
         (dict(num_attention_heads="many"), "config.json"),
     ],
 )

@@ -1,0 +1,71 @@
+"""The engine on a real language model: SmolLM2-135M, float32, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .drive import generate, make_engine, run, score
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time there was a",
+    "def fibonacci(n):",
+    "2 + 2 = 4, 3 + 3 =",
+    "The three laws of thermodynamics say that",
+    "Water boils at a temperature of",
+    "In 1969, astronauts",
+    "A recipe for bread: first,",
+    "Dear Sir or Madam,",
+    "The quick brown fox",
+    "Photosynthesis is the process by which",
+    "import numpy as np\n",
+    "Q: What is the largest planet? A:",
+    "The sum of the first ten integers is",
+    "Monday, Tuesday, Wednesday,",
+    "She opened the door and saw",
+    "The French word for cat is",
+    "To be or not to be,",
+    "SELECT name FROM users WHERE",
+    "The history of Rome begins",
+]
+NEW = 64
+
+
+@pytest.fixture(scope="module")
+def sequences(smollm2: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """For each prompt its ids, the greedy continuation by transformers, and the log-probs of both from one forward."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    full = model.generate(**batch, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
+    lengths = batch.attention_mask.sum(1).tolist()
+    return [_score(model, row[-length - NEW :], length) for row, length in zip(full, lengths, strict=True)]
+
+
+@torch.inference_mode()
+def _score(model, ids: torch.Tensor, prompt_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+    tokens = ids.numpy().astype(np.int32)
+    return tokens[:prompt_len], tokens[prompt_len:], logprobs.numpy()
+
+
+def test_greedy_tokens_equal_transformers(smollm2: Path, sequences) -> None:
+    engine = make_engine(smollm2, dtype="float32", num_threads=None)
+    # transformers' min_new_tokens masks the end of text; so does min_tokens.
+    params = dict(temperature=0.0, max_tokens=NEW, min_tokens=NEW, ignore_eos=False)
+    samples = run(engine, [generate(str(i), prompt, **params) for i, (prompt, _, _) in enumerate(sequences)])
+    assert len(sequences) == 20
+    for i, (_, expected, _) in enumerate(sequences):
+        assert samples[str(i), 0].token_ids.tolist() == expected.tolist(), PROMPTS[i]
+
+
+def test_scores_equal_transformers(smollm2: Path, sequences) -> None:
+    engine = make_engine(smollm2, dtype="float32", num_threads=None)
+    for prompt, continuation, expected in sequences:
+        found = score(engine, np.concatenate((prompt, continuation)))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
