@@ -1,0 +1,152 @@
+"""A first look: a real model behind a real worker process, and the proof that a cache hit changes no bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..engine.request import SampleOutput, SamplingParams
+from .client import Group, RolloutClient
+from .launch import launch_worker
+from .text import TextModel
+
+SYSTEM_PROMPT = (
+    "You are a patient teacher who explains how things work to curious readers. Answer in two or three short "
+    "sentences. Use everyday words, and if a technical term cannot be avoided, say what it means. Prefer an example "
+    "from the kitchen, the garden or the street to an abstract definition. Do not repeat the question, do not list "
+    "sources, and stop as soon as the answer is complete. If you are not certain, say so in a few words and give the "
+    "most likely explanation."
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "What makes bread rise?",
+    "How does a bicycle stay upright?",
+    "Why do leaves turn red in autumn?",
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`samples` of each question, `max_tokens` new tokens each, then `greedy_tokens` for the comparison."""
+
+    samples: int = 8
+    max_tokens: int = 48
+    greedy_tokens: int = 24
+
+
+SIZES = Sizes()
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The greedy answers under one circumstance, one for each question. `has_cache`: it must find cached tokens."""
+
+    circumstance: str
+    has_cache: bool
+    samples: Sequence[SampleOutput]
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(sample.num_cached_tokens for sample in self.samples)
+
+
+def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool:
+    """Generates groups of samples, shows some, repeats greedily under other circumstances; whether all bits agree."""
+    console.print(f"Starting a worker process for {model}; the first time, the model is converted ...")
+    text = TextModel(model)
+    prompts = [text.encode_chat(question, SYSTEM_PROMPT) for question in QUESTIONS]
+    with launch_worker(model) as worker, RolloutClient(worker.address) as client:
+        console.print(f"The worker listens at {worker.address}.")
+        groups = _generate_groups(console, client, prompts, sizes)
+        _show_samples(console, text, groups)
+        console.print("Now the same prompts greedily, under other circumstances ...")
+        repetitions = _repeat(client, prompts, sizes)
+    with launch_worker(model, enable_prefix_caching=False) as worker, RolloutClient(worker.address) as client:
+        repetitions.append(Repetition("cache off (another worker)", False, _greedy(client, prompts, sizes)))
+    return compare(console, repetitions)
+
+
+def _generate_groups(console: Console, client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Group]:
+    params = SamplingParams(n=sizes.samples, temperature=0.8, top_p=0.95, max_tokens=sizes.max_tokens, seed=7)
+    start = time.perf_counter()
+    groups = client.generate(prompts, params, progress=True)
+    seconds = time.perf_counter() - start
+    engine = client.stats().engine
+    num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+    console.print(
+        f"{len(prompts)} prompts x {sizes.samples} samples: {num_tokens} tokens in {seconds:.1f} s, "
+        f"{num_tokens / seconds:.0f} tokens/s; prefix cache: {engine['prefix_hits']} of {engine['prefix_queries']} "
+        f"prompt tokens found, hit rate {engine['prefix_hits'] / engine['prefix_queries']:.0%}."
+    )
+    return groups
+
+
+def _show_samples(console: Console, text: TextModel, groups: list[Group]) -> None:
+    for question, group in zip(QUESTIONS, groups, strict=True):
+        answer = text.decode(group.samples[0].token_ids).strip()
+        console.print(f"\n[bold]{question}[/] (sample 1 of {len(group.samples)})\n{escape(answer)}")
+    console.print()
+
+
+def _repeat(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Repetition]:
+    """Greedy answers with a cold cache, with a warm one, and beside sampled requests."""
+    others = SamplingParams(n=2, seed=11, max_tokens=sizes.greedy_tokens, ignore_eos=True)
+    params = [*[_greedy_params(sizes)] * len(prompts), *[others] * len(prompts)]
+    company = client.generate(prompts + [prompt[::-1] for prompt in prompts], params)
+    return [
+        Repetition(
+            "cache cold", False, _greedy(client, prompts, sizes, salts=[f"cold {i}" for i in range(len(prompts))])
+        ),
+        Repetition("cache warm", True, _greedy(client, prompts, sizes)),
+        Repetition("in other company", True, [group.samples[0] for group in company[: len(prompts)]]),
+    ]
+
+
+def _greedy(
+    client: RolloutClient, prompts: list[list[int]], sizes: Sizes, salts: Sequence[str | None] | None = None
+) -> list[SampleOutput]:
+    """One greedy answer for each prompt; requests with different salts share no cache."""
+    params = [_greedy_params(sizes, salt) for salt in salts or [None] * len(prompts)]
+    return [group.samples[0] for group in client.generate(prompts, params)]
+
+
+def _greedy_params(sizes: Sizes, salt: str | None = None) -> SamplingParams:
+    return SamplingParams(temperature=0.0, seed=0, max_tokens=sizes.greedy_tokens, ignore_eos=True, cache_salt=salt)
+
+
+def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
+    """Prints how many tokens and log-probs of each repetition differ from the first; whether none does.
+
+    A warm cache that held nothing, or a cold one that held something, counts as a failure as well.
+    """
+    cold = repetitions[0]
+    table = Table("circumstance", "cached prompt tokens", "tokens compared", "differences")
+    differences = 0
+    for repetition in repetitions:
+        found = sum(_count_differences(*pair) for pair in zip(cold.samples, repetition.samples, strict=True))
+        num_tokens = sum(len(sample.token_ids) for sample in repetition.samples)
+        table.add_row(repetition.circumstance, str(repetition.cached_tokens), str(num_tokens), str(found))
+        differences += found
+    console.print(table)
+    is_meant = all((r.cached_tokens > 0) == r.has_cache for r in repetitions)
+    if differences == 0 and is_meant:
+        console.print("[green]All bits agree:[/] tokens and log-probs are the same under all circumstances.")
+    elif differences == 0:
+        console.print("[red]Nothing is proved:[/] the cache was not as the first column says.")
+    else:
+        console.print(f"[red]{differences} tokens or log-probs differ.[/] Please report this as a bug.")
+    return differences == 0 and is_meant
+
+
+def _count_differences(expected: SampleOutput, found: SampleOutput) -> int:
+    assert expected.logprobs is not None and found.logprobs is not None
+    if len(expected.token_ids) != len(found.token_ids):
+        return max(len(expected.token_ids), len(found.token_ids))
+    same_bits = expected.logprobs.view(np.int32) == found.logprobs.view(np.int32)
+    return int((~(same_bits & (expected.token_ids == found.token_ids))).sum())
