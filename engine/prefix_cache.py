@@ -7,12 +7,12 @@
 | the hash index: prefix -> block, and its epoch         | when to allocate, fork or preempt (`scheduler`)          |
 | claims: prefixes that a running sequence is computing  |                                                          |
 
-A full block's identity is a chain: a 128-bit hash of its parent's hash, its token ids and extra identity (the request's cache
-salt), keyed by a secret of this process that changes with every epoch. On a hit the token ids, the extra identity and the
-parent are compared as well: a hash alone never decides.
+A full block's identity is a chain: a 128-bit hash of its parent's hash, its token ids and extra identity (the request's
+cache salt), keyed by a secret of this process that changes with every epoch. On a hit the token ids, the extra identity
+and the parent are compared as well: a hash alone never decides.
 
-Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a free block can
-be hit until it is handed out again; `invalidate` drops the index and nothing else, and what was computed under an
+Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a free block
+can be hit until it is handed out again; `invalidate` drops the index and nothing else, and what was computed under an
 earlier epoch is never published afterwards.
 """
 
@@ -41,8 +41,8 @@ class Entry:
 class Chain:
     """The identity of one sequence's full blocks under one epoch.
 
-    `hashes[i]` identifies block i; each is computed once. `entries[i]` is where block i was found or published:
-    entries cover the blocks [0, computed full blocks), hashes the blocks [0, known full blocks).
+    `hashes[i]` identifies block i; each is computed once. `entries[i]` is where block i was found or published. Hashes
+    cover the blocks [0, known full blocks); entries, while the sequence runs, the blocks [0, computed full blocks).
     """
 
     epoch: int
@@ -113,7 +113,7 @@ class PrefixCache:
         return num_new <= len(self._free) - sum(entry.block in self._free for entry in hits)
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> list[int] | None:
-        """One reference to each hit block and to `num_new` fresh ones, in this order; None, and no change, if too few."""
+        """References the hit blocks and `num_new` fresh ones, in this order; None, and no change, if too few."""
         if not self.can_allocate(hits, num_new):
             return None
         self.share([entry.block for entry in hits])
@@ -126,7 +126,7 @@ class PrefixCache:
             self._free.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each block of a sequence. Its last blocks are reused first, unpublished ones before all."""
+        """Takes a reference from each block. The last blocks are reused first, unpublished ones before all."""
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
@@ -144,7 +144,7 @@ class PrefixCache:
             self._drop_claim(key, chain)
 
     def publish(self, chain: Chain, tokens: array[int], table: Sequence[int], num_computed: int) -> None:
-        """Makes the full blocks of tokens [0, num_computed), whose KV is written, findable, if the epoch is still theirs."""
+        """Makes the full blocks of the computed tokens [0, num_computed) findable, if the epoch is still theirs."""
         if not self.enabled or chain.epoch != self.epoch:
             return
         num_full = num_computed // self.block_size

@@ -1,14 +1,15 @@
 """Decides which tokens are computed in a step, and which sequence holds which blocks.
 
-One idea: each sequence has `num_tokens` and `num_computed`, and every step lets the second catch up with the first under a
-token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are that one case.
+One idea: each sequence has `num_tokens` and `num_computed`, and every step lets the second catch up with the first
+under a token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are that
+one case.
 
-Owns the waiting and the running sequences, both sorted by `order`. Does not know what is sampled or why a sequence ends.
+Owns the waiting and the running sequences, both sorted by `order`. Does not know what is sampled or why one ends.
 
 A step takes running decodes first, then chunks of running prompts, then admissions, so that a prompt of any length
-delays a decode by one chunk at most. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from the newest
-running one, never from an older one; thus the oldest always advances, and everything that was accepted finishes. A
-waiting sequence whose next block is being computed by a running one waits for it.
+delays a decode by one chunk at most. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
+the newest running one, never from an older one; thus the oldest running one always advances, and everything that was
+accepted finishes. A waiting sequence whose next block is being computed by a running one waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from .errors import InvalidRequestError
-from .prefix_cache import PrefixCache
+from .prefix_cache import Entry, PrefixCache
 from .sequence import Chunk, Sequence
 
 
@@ -32,7 +33,7 @@ class Admission(Enum):
 
 @dataclass
 class SchedulerStats:
-    """Lifetime counters. `prefix_queries` and `prefix_hits` are prompt tokens asked for and found, at first admission."""
+    """Lifetime counters. `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission."""
 
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -73,8 +74,8 @@ class Scheduler:
         needed = self.cache.blocks_for(num_tokens)
         if needed > self.cache.num_blocks:
             raise InvalidRequestError(
-                f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but there "
-                f"are {self.cache.num_blocks} in all; ask for fewer tokens or start the worker with more KV memory"
+                f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but "
+                f"there are {self.cache.num_blocks}; ask for fewer tokens or start the worker with more KV memory"
             )
 
     def add(self, sequence: Sequence) -> None:
@@ -104,8 +105,8 @@ class Scheduler:
     def fork(self, parent: Sequence, order: tuple[int, int]) -> tuple[Sequence, list[tuple[int, int]]]:
         """A second sequence with the tokens and the KV of `parent`, all of whose tokens are computed.
 
-        It shares the full blocks; returns with it the (source, destination) block that is left to copy, if any. If there is
-        no room for it to run, it waits instead and finds the shared blocks again when it is admitted.
+        It shares the full blocks; returns with it the (source, destination) block that is left to copy, if any. If it
+        has no room to run, it waits instead and finds the shared blocks again when it is admitted.
         """
         child = Sequence(order, parent.tokens[:], parent.num_prompt_tokens, parent.chain.fork(), parent.cache_salt)
         child.num_cached_tokens = parent.num_cached_tokens
@@ -149,7 +150,7 @@ class Scheduler:
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
-        """Takes all blocks from a running sequence; it waits to be computed anew, and its published blocks may be hit."""
+        """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
         plan.remove(sequence)
         self.running.remove(sequence)
         self._release(sequence)
@@ -160,7 +161,6 @@ class Scheduler:
         self.cache.unclaim(sequence.chain)
         self.cache.release(sequence.table)
         sequence.table, sequence.num_computed = [], 0
-        sequence.chain.entries.clear()
 
     def _admit_waiting(self, plan: _Plan) -> None:
         for sequence in self.waiting.copy():
@@ -186,13 +186,13 @@ class Scheduler:
         self._start(sequence, hits, plan)
         return Admission.ADMITTED
 
-    def _start(self, sequence: Sequence, hits: list, plan: _Plan) -> None:
+    def _start(self, sequence: Sequence, hits: list[Entry], plan: _Plan) -> None:
         cache = self.cache
         sequence.num_computed = len(hits) * cache.block_size
         size = min(sequence.num_uncomputed, plan.budget)
         num_new = cache.blocks_for(sequence.num_computed + size) - len(hits)
         sequence.table = cache.allocate(hits, num_new) or []
-        sequence.chain.entries.extend(hits)
+        sequence.chain.entries = hits
         cache.claim(sequence.chain)
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_order)

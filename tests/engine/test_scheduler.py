@@ -1,0 +1,562 @@
+"""The scheduler, driven without a model: the driver writes down what every KV slot would hold, and checks each step."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from trueroll.engine.errors import InvalidRequestError
+from trueroll.engine.prefix_cache import PrefixCache
+from trueroll.engine.scheduler import Scheduler
+from trueroll.engine.sequence import Chunk, Sequence
+
+PROFILE = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
+
+Content = tuple[int, int]
+"""What a slot holds: the epoch it was computed in, and the number of the salted token prefix that ends with it."""
+
+
+class CountingCache(PrefixCache):
+    """Counts the hashes it computes."""
+
+    digests = 0
+
+    def _digest(self, content: bytes) -> bytes:
+        self.digests += 1
+        return super()._digest(content)
+
+
+class CollidingCache(PrefixCache):
+    """Knows only two hashes."""
+
+    def _digest(self, content: bytes) -> bytes:
+        return bytes([zlib.crc32(content) & 1] * 16)
+
+
+@dataclass(eq=False)
+class Sample:
+    """Draws `length` tokens, which depend on what came before and on `order` alone, and ends."""
+
+    order: tuple[int, int]
+    length: int
+    sequence: Sequence
+    drawn: int = 0
+
+    def draw(self) -> int:
+        self.drawn += 1
+        tokens = self.sequence.tokens
+        return (5 * len(tokens) + tokens[-1] + self.order[1] % 2) % 3
+
+    @property
+    def is_done(self) -> bool:
+        return self.drawn == self.length
+
+
+class Driver:
+    """Does what the engine does around a scheduler, and finds every step guilty that breaks a promise."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, cache: type[PrefixCache] = PrefixCache
+    ) -> None:
+        self.cache = cache(num_blocks, block_size)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
+        self.kv: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.holds: dict[Sequence, list[Content]] = {}
+        self.prefixes: dict[tuple[object, int], int] = {}
+        self.open: list[Sample | Sequence] = []
+        self.finished = 0
+        self.steps = 0
+        self.arrivals = 0
+        self.needed_steps = 0
+        self.seen: Counter[str] = Counter()
+
+    def add(self, prompt: list[int], lengths: list[int], salt: str | None = None) -> Sequence:
+        """A group with a sample of each length; a score request if there is none."""
+        sequence = self._sequence(prompt, salt)
+        samples = [Sample((self.arrivals, i), length, sequence) for i, length in enumerate(lengths)]
+        sequence.samples += samples
+        sequence.scores = None if samples else object()
+        self.open += samples or [sequence]
+        self.needed_steps += sum(len(prompt) + length for length in lengths or [0])
+        self.scheduler.check_fits(len(prompt) + max(lengths, default=0))
+        self.scheduler.add(sequence)
+        self.arrivals += 1
+        return sequence
+
+    def _sequence(self, prompt: list[int], salt: str | None) -> Sequence:
+        chain = self.cache.new_chain(salt)
+        return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, salt)
+
+    def step(self) -> list[Chunk]:
+        before = list(self.scheduler.running)
+        preemptions = self.scheduler.stats.preemptions
+        epoch = self.cache.epoch
+        chunks = self.scheduler.schedule()
+        self._check_limits(chunks)
+        self._check_preemptions(before, self.scheduler.stats.preemptions - preemptions)
+        self._check_progress(before, chunks)
+        for sequence in set(self.scheduler.running).difference(before):
+            self._check_hits(sequence, epoch)
+        self._write(chunks)
+        self.scheduler.commit(chunks)
+        for chunk in chunks:
+            if chunk.reaches_end:
+                self._extend(chunk.sequence)
+        self.steps += 1
+        return chunks
+
+    def abort(self, target: Sample | Sequence) -> None:
+        self.open.remove(target)
+        sequence = target.sequence if isinstance(target, Sample) else target
+        if isinstance(target, Sample):
+            sequence.samples.remove(target)
+        if not sequence.samples:
+            self.finish(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self.check_whole(sequence)
+        self.holds.pop(sequence, None)
+        self.scheduler.finish(sequence)
+
+    def step_until(self, condition: Callable[[], bool]) -> list[Chunk]:
+        """The last step's chunks. The least progress is a token per step, of all samples with their prompts."""
+        chunks: list[Chunk] = []
+        while not condition():
+            assert self.open
+            chunks = self.step()
+            assert self.steps <= self.needed_steps
+        return chunks
+
+    def drain(self) -> None:
+        self.step_until(lambda: not self.open)
+        self.check()
+        assert not self.scheduler.running and not self.scheduler.waiting
+        assert self.cache.num_free == self.cache.num_blocks
+
+    def check(self) -> None:
+        """Every block is counted once, what running sequences computed is untouched, claims have a running owner."""
+        self.scheduler.check_integrity()
+        tables = [sequence.table for sequence in self.scheduler.running]
+        used = {block for table in tables for block in table}
+        assert self.cache.num_free == self.cache.num_blocks - len(used)
+        for sequence in self.scheduler.running:
+            self.check_whole(sequence)
+            assert len(sequence.table) == self.cache.blocks_for(sequence.num_computed)
+            if sequence.chain.epoch == self.cache.epoch:
+                assert len(sequence.chain.entries) == sequence.num_computed // self.cache.block_size
+        owners = {id(sequence.chain) for sequence in self.scheduler.running}
+        assert {id(chain) for chain in self.cache._claims.values()} <= owners
+
+    def check_whole(self, sequence: Sequence) -> None:
+        assert self._held(sequence, sequence.num_computed) == self.holds.get(sequence, [])[: sequence.num_computed]
+
+    def _held(self, sequence: Sequence, end: int) -> list[Content | None]:
+        size = self.cache.block_size
+        return [self.kv[sequence.table[p // size]][p % size] for p in range(end)]
+
+    def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
+        """What slots [start, end) hold once they are computed in this epoch."""
+        prefix: object = self.holds[sequence][start - 1][1] if start else f"salt {sequence.cache_salt}"
+        contents: list[Content] = []
+        for token in sequence.tokens[start:end]:
+            number = self.prefixes.setdefault((prefix, token), len(self.prefixes))
+            contents.append((self.cache.epoch, number))
+            prefix = number
+        return contents
+
+    def _check_limits(self, chunks: list[Chunk]) -> None:
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.scheduler.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
+        assert self.scheduler.running == sorted(self.scheduler.running, key=lambda s: s.order)
+        assert len({chunk.sequence for chunk in chunks}) == len(chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            assert sequence in self.scheduler.running
+            assert sequence.num_computed == chunk.start < chunk.end <= sequence.num_tokens
+            assert len(sequence.table) == self.cache.blocks_for(chunk.end)
+
+    def _check_preemptions(self, before: list[Sequence], preemptions: int) -> None:
+        """The newest of those that ran are preempted, and nothing is admitted in their place."""
+        survivors = [sequence for sequence in before if sequence.table]
+        assert survivors == before[: len(survivors)]
+        assert preemptions == len(before) - len(survivors)
+        for sequence in before[len(survivors) :]:
+            del self.holds[sequence]
+        if preemptions:
+            assert self.scheduler.running == survivors
+            self.seen["preempted"] += 1
+
+    def _check_progress(self, before: list[Sequence], chunks: list[Chunk]) -> None:
+        """Something runs if anything is unfinished, the oldest always, and every decode unless blocks are lacking."""
+        scheduled = {chunk.sequence for chunk in chunks}
+        assert bool(chunks) == bool(self.open)
+        assert set(before[:1]) <= scheduled
+        stalled = [s for s in before if s.table and s.num_uncomputed == 1 and s not in scheduled]
+        assert not stalled or self.cache.num_free == 0
+        spent = sum(chunk.end - chunk.start for chunk in chunks)
+        if spent < self.scheduler.max_num_batched_tokens and not all(chunk.reaches_end for chunk in chunks):
+            self.seen["chunk shrunk"] += 1
+
+    def _check_hits(self, sequence: Sequence, epoch: int) -> None:
+        """A sequence just admitted starts behind blocks that hold its own prefix, computed in this epoch before."""
+        self.holds[sequence] = []
+        self.holds[sequence] = self._contents(sequence, 0, sequence.num_computed)
+        assert all(held_in == epoch for held_in, _ in self.holds[sequence])
+        self.check_whole(sequence)
+        self.seen["hit"] += sequence.num_computed > 0
+
+    def _write(self, chunks: list[Chunk]) -> None:
+        references = Counter(block for sequence in self.scheduler.running for block in sequence.table)
+        size = self.cache.block_size
+        for chunk in chunks:
+            contents = self._contents(chunk.sequence, chunk.start, chunk.end)
+            self.holds[chunk.sequence] += contents
+            for p, content in zip(range(chunk.start, chunk.end), contents, strict=True):
+                block = chunk.sequence.table[p // size]
+                assert references[block] == 1
+                self.kv[block][p % size] = content
+
+    def _extend(self, sequence: Sequence) -> None:
+        """Every sample gets its token; those that go on part ways."""
+        if sequence.scores is not None:
+            self.open.remove(sequence)
+            self.finish(sequence)
+            return
+        drawn = [(sample, sample.draw()) for sample in sequence.samples]
+        going_on = [(sample, token) for sample, token in drawn if not sample.is_done]
+        for sample, token in going_on[1:]:
+            self._continue(sample, self._fork(sequence, sample), token)
+        for sample, token in going_on[:1]:
+            self._continue(sample, sequence, token)
+        for sample, _ in drawn:
+            if sample.is_done:
+                self.open.remove(sample)
+        if not going_on:
+            self.finish(sequence)
+
+    def _fork(self, parent: Sequence, sample: Sample) -> Sequence:
+        child, copies = self.scheduler.fork(parent, sample.order)
+        for source, destination in copies:
+            self.kv[destination] = self.kv[source].copy()
+        if child.table:
+            self.holds[child] = self.holds[parent].copy()
+            self.check_whole(child)
+            self.seen["fork with a copy"] += bool(copies)
+        self.seen["fork that waits"] += not child.table
+        return child
+
+    def _continue(self, sample: Sample, sequence: Sequence, token: int) -> None:
+        sample.sequence, sequence.samples = sequence, [sample]
+        sequence.tokens.append(token)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests that come, run, are aborted and lose the cache in any order, over far too few blocks."""
+
+    cache: type[PrefixCache] = PrefixCache
+    seen: Counter[str] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(num_blocks=8, block_size=2, max_num_seqs=5, budget=7, cache=self.cache)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        lengths=st.lists(st.integers(1, 6), max_size=3),
+        salt=st.sampled_from([None, None, "a"]),
+    )
+    def add(self, prompt: list[int], lengths: list[int], salt: str | None) -> None:
+        self.driver.add(prompt, lengths, salt)
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.driver.step()
+            self.driver.check()
+
+    @precondition(lambda self: self.driver.open)
+    @rule(number=st.integers(0, 20))
+    def abort(self, number: int) -> None:
+        self.driver.abort(self.driver.open[number % len(self.driver.open)])
+
+    @rule(really=st.sampled_from([True, False, False, False]))
+    def invalidate(self, really: bool) -> None:
+        if really:
+            self.driver.cache.invalidate()
+            self.seen["invalidate while running"] += bool(self.driver.scheduler.running)
+
+    @invariant()
+    def check(self) -> None:
+        self.driver.check()
+
+    def teardown(self) -> None:
+        self.driver.drain()
+        self.seen.update(self.driver.seen)
+        self.seen["deferred"] += self.driver.scheduler.stats.deferred_admissions
+        self.seen["eviction"] += self.driver.cache.evictions
+
+
+class CollidingMachine(SchedulerMachine):
+    """The same with two hashes in all."""
+
+    cache = CollidingCache
+    seen: Counter[str] = Counter()
+
+
+EVENTS = {
+    "preempted",
+    "hit",
+    "chunk shrunk",
+    "fork with a copy",
+    "fork that waits",
+    "invalidate while running",
+    "deferred",
+    "eviction",
+}
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, CollidingMachine])
+def test_requests_in_any_order_all_finish(machine: type[SchedulerMachine]) -> None:
+    machine.seen.clear()
+    run_state_machine_as_test(machine, settings=PROFILE)
+    assert {event for event, count in machine.seen.items() if count} >= EVENTS
+
+
+def random_prompt(rng: random.Random, shortest: int, longest: int) -> list[int]:
+    return [rng.randrange(50_000) for _ in range(rng.randint(shortest, longest))]
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_a_thousand_samples_finish_in_a_tenth_of_the_blocks_they_need(group_size: int) -> None:
+    rng = random.Random(0)
+    requests = [
+        (random_prompt(rng, 8, 200), [rng.randint(8, 200) for _ in range(group_size)])
+        for _ in range(1000 // group_size)
+    ]
+    blocks = sum(-(-(len(prompt) + length) // 16) for prompt, lengths in requests for length in lengths)
+    driver = Driver(num_blocks=blocks // 10, block_size=16, max_num_seqs=256, budget=512)
+    for prompt, lengths in requests:
+        driver.add(prompt, lengths)
+    driver.drain()
+    stats = driver.scheduler.stats
+    # The last token of a sample is never computed, and a group's prompt once.
+    needed = sum(len(prompt) + sum(lengths) - len(lengths) for prompt, lengths in requests)
+    assert stats.preemptions > 50
+    assert needed < stats.computed_tokens < 1.5 * needed
+
+
+def test_a_long_prompt_makes_no_decode_wait() -> None:
+    driver = Driver(num_blocks=600, block_size=16, max_num_seqs=65, budget=512)
+    decodes = {driver.add([i, i + 1, i + 2], [100]) for i in range(64)}
+    driver.step()
+    assert all(sequence.num_uncomputed == 1 for sequence in decodes)
+    prompt = driver.add([7] * 4000, [1])
+    steps: list[list[Chunk]] = []
+    while driver.open[-1].sequence is prompt:  # type: ignore[union-attr]
+        steps.append(driver.step())
+    assert len(steps) == -(-4000 // (512 - 64))
+    for chunks in steps:
+        sizes = {chunk.sequence: chunk.end - chunk.start for chunk in chunks}
+        assert {sequence for sequence, size in sizes.items() if size == 1} >= decodes
+        assert sizes.keys() == decodes | {prompt}
+
+
+def test_a_preempted_sequence_finds_its_blocks_again_and_hashes_none_twice() -> None:
+    driver = Driver(num_blocks=7, block_size=2, max_num_seqs=2, budget=16, cache=CountingCache)
+    driver.add([1, 1, 1, 1], [5])
+    preempted = driver.add([2, 2, 2, 2, 2, 2], [5])
+    driver.step_until(lambda: driver.seen["preempted"] > 0)
+    assert preempted in driver.scheduler.waiting
+    chunks = driver.step_until(lambda: bool(preempted.table))
+    assert [(chunk.start, chunk.end) for chunk in chunks if chunk.sequence is preempted] == [(6, 9)]
+    driver.drain()
+    assert driver.cache.digests == 8 // 2 + 10 // 2  # type: ignore[attr-defined]
+
+
+def test_a_chunk_shrinks_to_the_blocks_that_are_left() -> None:
+    driver = Driver(num_blocks=4, block_size=2, max_num_seqs=2, budget=3)
+    driver.add([1, 1], [4])
+    prompt = driver.add([2] * 6, [1])
+    starts_and_ends = [[(c.start, c.end) for c in driver.step() if c.sequence is prompt] for _ in range(4)]
+    # Two tokens of the budget are left for the prompt in the third step; its second block has room for one.
+    assert starts_and_ends == [[(0, 1)], [(1, 3)], [(3, 4)], []]
+    assert driver.scheduler.stats.preemptions == 1
+    driver.drain()
+
+
+def test_a_shared_prefix_is_computed_once() -> None:
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=8)
+    prefix = list(range(20))
+    driver.add([*prefix, 100], [3])
+    followers = [driver.add([*prefix, 200 + i], [3]) for i in range(3)]
+    driver.step()
+    assert all(sequence in driver.scheduler.waiting for sequence in followers)
+    driver.drain()
+    stats = driver.scheduler.stats
+    assert stats.computed_prompt_tokens == len(prefix) + 4
+    assert stats.deferred_admissions > 0
+    assert (stats.prefix_queries, stats.prefix_hits) == (4 * (len(prefix) + 1), 3 * len(prefix))
+
+
+@pytest.mark.parametrize("salts", [(None, "a"), ("a", "b")])
+def test_other_salts_neither_wait_nor_hit(salts: tuple[str | None, str | None]) -> None:
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=64)
+    for salt in salts:
+        driver.add([1] * 20, [3], salt)
+    assert len(driver.step()) == 2
+    driver.drain()
+    assert driver.scheduler.stats.computed_prompt_tokens == 40
+
+
+def test_a_reader_takes_over_when_the_writer_is_aborted() -> None:
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=8)
+    prefix = list(range(40))
+    driver.add([*prefix, 100], [3])
+    reader = driver.add([*prefix, 200], [3])
+    driver.step()
+    driver.step()
+    assert reader in driver.scheduler.waiting
+    assert driver.cache._claims
+    driver.abort(driver.open[0])
+    assert not driver.cache._claims
+    assert [(chunk.sequence, chunk.start, chunk.end) for chunk in driver.step()] == [(reader, 16, 24)]
+    driver.drain()
+
+
+def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
+    driver = Driver(num_blocks=12, block_size=2, max_num_seqs=8, budget=3)
+    driver.add([9], [14])
+    prefix = list(range(20))
+    writer = driver.add([*prefix, 100], [1])
+    reader = driver.add([*prefix, 200], [1])
+    driver.step_until(lambda: bool(writer.table))
+    assert driver.cache._claims
+    driver.step_until(lambda: driver.seen["preempted"] > 0)
+    assert driver.scheduler.waiting == [writer, reader]
+    assert not driver.cache._claims
+    driver.drain()
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
+    driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
+    driver.add([1, 2, 3, 4, 5], [4, 4, 4])
+    driver.step()
+    tables = [sequence.table for sequence in driver.scheduler.running]
+    assert len(tables) == 3
+    assert len({tuple(table[:2]) for table in tables}) == 1
+    assert len({table[2] for table in tables}) == 3
+    assert driver.seen["fork with a copy"] == 2
+    driver.drain()
+    assert driver.scheduler.stats.computed_tokens == 5 + 3 * 3
+
+
+def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
+    driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
+    driver.add([1, 2, 3, 4], [3, 3])
+    driver.step()
+    first, second = driver.scheduler.running
+    assert first.table == second.table
+    assert driver.seen["fork with a copy"] == 0
+    driver.drain()
+
+
+def test_a_fork_that_had_to_wait_hits_the_prompt_and_publishes_what_follows() -> None:
+    driver = Driver(num_blocks=16, block_size=2, max_num_seqs=1, budget=16)
+    driver.add([1, 2, 3, 4], [1, 2, 9])
+    driver.step()
+    assert driver.seen["fork that waits"] == 1
+    waiting = driver.scheduler.waiting[0]
+    driver.drain()
+    assert driver.scheduler.stats.computed_tokens == 4 + 1 + 8
+    text = waiting.tokens[:12]
+    assert len(driver.cache.lookup(driver.cache.new_chain(None), text, len(text))) == 6
+
+
+@pytest.mark.parametrize("invalidated", [False, True])
+def test_invalidation_hides_what_runs_and_leaves_it_running(invalidated: bool) -> None:
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=8)
+    old = driver.add(list(range(24)), [5])
+    driver.step()
+    if invalidated:
+        driver.cache.invalidate()
+    new = driver.add(list(range(24)), [5])
+    starts: dict[Sequence, int] = {}
+    for _ in range(6):
+        for chunk in driver.step():
+            starts.setdefault(chunk.sequence, chunk.start)
+    assert starts == {old: 8, new: 0 if invalidated else 20}
+    driver.drain()
+    assert driver.scheduler.stats.preemptions == 0
+
+
+def test_what_waited_during_an_invalidation_is_published_for_others() -> None:
+    driver = Driver(num_blocks=16, block_size=2, max_num_seqs=1, budget=16)
+    driver.add([1, 2, 3], [3])
+    driver.add([4] * 9, [1])
+    driver.step()
+    driver.cache.invalidate()
+    driver.drain()
+    reader = driver.add([4] * 9, [1])
+    assert [(chunk.sequence, chunk.start) for chunk in driver.step()] == [(reader, 8)]
+
+
+def test_nothing_overtakes_a_request_that_waits_for_blocks() -> None:
+    driver = Driver(num_blocks=6, block_size=2, max_num_seqs=8, budget=32)
+    first, large, small = driver.add([1] * 6, [5]), driver.add([2] * 10, [1]), driver.add([3], [1])
+    driver.step()
+    assert driver.cache.num_free >= driver.cache.blocks_for(small.num_tokens)
+    assert (driver.scheduler.running, driver.scheduler.waiting) == ([first], [large, small])
+    driver.step_until(lambda: first not in driver.scheduler.running)
+    assert [chunk.sequence for chunk in driver.step()] == [large, small]
+    driver.drain()
+
+
+def test_a_score_request_computes_every_token_and_others_hit_them() -> None:
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=8, budget=8)
+    for _ in range(2):
+        driver.add(list(range(20)), [])
+        driver.drain()
+    assert driver.scheduler.stats.computed_tokens == 40
+    reader = driver.add(list(range(20)), [1])
+    assert [(chunk.sequence, chunk.start) for chunk in driver.step()] == [(reader, 16)]
+    assert driver.scheduler.stats.prefix_queries == 20
+
+
+def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
+    scheduler = Scheduler(PrefixCache(3, 4), max_num_seqs=1, max_num_batched_tokens=4)
+    scheduler.check_fits(12)
+    with pytest.raises(InvalidRequestError, match=r"needs 4 KV blocks of 4 tokens for 13 tokens, but there are 3"):
+        scheduler.check_fits(13)
+
+
+def _hold_blocks_while_waiting(driver: Driver) -> None:
+    driver.scheduler.waiting.append(driver.scheduler.running.pop())
+
+
+def _lose_a_block(driver: Driver) -> None:
+    driver.scheduler.running[0].table.pop()
+
+
+def _share_a_block_uncounted(driver: Driver) -> None:
+    driver.scheduler.running[0].table[0] = driver.scheduler.running[1].table[0]
+
+
+@pytest.mark.parametrize("corrupt", [_hold_blocks_while_waiting, _lose_a_block, _share_a_block_uncounted])
+def test_the_integrity_check_finds(corrupt: Callable[[Driver], None]) -> None:
+    driver = Driver(num_blocks=8, block_size=2, max_num_seqs=2, budget=8)
+    driver.add([1, 2, 3], [5])
+    driver.add([4, 5, 6], [5])
+    driver.step()
+    driver.scheduler.check_integrity()
+    corrupt(driver)
+    with pytest.raises(RuntimeError, match="waiting sequence holds blocks|not counted exactly once"):
+        driver.scheduler.check_integrity()
