@@ -52,8 +52,8 @@ class EngineStats:
     a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after
     a preemption too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of finished samples.
     `deferred_admissions`: how often a request waited a step for a prefix that another one was computing. `evictions`:
-    cached blocks that were reused for something else. `blocks_cached`: free blocks that can be hit; `blocks_empty`:
-    free, not hittable.
+    cached blocks that were reused for something else. `blocks_cached`: free blocks whose prefix is still indexed;
+    `blocks_empty`: the other free ones.
     """
 
     steps: int
@@ -174,7 +174,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The counters and gauges of this moment."""
-        scheduler, cache = self._scheduler, self._cache
+        scheduler, cache, num_cached = self._scheduler, self._cache, self._cache.num_cached
         return EngineStats(
             steps=self._steps,
             num_running=len(scheduler.running),
@@ -188,8 +188,8 @@ class Engine:
             deferred_admissions=scheduler.stats.deferred_admissions,
             evictions=cache.evictions,
             blocks_in_use=cache.num_blocks - cache.num_free,
-            blocks_cached=cache.num_cached,
-            blocks_empty=cache.num_free - cache.num_cached,
+            blocks_cached=num_cached,
+            blocks_empty=cache.num_free - num_cached,
             samples_finished=dict(self._finished),
         )
 

@@ -79,8 +79,8 @@ class PrefixCache:
 
     @property
     def num_cached(self) -> int:
-        """Free blocks that can still be hit."""
-        return sum(block in self._published for block in self._free)
+        """Free blocks that are still published."""
+        return len(self._free.keys() & self._published.keys())
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
