@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -58,8 +59,8 @@ class Workload:
 WORKLOADS = {
     "group": (Workload("group", 8, 0, 128, 8, 128, 1.0),),
     "shared": (
-        Workload("shared, 8 new", 32, 1024, 64, 1, 8, 0.0),
-        Workload("shared, 128 new", 32, 1024, 64, 1, 128, 0.0),
+        Workload("shared-8", 32, 1024, 64, 1, 8, 0.0),
+        Workload("shared-128", 32, 1024, 64, 1, 128, 0.0),
     ),
     "single": (Workload("single", 1, 0, 128, 1, 128, 0.0),),
 }
@@ -224,15 +225,26 @@ def _describe_setting(config: EngineConfig, loaded: LoadedModel) -> dict[str, st
 
 
 def make_table(measurements: Sequence[Measurement], title: str) -> Table:
-    """One row for each measurement; where `hf` was measured, also how many times as many tokens/s as it."""
-    hf = {m.workload: m.tokens_per_second for m in measurements if m.system == "hf"}
-    columns = ["workload", "system", "seconds", "tokens/s", "requests/s", "hit rate", "first token s"]
-    table = Table(*columns, *(["tokens/s vs hf"] if hf else []), title=title)
+    """One row for each measurement; where `hf` was measured, also speed and time to first token as multiples of its."""
+    hf = {m.workload: m for m in measurements if m.system == "hf"}
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    for header in ("workload", "system"):
+        table.add_column(header, no_wrap=True)
+    for header in ("seconds", "tokens\n/s", "reqs\n/s", "hit\nrate", "first\ntoken s"):
+        table.add_column(header, justify="right")
+    for header in ("speed\nvs hf", "first\nvs hf") if hf else ():
+        table.add_column(header, justify="right")
     for m in measurements:
-        cells = [m.workload, m.system, f"{m.seconds:.2f}", f"{m.tokens_per_second:.1f}", f"{m.requests_per_second:.2f}"]
-        cells += ["-" if m.hit_rate is None else f"{m.hit_rate:.0%}", f"{m.first_token_seconds:.2f}"]
-        table.add_row(*cells, *([f"{m.tokens_per_second / hf[m.workload]:.2f}x"] if hf else []))
+        speeds = [f"{x:.2f}" for x in (m.seconds, m.tokens_per_second, m.requests_per_second)]
+        hit_rate = "-" if m.hit_rate is None else f"{m.hit_rate:.0%}"
+        ratios = _ratios(m, hf[m.workload]) if hf else []
+        table.add_row(m.workload, m.system, *speeds, hit_rate, f"{m.first_token_seconds:.2f}", *ratios)
     return table
+
+
+def _ratios(measurement: Measurement, hf: Measurement) -> list[str]:
+    speed = measurement.tokens_per_second / hf.tokens_per_second
+    return [f"{speed:.2f}x", f"{measurement.first_token_seconds / hf.first_token_seconds:.2f}x"]
 
 
 def _check_can_plot() -> None:
