@@ -168,12 +168,17 @@ class _EqualQueries:
 
         Places past a context repeat its last token, so that what another sequence left in a block is never read.
         """
-        block_size = self.k_cache.shape[1]
+        _, block_size, kv_heads, _ = self.k_cache.shape
         tokens = torch.arange(start, start + KV_SPLIT, device=self.tables.device)
         tokens = torch.minimum(tokens, self.context_lens[:units, None] - 1)
         slots = self.tables[:units].gather(1, tokens // block_size) * block_size + tokens % block_size
-        keys, values = (cache.flatten(0, 1)[slots].transpose(1, 2).float() for cache in (self.k_cache, self.v_cache))
-        return keys, values
+        rows = slots[:, None, :] * kv_heads + torch.arange(kv_heads, device=slots.device)[:, None]
+        return _read_rows(self.k_cache, rows), _read_rows(self.v_cache, rows)
+
+
+def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
+    """float32 [*rows.shape, D]: rows [0, blocks * block_size * kv_heads) of a cache."""
+    return cache.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
