@@ -56,7 +56,7 @@ class Sizes:
     """
 
     prompt_lengths: tuple[int, ...] = (530, 121, 64, 5)
-    max_tokens: int = 16
+    max_tokens: int = 12
     longest_token_by_token: int = 64
 
     @property
@@ -73,16 +73,16 @@ CELLS = (
     Cell(others=1),
     Cell(others=7),
     Cell(others=31),
-    Cell(budget=16),
+    Cell(others=1, budget=16),
     Cell(budget=64),
     Cell(budget=UNLIMITED),
     Cell(budget=1),
-    Cell(block_size=8),
-    Cell(block_size=64),
+    Cell(others=7, block_size=8),
+    Cell(others=7, block_size=64),
     Cell(others=7, is_starved=True),
-    Cell(num_reread=10, block_size=8),
-    Cell(threads=1),
-    Cell(threads=2),
+    Cell(num_reread=9, block_size=8),
+    Cell(others=7, threads=1),
+    Cell(others=7, threads=2),
     Cell(cache="warm", others=31, budget=64, block_size=8, is_starved=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
     Cell(cache="warm", others=7, budget=UNLIMITED, block_size=64, threads=2),
@@ -153,9 +153,9 @@ class _Lab:
             return runs, check_premises(cell, runs, torch.get_num_threads())
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
-        # Room for all prompts and a block for each sample, so that all subjects start and then outgrow it.
+        # Room for all prompts and one more block for each request: they start together and outgrow it.
         num_blocks = sum(-(-length // cell.block_size) for length in self.sizes.prompt_lengths)
-        num_blocks += sum(subject.params.n for subject in self.subjects)
+        num_blocks += len(self.subjects)
         return EngineConfig(
             model=self.config.model,
             dtype=self.config.dtype,

@@ -96,7 +96,7 @@ def failed_premises(cell: Cell, run: Run) -> list[str]:
         (Cell(budget=64), ["chunks"]),
         (Cell(others=1), ["together"]),
         (Cell(others=7, is_starved=True), ["together", "preempted"]),
-        (Cell(num_reread=10), ["reread"]),
+        (Cell(num_reread=9), ["reread"]),
         (Cell(threads=2), ["threads"]),
         (Cell(cache="warm", others=1, threads=2), ["reused", "together", "threads"]),
     ],
