@@ -53,10 +53,6 @@ class ModelRunner:
             for cache in (cache for caches in self.kv_caches for cache in caches):
                 cache[destinations] = cache[sources]
 
-    @property
-    def kv_bytes(self) -> int:
-        return sum(cache.nbytes for caches in self.kv_caches for cache in caches)
-
     def _slots(self, chunk: Chunk, table: np.ndarray) -> np.ndarray:
         positions = np.arange(chunk.start, chunk.end)
         return table[positions // self.block_size] * self.block_size + positions % self.block_size

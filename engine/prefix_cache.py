@@ -51,6 +51,7 @@ class Chain:
     entries: list[Entry] = field(default_factory=list)
 
     def fork(self) -> Chain:
+        """A chain that begins like this one and goes on by itself."""
         return Chain(self.epoch, self.extra, self.hashes.copy(), self.entries.copy())
 
 
@@ -75,6 +76,7 @@ class PrefixCache:
 
     @property
     def num_free(self) -> int:
+        """Blocks without a reference, published or not."""
         return len(self._free)
 
     @property
@@ -83,6 +85,7 @@ class PrefixCache:
         return len(self._free.keys() & self._published.keys())
 
     def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def new_chain(self, cache_salt: str | None) -> Chain:
@@ -112,10 +115,10 @@ class PrefixCache:
         """Whether `num_new` blocks are free beside the hits."""
         return num_new <= len(self._free) - sum(entry.block in self._free for entry in hits)
 
-    def allocate(self, hits: Sequence[Entry], num_new: int) -> list[int] | None:
-        """References the hit blocks and `num_new` fresh ones, in this order; None, and no change, if too few."""
+    def allocate(self, hits: Sequence[Entry], num_new: int) -> list[int]:
+        """References the hit blocks and `num_new` fresh ones, in this order. Raise RuntimeError if too few are free."""
         if not self.can_allocate(hits, num_new):
-            return None
+            raise RuntimeError(f"prefix cache: expected {num_new} free blocks, found {self.num_free} with the hits")
         self.share([entry.block for entry in hits])
         return [entry.block for entry in hits] + [self._take_oldest() for _ in range(num_new)]
 
@@ -140,6 +143,7 @@ class PrefixCache:
             self._claims.setdefault(key, chain)
 
     def unclaim(self, chain: Chain) -> None:
+        """Withdraws what `claim` announced and `publish` has not fulfilled."""
         for key in chain.hashes[len(chain.entries) :]:
             self._drop_claim(key, chain)
 

@@ -53,10 +53,12 @@ class Distribution(BaseModel):
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the most probable token is taken, with no draw."""
         return self.temperature == 0.0
 
     @property
     def has_filters(self) -> bool:
+        """Whether any token can be dropped before the draw."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 

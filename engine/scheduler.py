@@ -79,6 +79,7 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
+        """Lets a sequence that holds no blocks wait for its turn."""
         insort(self.waiting, sequence, key=_order)
 
     def schedule(self) -> list[Chunk]:
@@ -112,10 +113,10 @@ class Scheduler:
         child.num_cached_tokens = parent.num_cached_tokens
         num_full = parent.num_computed // self.cache.block_size
         shared, partial = parent.table[:num_full], parent.table[num_full:]
-        fresh = self.cache.allocate((), len(partial)) if len(self.running) < self.max_num_seqs else None
-        if fresh is None:
+        if len(self.running) >= self.max_num_seqs or not self.cache.can_allocate((), len(partial)):
             self.add(child)
             return child, []
+        fresh = self.cache.allocate((), len(partial))
         self.cache.share(shared)
         child.table, child.num_computed = shared + fresh, parent.num_computed
         insort(self.running, child, key=_order)
@@ -146,7 +147,7 @@ class Scheduler:
             while self.cache.num_free == 0 and self.running[-1] is not sequence:
                 self._preempt(self.running[-1], plan)
             needed = min(needed, self.cache.num_free)
-        sequence.table += self.cache.allocate((), needed) or []
+        sequence.table += self.cache.allocate((), needed)
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
@@ -191,7 +192,7 @@ class Scheduler:
         sequence.num_computed = len(hits) * cache.block_size
         size = min(sequence.num_uncomputed, plan.budget)
         num_new = cache.blocks_for(sequence.num_computed + size) - len(hits)
-        sequence.table = cache.allocate(hits, num_new) or []
+        sequence.table = cache.allocate(hits, num_new)
         sequence.chain.entries = hits
         cache.claim(sequence.chain)
         self.waiting.remove(sequence)

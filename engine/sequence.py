@@ -18,6 +18,7 @@ class Sequence:
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `samples`: what is drawn from the logits after the last token; several while a group's prompt is computed.
     `scores`: where a score request collects its log-probs; None for a sequence that generates.
+    `cache_salt`: the request's own, for a new chain after an invalidation.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     """
 
@@ -34,10 +35,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """All tokens known so far, prompt and decoded."""
         return len(self.tokens)
 
     @property
     def num_uncomputed(self) -> int:
+        """Tokens whose KV is still to be computed."""
         return len(self.tokens) - self.num_computed
 
 
@@ -51,4 +54,5 @@ class Chunk:
 
     @property
     def reaches_end(self) -> bool:
+        """Whether the next token can be drawn after it."""
         return self.end == self.sequence.num_tokens

@@ -10,7 +10,16 @@ import numpy as np
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.request import GenerateRequest, Output, Request, SampleOutput, SamplingParams, ScoreRequest
+from trueroll.engine.request import (
+    Distribution,
+    GenerateRequest,
+    Output,
+    Request,
+    SampleOutput,
+    SamplingParams,
+    ScoreOutput,
+    ScoreRequest,
+)
 
 
 def make_engine(model: Path, **settings: Any) -> Engine:
@@ -45,11 +54,11 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], Sa
 
 
 def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndarray:
-    from trueroll.engine.request import Distribution
-
+    """The log-probs of `token_ids`: float32 [len(token_ids) - 1]."""
     engine.add(ScoreRequest("score", token_ids, Distribution(**distribution)))
     [output] = drain(engine)
-    return output.logprobs  # pyright: ignore[reportReturnType]
+    assert isinstance(output, ScoreOutput)
+    return output.logprobs
 
 
 def bits(output: SampleOutput) -> tuple[bytes, bytes]:

@@ -163,13 +163,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         blocks = [hit.block for hit in hits]
         spare = [b for b in self.cache._free if b not in blocks]
         before = state_of(self.cache)
-        table = self.cache.allocate(hits, num_new)
+        assert self.cache.can_allocate(hits, num_new) == (num_new <= len(spare))
         if num_new > len(spare):
-            assert table is None
+            with pytest.raises(RuntimeError, match=f"expected {num_new} free blocks"):
+                self.cache.allocate(hits, num_new)
             assert state_of(self.cache) == before
             self.seen["refused"] += 1
             return None
-        assert table is not None
+        table = self.cache.allocate(hits, num_new)
         assert table[: len(hits)] == blocks
         assert table[len(hits) :] == spare[:num_new]
         taken = self.model.take(blocks, num_new)
@@ -333,7 +334,6 @@ def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> l
     """The blocks of a sequence that came, was computed and is still there."""
     chain, text = cache.new_chain(salt), array("i", tokens)
     table = cache.allocate([], cache.blocks_for(len(tokens)))
-    assert table is not None
     cache.publish(chain, text, table, len(tokens))
     return table
 
@@ -371,7 +371,6 @@ def test_nothing_is_found_before_it_is_published() -> None:
     cache = PrefixCache(4, 2)
     chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
     table = cache.allocate([], 2)
-    assert table is not None
     assert find(cache, [1, 2, 3, 4]) == []
     cache.publish(chain, tokens, table, 3)  # the second block lacks a token
     assert find(cache, [1, 2, 3, 4]) == table[:1]
@@ -403,7 +402,6 @@ def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
     cache = PrefixCache(4, 2)
     chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
     table = cache.allocate([], 2)
-    assert table is not None
     cache.publish(chain, tokens, table, 2)
     assert find(cache, [1, 2]) == table[:1]
     cache.invalidate()
@@ -430,7 +428,6 @@ def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> Non
     for chain in (writer, reader):
         cache.lookup(chain, tokens, 4)
     table = cache.allocate([], 2)
-    assert table is not None
     cache.claim(writer)
     assert not cache.needs_claimed_block(writer, 0, 4)
     assert cache.needs_claimed_block(reader, 0, 4)
