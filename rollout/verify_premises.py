@@ -142,9 +142,12 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int) -> list[Pr
 
 
 def _finish_premise(runs: Sequence[Run]) -> Premise:
-    """Every request ended as asked, none by an error."""
-    failed = [output for run in runs for output in run.outputs if output.finish_reason == "error"]
-    return Premise("failed", len(failed), not failed)
+    """Every sample and score arrived, none of them ended by an error."""
+    expected = sum(
+        request.params.n if isinstance(request, GenerateRequest) else 1 for r in runs for request in r.requests
+    )
+    whole = sum(output.finish_reason in ("stop", "length") for run in runs for output in run.outputs)
+    return Premise("failed", expected - whole, expected == whole)
 
 
 def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:

@@ -125,10 +125,11 @@ def test_a_prompt_shared_while_it_runs_is_no_reuse_but_needs_a_cache(tiny_llama:
     assert failed_premises(Cell(others=1, cache="off"), run) == ["reused"]
 
 
-def test_a_sample_that_failed_is_no_result(tiny_llama: Path) -> None:
+def test_a_sample_that_failed_or_never_came_is_no_result(tiny_llama: Path) -> None:
     run = run_alone(tiny_llama)
     broken = dataclasses.replace(run.samples[0], finish_reason="error")
     assert failed_premises(Cell(), dataclasses.replace(run, outputs=[broken])) == ["failed"]
+    assert failed_premises(Cell(), dataclasses.replace(run, outputs=[])) == ["failed"]
 
 
 def test_score_requests_one_after_the_other_are_not_together(tiny_llama: Path) -> None:
