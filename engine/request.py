@@ -34,11 +34,11 @@ class Distribution(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     temperature: float = Field(default=1.0, ge=0.0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, lt=2**63)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         """Raise InvalidRequestError naming every parameter that is unknown, mistyped or out of range."""
         try:
             super().__init__(**values)

@@ -200,13 +200,21 @@ def encode(message: FromClient | FromWorker) -> bytes:
 def unpack(frame: bytes) -> dict[str, Any]:
     """The map in a frame, its fields unchecked. Raises ProtocolError."""
     try:
-        fields = msgpack.unpackb(frame, use_list=False, strict_map_key=True, max_ext_len=0)
+        fields = msgpack.unpackb(frame, use_list=False, strict_map_key=True, max_ext_len=0, object_hook=_with_string_keys)
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(
             f"message: expected one MessagePack map, found bytes that do not decode ({error})"
         ) from None
     if not isinstance(fields, dict):
         raise ProtocolError(f"message: expected a MessagePack map, found {type(fields).__name__}")
+    return fields
+
+
+def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
+    """MessagePack also has bytes as keys, which no message has."""
+    for key in fields:
+        if not isinstance(key, str):
+            raise ValueError(f"{key!r:.80} is no string, as a key must be")
     return fields
 
 

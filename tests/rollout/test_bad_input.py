@@ -63,6 +63,8 @@ REFUSED = {
     "top_p 0": (generate(top_p=0.0), "invalid_request", "top_p: "),
     "top_p above 1": (generate(top_p=1.5), "invalid_request", "top_p: "),
     "unknown parameter": (generate(temprature=1.0), "invalid_request", "temprature: unknown parameter"),
+    "parameter named as a word of Python": (generate(self=1), "invalid_request", "self: unknown parameter"),
+    "top_k beyond 63 bits": (generate(top_k=2**63), "invalid_request", "top_k: "),
     "wrong type of a parameter": (generate(max_tokens="4"), "invalid_request", "max_tokens: "),
     "parameters that are no map": (generate() | {"params": 5}, "invalid_message", "generate.params: "),
     "tokens as a list": (generate() | {"prompt_token_ids": [1, 2]}, "invalid_message", "prompt_token_ids: "),
@@ -112,6 +114,7 @@ UNREADABLE = {
     "extension type": msgpack.packb({"version": 1, "type": msgpack.ExtType(5, b"x"), "id": "bad"}),
     "not UTF-8": b"\x81\xa4type\xa2\xff\xfe",
     "key that is no string": msgpack.packb({1: 2}),
+    "parameter whose name is no string": msgpack.packb({"version": 1, "id": "bad", **generate(), "params": {b"n": 1}}),
 }
 
 
