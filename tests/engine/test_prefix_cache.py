@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from trueroll.engine.prefix_cache import Chain, Entry, PrefixCache
 
+from .caches import CollidingCache, CountingCache
+
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7
 PROFILE = settings(derandomize=True, deadline=None, max_examples=300, stateful_step_count=50)
@@ -25,24 +26,6 @@ Prefix = tuple[int, ...]
 Key = tuple[str | None, Prefix]
 Content = tuple[int, str | None, Prefix]
 """What a slot holds: the epoch and the salt it was computed under, and all tokens up to its own."""
-
-
-class CountingCache(PrefixCache):
-    """Counts the hashes it computes."""
-
-    digests = 0
-
-    def _digest(self, content: bytes) -> bytes:
-        self.digests += 1
-        return super()._digest(content)
-
-
-class CollidingCache(CountingCache):
-    """Knows only two hashes."""
-
-    def _digest(self, content: bytes) -> bytes:
-        super()._digest(content)
-        return bytes([zlib.crc32(content) & 1] * 16)
 
 
 @dataclass(eq=False)
