@@ -96,8 +96,8 @@ def serve(
 ) -> None:
     """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
     settings = dict(locals())
+    from .process import serve as serve_requests
     from .worker import load_engine
-    from .worker import serve as serve_requests
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     worker_config = WorkerConfig(**{name: settings[name] for name in WORKER})

@@ -6,7 +6,6 @@ Imports neither torch nor zmq, so that the command line and the client can check
 from __future__ import annotations
 
 import ipaddress
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +85,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def private_ipc_address() -> tuple[str, tempfile.TemporaryDirectory[str]]:
-    """An ipc address in a new folder that only this user can enter, and the folder, to be cleaned up with the
-    worker.
-    """
-    folder = tempfile.TemporaryDirectory(prefix="trueroll-")
-    return f"ipc://{folder.name}/worker.sock", folder

@@ -22,7 +22,7 @@ from .config import WorkerConfig
 from .errors import WorkerFailedError, error_from_code
 
 # -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
-WORKER_COMMAND = (sys.executable, "-P", "-m", "trueroll.rollout.worker")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "trueroll.rollout.process")
 STOP_MARGIN_SECONDS = 10.0
 """How long after its drain deadline a worker may take to abort what is left and to exit, before it is killed."""
 

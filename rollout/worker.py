@@ -12,32 +12,27 @@ fails or the worker is told to end; no received bytes end the process.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import os
 import queue
 import secrets
-import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 import zmq
 
 from ..engine.config import EngineConfig
-from ..engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
+from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
 from ..engine.request import GenerateRequest, Output, SampleOutput, ScoreRequest
 from . import protocol
-from .config import WorkerConfig, private_ipc_address
+from .config import WorkerConfig
 from .engine_thread import Add, End, Ended, Engine, EngineThread, Event, Failed, Finished, Loaded, Refused, Stop
 from .errors import MessageTooLargeError, ProtocolError, QueueFullError, UnavailableError, WorkerFailedError
 from .ledger import Entry, Ledger
 from .protocol import State
+from .router import bind_router
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     "loading": frozenset({"ready", "draining", "failed"}),
@@ -50,12 +45,7 @@ ABORT_SECONDS = 5.0
 FAILED_SECONDS = 0.5
 """How long a failed worker still answers, so that a health check can see the state."""
 LINGER_MS = 2000
-OVERSIZE_FACTOR = 4
-"""ZMQ cuts the connection of a client that sends more than this many times `max_message_bytes`; below it, an error
-replies.
-"""
 MESSAGES_PER_TURN = 256
-HEARTBEAT_MS = 10_000
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +76,7 @@ class Worker:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._engine_thread = EngineThread(make_engine, self._publish_event)
         self._context = zmq.Context()
-        self._socket, self.address, self._folder = _bind(self._context, config)
+        self._socket, self.address, self._folder = bind_router(self._context, config)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -400,54 +390,6 @@ class Worker:
         return True
 
 
-def _bind(context: zmq.Context[Any], config: WorkerConfig) -> tuple[zmq.Socket[bytes], str, Any]:
-    """A ROUTER socket bound to the configured address, the address it got, and the folder made for it, if any."""
-    keys = None if config.curve_secret_key_file is None else _read_keys(config.curve_secret_key_file)
-    address, folder = (config.address, None) if config.address is not None else private_ipc_address()
-    router = context.socket(zmq.ROUTER)
-    router.set(zmq.ROUTER_MANDATORY, 1)
-    router.set(zmq.ROUTER_HANDOVER, 1)
-    router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
-    router.set(zmq.SNDHWM, 0)
-    router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    router.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-    router.set(zmq.IPV6, "[" in address)
-    if keys is not None:
-        router.set(zmq.CURVE_SERVER, 1)
-        router.set(zmq.CURVE_PUBLICKEY, keys[0])
-        router.set(zmq.CURVE_SECRETKEY, keys[1])
-    try:
-        _check_ipc_is_free(address)
-        router.bind(address)
-    except (OSError, zmq.ZMQError) as error:
-        context.destroy(linger=0)
-        raise ConfigError(f"address: cannot listen at {address}: {error.strerror}; choose another address") from None
-    return router, router.get_string(zmq.LAST_ENDPOINT), folder
-
-
-def _check_ipc_is_free(address: str) -> None:
-    """Raise OSError if somebody listens at an ipc address: ZMQ would quietly take it from them."""
-    path = address.removeprefix("ipc://")
-    if path == address or not Path(path).exists():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(path) == 0:
-            raise OSError(0, "another process listens there")
-
-
-def _read_keys(secret_key_file: str) -> tuple[bytes, bytes]:
-    """The public and the secret key in a file of `zmq.auth.create_certificates`."""
-    import zmq.auth
-
-    try:
-        public, secret = zmq.auth.load_certificate(secret_key_file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"curve_secret_key_file: cannot read {secret_key_file}: {error}") from None
-    if secret is None:
-        raise ConfigError(f"curve_secret_key_file: {secret_key_file} has no secret key; name the .key_secret file")
-    return public, secret
-
-
 def _done(entry: Entry) -> protocol.Done:
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     return protocol.Done(
@@ -477,70 +419,3 @@ def load_engine(config: EngineConfig) -> Engine:
     from ..engine.engine import Engine as RealEngine
 
     return RealEngine(config)
-
-
-def serve(
-    config: WorkerConfig, make_engine: Callable[[], Engine], on_ready: Callable[[str, dict[str, Any]], None]
-) -> None:
-    """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it.
-
-    `on_ready` gets the address and the engine's info. Raises what `Worker` and `Worker.run` raise.
-    """
-    worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.drain())
-    # The system may hand a signal to any thread; the bytes that it leaves here wake the main thread, which handles it.
-    signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
-    _run_to_the_end(worker)
-
-
-def _run_to_the_end(worker: Worker) -> None:
-    exit_code = 1
-    try:
-        worker.run()
-        exit_code = 0
-    finally:
-        if worker.is_computing:  # cannot be interrupted, and an interpreter that shuts down around it may crash
-            logging.shutdown()
-            os._exit(exit_code)
-
-
-def run_as_child(load: Callable[[EngineConfig], Engine] = load_engine) -> None:
-    """Run the worker that `launch_worker` asks for: settings in one JSON line on stdin, the outcome in one on stdout.
-
-    The outcome is `{"address": ...}` or `{"code": ..., "message": ...}`. The end of stdin, which comes when the parent
-    closes it or dies, means drain and exit.
-    """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = json.loads(_read_line(0))
-    report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not look like the outcome
-    try:
-        worker_config, engine_config = WorkerConfig(**settings["worker"]), EngineConfig(**settings["engine"])
-        threading.Thread(target=_terminate_at_end_of, args=(0,), daemon=True).start()
-        serve(worker_config, lambda: load(engine_config), lambda address, _: _report(report, address=address))
-    except TruerollError as error:
-        _report(report, code=error.code, message=str(error))
-        sys.exit(1)
-
-
-def _read_line(fd: int) -> bytes:
-    """The next line, unbuffered, so that nothing after it is consumed."""
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
-        line += byte
-    return line
-
-
-def _terminate_at_end_of(fd: int) -> None:
-    while os.read(fd, 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _report(stream: TextIO, **outcome: str) -> None:
-    print(json.dumps(outcome), file=stream, flush=True)
-
-
-if __name__ == "__main__":
-    run_as_child()

@@ -6,7 +6,7 @@ from fake_engine import FakeEngine
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.errors import ModelError
-from trueroll.rollout.worker import run_as_child
+from trueroll.rollout.process import run_as_child
 
 
 def load(config: EngineConfig) -> FakeEngine:

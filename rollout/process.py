@@ -1,0 +1,88 @@
+"""A worker as a process of its own: signals, exit codes, and the pipe to the parent that launched it.
+
+`python -m trueroll.rollout.process` is the child that `launch` starts; `trueroll serve` runs `serve` without a parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from ..engine.config import EngineConfig
+from ..engine.errors import TruerollError
+from .config import WorkerConfig
+from .engine_thread import Engine
+from .worker import Worker, load_engine
+
+
+def serve(
+    config: WorkerConfig, make_engine: Callable[[], Engine], on_ready: Callable[[str, dict[str, Any]], None]
+) -> None:
+    """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it.
+
+    `on_ready` gets the address and the engine's info. Raises what `Worker` and `Worker.run` raise.
+    """
+    worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: worker.drain())
+    # The system may hand a signal to any thread; the bytes that it leaves here wake the main thread, which handles it.
+    signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
+    _run_to_the_end(worker)
+
+
+def _run_to_the_end(worker: Worker) -> None:
+    exit_code = 1
+    try:
+        worker.run()
+        exit_code = 0
+    finally:
+        if worker.is_computing:  # cannot be interrupted, and an interpreter that shuts down around it may crash
+            logging.shutdown()
+            os._exit(exit_code)
+
+
+def run_as_child(load: Callable[[EngineConfig], Engine] = load_engine) -> None:
+    """Run the worker that `launch_worker` asks for: settings in one JSON line on stdin, the outcome in one on stdout.
+
+    The outcome is `{"address": ...}` or `{"code": ..., "message": ...}`. The end of stdin, which comes when the parent
+    closes it or dies, means drain and exit.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = json.loads(_read_line(0))
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not look like the outcome
+    try:
+        worker_config, engine_config = WorkerConfig(**settings["worker"]), EngineConfig(**settings["engine"])
+        threading.Thread(target=_terminate_at_end_of, args=(0,), daemon=True).start()
+        serve(worker_config, lambda: load(engine_config), lambda address, _: _report(report, address=address))
+    except TruerollError as error:
+        _report(report, code=error.code, message=str(error))
+        sys.exit(1)
+
+
+def _read_line(fd: int) -> bytes:
+    """The next line, unbuffered, so that nothing after it is consumed."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
+        line += byte
+    return line
+
+
+def _terminate_at_end_of(fd: int) -> None:
+    while os.read(fd, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _report(stream: TextIO, **outcome: str) -> None:
+    print(json.dumps(outcome), file=stream, flush=True)
+
+
+if __name__ == "__main__":
+    run_as_child()
