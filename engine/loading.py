@@ -10,9 +10,11 @@ import torch
 
 from ..kernels.ops import Backend, select_backend
 from .config import EngineConfig
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .models.dense import DenseConfig, DenseModel
 from .models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,30 @@ def load_model(config: EngineConfig) -> LoadedModel:
     folder = resolve_model(config.model)
     raw = read_config(folder)
     model_config = DenseConfig.from_folder(folder, raw)
-    dtype = model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = DenseModel(model_config, dtype, device, backend)
+    eos_token_ids = read_eos_token_ids(folder, raw)
+    _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
+    model = DenseModel(model_config, _dtype(config, folder, model_config.dtype), device, backend)
     load_checkpoint(folder, model.checkpoint_tensors(), model.ignored_tensors())
-    return LoadedModel(folder, model, backend_name, backend, read_eos_token_ids(folder, raw))
+    return LoadedModel(folder, model, backend_name, backend, eos_token_ids)
+
+
+def _check_vocabulary(folder: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    outside = [token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        raise ModelError(
+            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {outside[0]}; correct it in "
+            "generation_config.json, or in config.json if it is not there"
+        )
+
+
+def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if own not in _DTYPES:
+        raise ModelError(
+            f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {own}; set dtype"
+        )
+    return own
 
 
 def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
@@ -98,13 +120,17 @@ def _max_model_len(config: EngineConfig, limit: int) -> int:
 
 
 def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int) -> int:
-    if config.num_blocks is not None:
-        return config.num_blocks
-    budget = config.kv_memory if config.kv_memory is not None else _available_memory(torch.device(config.device)) // 4
-    num_blocks = budget // bytes_per_block
+    available = _available_memory(torch.device(config.device))
+    budget = available // 4 if config.kv_memory is None else config.kv_memory
+    num_blocks = config.num_blocks or budget // bytes_per_block
     if num_blocks == 0:
         raise ConfigError(f"kv_memory: expected at least one block = {bytes_per_block} bytes, found {budget} bytes")
-    if config.kv_memory is not None:
+    if num_blocks * bytes_per_block > available:
+        raise ConfigError(
+            f"num_blocks, kv_memory: expected at most the {available} bytes that are available, found {num_blocks} "
+            f"blocks of {bytes_per_block} bytes"
+        )
+    if config.num_blocks is not None or config.kv_memory is not None:
         return num_blocks
     return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
 
@@ -128,4 +154,6 @@ def _device(name: str) -> torch.device:
         raise ConfigError(
             f"device: expected one that torch can use here, such as cpu, found {name!r}: {error}"
         ) from None
+    if device.type == "meta":
+        raise ConfigError("device: expected one that computes, such as cpu, found 'meta'")
     return device

@@ -15,6 +15,9 @@ from torch import Tensor
 from ..kernels.ops import Backend
 from .request import Distribution, SamplingParams
 
+# A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
+_LOWEST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -99,7 +102,7 @@ class Sampler:
 
 def _divide_by_temperature(logits: Tensor, distributions: Sequence[Distribution]) -> Tensor:
     """Greedy rows keep their logits."""
-    temperatures = [1.0 if d.is_greedy else d.temperature for d in distributions]
+    temperatures = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
     return logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -301,6 +303,9 @@ def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:
         (dict(max_model_len=4096), "at most 1024.*found 4096"),
         (dict(max_num_seqs=65, max_num_batched_tokens=64), "at most max_num_batched_tokens = 64"),
         (dict(device="cuda:99"), "device.*'cuda:99'"),
+        (dict(device="meta"), "device: .*'meta'"),
+        (dict(num_blocks=2**60), f"found {2**60} blocks of 8192 bytes"),
+        (dict(num_blocks=None, kv_memory=2**62), f"found {2**49} blocks of 8192 bytes"),
         (dict(devise="cpu"), "devise: unknown parameter"),
         (dict(block_size=0), "block_size: .*found 0"),
         (dict(dtype="int8"), "dtype: .*found 'int8'"),
@@ -311,9 +316,27 @@ def test_a_configuration_that_cannot_work_is_rejected(tiny_llama: Path, settings
         make_engine(tiny_llama, **settings)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(eos_token_id=[2, 512]), r"eos_token_id: expected ids in \[0, 512\), found 512"),
+        (dict(eos_token_id=-1), "eos_token_id: .* found -1"),
+        (dict(dtype="int8"), "expected dtype float32, bfloat16 or float16 .* found torch.int8"),
+    ],
+)
+def test_a_config_json_that_would_fail_later_is_rejected(tiny_llama: Path, tmp_path: Path, change, message) -> None:
+    model = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        make_engine(model)
+
+
 def test_kv_memory_is_counted_in_whole_blocks(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, num_blocks=None, kv_memory=10 * 8192 + 4096)
-    assert engine.info.num_blocks == 10 and engine.info.kv_bytes == engine._runner.kv_bytes == 10 * 8192
+    allocated = sum(cache.nbytes for caches in engine._runner.kv_caches for cache in caches)
+    assert engine.info.num_blocks == 10 and engine.info.kv_bytes == allocated == 10 * 8192
 
 
 def test_an_unsupported_architecture_names_the_supported_ones(tiny_llama: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from trueroll.engine.request import Distribution, SamplingParams
@@ -70,6 +73,18 @@ def test_logits_without_a_number_are_reported() -> None:
     good, bad = sampler.draw(broken, [draw(0), draw(1)])
     assert good.is_finite and not bad.is_finite
     assert [good] == sampler.draw(LOGITS, [draw(0)])
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-30, 1e300])
+def test_any_temperature_gives_numbers(temperature: float) -> None:
+    for drawn, row in zip(
+        sampler.draw(LOGITS, [draw(i, temperature=temperature) for i in range(5)]), LOGITS, strict=True
+    ):
+        assert drawn.is_finite and drawn.logprob is not None
+        if temperature < 1:
+            assert (drawn.token_id, drawn.logprob) == (row.argmax(), 0.0)
+        else:
+            assert abs(drawn.logprob + math.log(50)) < 1e-6
 
 
 def test_score_equals_what_was_drawn() -> None:
