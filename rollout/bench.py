@@ -7,6 +7,7 @@ Promises that both sides do the same: model, dtype, threads, prompts, samples, n
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -249,7 +250,7 @@ def _ratios(measurement: Measurement, hf: Measurement) -> list[str]:
 
 def _check_can_plot() -> None:
     try:
-        import matplotlib  # noqa: F401
+        importlib.import_module("matplotlib")
     except ImportError:
         raise ConfigError(
             "plot: expected matplotlib to be installed, found none; run pip install 'trueroll[plot]'"

@@ -21,6 +21,7 @@ from .config import WorkerConfig
 app = typer.Typer(
     help="Rollout generation for reinforcement learning: the same request gives the same bits.",
     no_args_is_help=True,
+    rich_markup_mode=None,  # rich cuts long option names off at 80 columns and swallows square brackets
     add_completion=False,
     pretty_exceptions_enable=False,
 )

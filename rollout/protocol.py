@@ -152,8 +152,8 @@ class Health(_Message):
     """How the worker is.
 
     `instance` is random for each process. `seconds_since_progress` runs from the last step that computed or finished
-    something, or from the arrival of work at an idle engine; None before any work. `weight_version` and `engine` (what
-    the engine is: model, backend, isa, dtype, sizes) are None while loading. `requests` counts those that are `open`
+    something, or from the arrival of work at an idle engine. It, `weight_version` and `engine` (what the engine is:
+    model, backend, isa, dtype, sizes) are None while loading. `requests` counts those that are `open`
     (accepted, unfinished), those of them the engine has `running` and `waiting`, in sequences, and results `kept`.
     `memory` is in bytes.
     """
@@ -200,7 +200,9 @@ def encode(message: FromClient | FromWorker) -> bytes:
 def unpack(frame: bytes) -> dict[str, Any]:
     """The map in a frame, its fields unchecked. Raises ProtocolError."""
     try:
-        fields = msgpack.unpackb(frame, use_list=False, strict_map_key=True, max_ext_len=0, object_hook=_with_string_keys)
+        fields = msgpack.unpackb(
+            frame, use_list=False, strict_map_key=True, max_ext_len=0, object_hook=_with_string_keys
+        )
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(
             f"message: expected one MessagePack map, found bytes that do not decode ({error})"

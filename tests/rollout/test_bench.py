@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -89,14 +87,7 @@ def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path)
 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import: Callable[..., Any] = builtins.__import__
-
-    def refuse(name: str, *args: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real_import(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     plan = Plan((GROUP,), plot_file=tmp_path / "bench.png")
     with pytest.raises(ConfigError, match=r"trueroll\[plot\]"):
         bench.bench(EngineConfig(model="nowhere"), plan, Console())

@@ -73,6 +73,9 @@ def test_every_command_and_option_explains_itself(name: str) -> None:
     command = commands()[name]
     assert command.help
     assert [parameter.name for parameter in command.params if not parameter.help] == []
+    shown = CliRunner().invoke(cli.app, [name, "--help"], terminal_width=80).stdout
+    options = [option for parameter in command.params for option in parameter.opts if option.startswith("-")]
+    assert [option for option in options if option not in shown] == [], "no name is cut off"
 
 
 def test_serve_offers_every_setting_with_its_default() -> None:
