@@ -42,6 +42,10 @@ from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, load_tokenizer
 
 _SCORE_ROWS = 64
+"""Rows of float32 logits that are in memory at once while a score is computed."""
+_NOT_FINITE = (
+    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
+        """Whether any accepted request waits for outputs, so that `step` has something to do."""
         return bool(self._open)
 
     def add(self, request: Request) -> None:
@@ -382,8 +387,3 @@ class Engine:
 
     def _spans(self, num_tokens: int) -> tuple[WeightSpan, ...]:
         return (WeightSpan(self.weight_version, 0, num_tokens),) if num_tokens else ()
-
-
-_NOT_FINITE = (
-    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
-)

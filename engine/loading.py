@@ -27,6 +27,11 @@ class LoadedModel:
     backend: Backend
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def dtype_name(self) -> str:
+        """Of weights and KV cache, such as `bfloat16`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -94,7 +99,7 @@ def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
         model=config.model,
         architecture=model.config.architecture,
         device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=loaded.dtype_name,
         backend=loaded.backend_name,
         isa=loaded.backend.instruction_set(),
         num_threads=torch.get_num_threads(),

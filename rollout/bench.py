@@ -218,7 +218,7 @@ def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict
 def _describe_setting(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
     return {
         "model": config.model,
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "dtype": loaded.dtype_name,
         "device": str(loaded.model.device),
         "backend": f"backend {loaded.backend_name} ({loaded.backend.instruction_set()})",
         "threads": f"{torch.get_num_threads()} threads",

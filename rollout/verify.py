@@ -304,9 +304,8 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     loaded = load_model(config)
     matrix = run_matrix(config, loaded, sizes)
     results = list(track(matrix, "verifying", total=len(CELLS) + 1, console=console, transient=True))
-    model = loaded.model
-    dtype = str(model.dtype).removeprefix("torch.")
-    console.print(make_table(results, f"{config.model}, {dtype}, {model.device}, backend {loaded.backend_name}"))
+    title = f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, backend {loaded.backend_name}"
+    console.print(make_table(results, title))
     console.print(summarize(results))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))

@@ -74,7 +74,8 @@ class DenseConfig:
 def _architecture(folder: Path, raw: dict[str, Any]) -> str:
     name = (raw.get("architectures") or ["none"])[0]
     if name not in SUPPORTED_ARCHITECTURES:
-        raise ModelError(f"{folder}: expected an architecture of {', '.join(SUPPORTED_ARCHITECTURES)}, found {name}")
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise ModelError(f"{folder}: expected an architecture of {supported}, found {name}; serve another model")
     return name
 
 
@@ -96,7 +97,9 @@ def _check_supported(folder: Path, config: Any) -> None:
     }
     for name, (found, expected) in faults.items():
         if found != expected:
-            raise ModelError(f"{folder}: expected {name} = {expected!r} in config.json, found {found!r}: not supported")
+            raise ModelError(
+                f"{folder}: expected {name} = {expected!r} in config.json, found {found!r}; serve another model"
+            )
 
 
 def _head_dim(config: Any) -> int:
@@ -108,7 +111,9 @@ def _rope(folder: Path, config: Any) -> tuple[Tensor, float]:
     parameters = config.rope_parameters
     kind = parameters["rope_type"]
     if kind not in SUPPORTED_ROPE:
-        raise ModelError(f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)}, found {kind}")
+        raise ModelError(
+            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)}, found {kind}; serve another model"
+        )
     if kind != "default":
         return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     size = _head_dim(config)
