@@ -19,6 +19,7 @@ LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
+CacheSalt: TypeAlias = Annotated[str, Field(max_length=1024)]
 
 
 class Distribution(BaseModel):
@@ -80,7 +81,7 @@ class SamplingParams(Distribution):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
     def _min_tokens_can_be_reached(self) -> SamplingParams:

@@ -22,14 +22,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from pydantic import ValidationError
 
 from ..engine.errors import InvalidRequestError, TruerollError
-from ..engine.request import Distribution, SampleOutput, SamplingParams
+from ..engine.request import Distribution, SampleOutput, SamplingParams, describe_validation_error
 from . import protocol
 from .connection import Connection, Inbox
 from .errors import RequestAbortedError
 
 T = TypeVar("T")
+M = TypeVar("M", protocol.Generate, protocol.Score, protocol.Abort)
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
 ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
@@ -108,7 +110,7 @@ class AsyncRolloutClient:
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         requests = [
-            protocol.Score(id=_new_id(), token_ids=tokens, distribution=distribution, cache_salt=cache_salt)
+            _message(protocol.Score, id=_new_id(), token_ids=tokens, distribution=distribution, cache_salt=cache_salt)
             for tokens in _token_arrays(sequences, "sequences")
         ]
         scores: dict[int, np.ndarray] = {}
@@ -124,7 +126,7 @@ class AsyncRolloutClient:
         The samples arrive where the request was made, with finish reason `abort`. Raises UnknownRequestError if there
         is nothing unfinished of that name.
         """
-        reply = await self._ask(protocol.Abort(id=_new_id(), request_id=request_id, index=index))
+        reply = await self._ask(_message(protocol.Abort, id=_new_id(), request_id=request_id, index=index))
         assert isinstance(reply, protocol.Aborted)
         return reply.num_samples
 
@@ -295,10 +297,20 @@ def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] |
     if len(all_ids) != len(arrays):
         raise InvalidRequestError(f"request_ids: expected one for each of {len(arrays)} prompts, found {len(all_ids)}")
     for id in all_ids:
-        if not 1 <= len(id) <= protocol.MAX_ID_CHARS:
-            raise InvalidRequestError(f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {len(id)}")
+        if not (isinstance(id, str) and 1 <= len(id) <= protocol.MAX_ID_CHARS):
+            raise InvalidRequestError(
+                f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {id!r:.80}"
+            )
     triples = zip(all_ids, arrays, all_params, strict=True)
-    return [protocol.Generate(id=id, prompt_token_ids=tokens, params=each) for id, tokens, each in triples]
+    return [_message(protocol.Generate, id=id, prompt_token_ids=tokens, params=each) for id, tokens, each in triples]
+
+
+def _message(kind: type[M], **fields: Any) -> M:
+    """A message made of what the caller gave. Raises InvalidRequestError."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise InvalidRequestError(describe_validation_error(error)) from None
 
 
 def _token_arrays(sequences: Prompts, what: str) -> list[bytes]:
@@ -308,6 +320,8 @@ def _token_arrays(sequences: Prompts, what: str) -> list[bytes]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence):
+        raise InvalidRequestError(f"params: expected SamplingParams, or a sequence of them, found {params!r:.80}")
     if len(params) != count:
         raise InvalidRequestError(f"params: expected one, or one for each of {count} prompts, found {len(params)}")
     return list(params)

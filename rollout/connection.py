@@ -112,8 +112,15 @@ class Connection:
         if self._server_public_key is not None:
             _use_curve(self._socket, self._server_public_key)
         monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(self._address)
+        self._connect()
         self._tasks = [self._spawn(self._read()), self._spawn(self._follow(monitor)), self._spawn(self._watch())]
+
+    def _connect(self) -> None:
+        try:
+            self._socket.connect(self._address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"address: cannot connect to {self._address}: {error.strerror}; correct it") from None
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)

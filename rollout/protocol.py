@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from ..engine.errors import InvalidRequestError
 from ..engine.request import (
+    CacheSalt,
     Distribution,
     FinishReason,
     SampleOutput,
@@ -66,7 +67,7 @@ class Score(_Message):
     id: Id
     token_ids: Array
     distribution: Distribution = Distribution()
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class Abort(_Message):
@@ -252,7 +253,10 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
 
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:
     """Token ids as the protocol's int32 array. Raises InvalidRequestError naming `what` it was for."""
-    tokens = np.asarray(token_ids)
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError:  # sequences of several lengths
+        tokens = np.empty((0, 0))
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
         raise InvalidRequestError(f"{what}: expected a flat sequence of token ids, found {token_ids!r:.80}")
     if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):

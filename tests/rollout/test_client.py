@@ -99,12 +99,34 @@ def test_progress_shows_a_bar_and_changes_nothing(client: RolloutClient) -> None
         ([[1], [2]], {"request_ids": ["a"]}, "request_ids: expected one for each of 2"),
         ([[1], [2]], {"request_ids": ["a", "a"]}, "request_ids: expected ids that are not in use"),
         ([[1]], {"request_ids": [""]}, "request_ids: expected 1 to 128"),
+        ([[1]], {"request_ids": [5]}, "request_ids: expected 1 to 128"),
+        ([[1]], {"request_ids": ["\ud800"]}, "id: input should be a valid string"),
+        ([[[1], [2, 3]]], {}, r"prompts\[0\]: expected a flat sequence"),
+        ([[1]], {"params": {"n": 1}}, "params: "),
         ([[]], {}, "found 0"),
     ],
 )
 def test_wrong_arguments_raise(client: RolloutClient, prompts: list[list[int]], keywords: dict, text: str) -> None:
     with pytest.raises(InvalidRequestError, match=text):
         client.generate(prompts, **keywords)
+
+
+def test_wrong_arguments_of_other_calls_raise(client: RolloutClient) -> None:
+    with pytest.raises(InvalidRequestError, match="request_id: "):
+        client.abort("")
+    with pytest.raises(InvalidRequestError, match="index: "):
+        client.abort("nobody", -1)
+    for salt in ("\ud800", "x" * 1025):
+        with pytest.raises(InvalidRequestError, match="cache_salt: "):
+            client.score([[1, 2]], cache_salt=salt)
+        with pytest.raises(InvalidRequestError, match="cache_salt: "):
+            SamplingParams(cache_salt=salt)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:port", "ipc:///" + "x" * 200])
+def test_an_address_that_cannot_be_is_refused(address: str) -> None:
+    with RolloutClient(address) as client, pytest.raises(ConfigError, match="address: cannot connect to"):
+        client.health()
 
 
 def test_one_bad_request_raises_and_the_others_are_aborted(client: RolloutClient, engine: FakeEngine) -> None:
