@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -416,6 +417,9 @@ def _explain(cause: BaseException, was_loading: bool) -> TruerollError:
 
 def load_engine(config: EngineConfig) -> Engine:
     """The real engine. Imports torch only now, so that a worker answers health while that happens."""
+    # Read when torch is imported. A worker shares its cores with a trainer: threads that spin while they wait for each
+    # other would make both many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ..engine.engine import Engine as RealEngine
 
     return RealEngine(config)
