@@ -151,6 +151,21 @@ def test_a_message_beyond_all_bounds_cuts_only_its_sender_off(raw: RawClient, wo
     assert raw.health()["state"] == "ready"
 
 
+def test_a_client_that_vanishes_leaves_a_request_that_another_can_ask_for(
+    raw: RawClient, worker: WorkerOnThread
+) -> None:
+    with RawClient(worker.address) as vanishing:
+        vanishing.generate("vanished")
+        assert vanishing.health()["requests"]["open"] == 2
+    raw.generate("vanished", max_tokens=5)
+    assert raw.receive()["code"] == "id_conflict"
+    raw.generate("vanished")
+    raw.send("abort", id="end", request_id="vanished")
+    assert [reply["type"] for reply in raw.receive_until("aborted")] == ["sample", "done", "aborted"]
+    raw.generate("vanished")
+    assert raw.receive_until("done")[-1]["finish_reasons"] == {"abort": 1}
+
+
 def _answers(client: RawClient) -> bool:
     try:
         return client.health()["state"] == "ready"
