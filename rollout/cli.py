@@ -34,6 +34,8 @@ SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.i
 def _check_folder(file: Path | None) -> Path | None:
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"expected a file in a folder that exists, found no folder {file.parent}")
+    if file is not None and file.is_dir():
+        raise typer.BadParameter(f"expected a file, found the folder {file}")
     return file
 
 

@@ -233,7 +233,8 @@ class RolloutClient:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
         finally:
-            self._wait(samples.aclose())
+            if not self._loop.is_closed():
+                self._wait(samples.aclose())
 
     def score(
         self,

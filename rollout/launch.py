@@ -55,7 +55,7 @@ class WorkerProcess:
             if worker.address is None:
                 self._folder = Path(self.address.removeprefix("ipc://")).parent
         except BaseException:
-            self.kill()
+            self.close()  # it removes its folder, which is not known here yet
             raise
 
     @property
@@ -71,7 +71,8 @@ class WorkerProcess:
         """Let the worker drain and exit; kill it if it does not within its deadline. Harmless if it has ended."""
         self._process.terminate()
         try:
-            self._process.wait(self._drain_seconds + STOP_MARGIN_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._drain_seconds + STOP_MARGIN_SECONDS)
         finally:
             self.kill()
 

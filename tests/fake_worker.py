@@ -1,6 +1,8 @@
-"""The worker process, with the fake engine in place of the real one. `model` "broken" cannot be loaded."""
+"""The worker process, with the fake engine in place of the real one. `model` "broken" fails to load, "slow" never ends."""
 
 from __future__ import annotations
+
+import time
 
 from fake_engine import FakeEngine
 
@@ -12,6 +14,8 @@ from trueroll.rollout.process import run_as_child
 def load(config: EngineConfig) -> FakeEngine:
     if config.model == "broken":
         raise ModelError("model: expected a whole one, found 'broken'")
+    if config.model == "slow":
+        time.sleep(3600)
     return FakeEngine()
 
 

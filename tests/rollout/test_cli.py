@@ -101,6 +101,11 @@ def test_a_wrong_setting_is_one_clear_line() -> None:
     assert result.stderr.splitlines() == ["trueroll: block_size: input should be greater than or equal to 1, found 0"]
 
 
+def test_a_folder_in_place_of_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
+    result = trueroll("verify", "smollm2", "--json", str(tmp_path))
+    assert result.returncode == 2 and "expected a file, found the folder" in result.stderr
+
+
 def test_a_file_in_no_folder_is_refused_before_the_work(tmp_path: Path) -> None:
     result = trueroll("verify", "smollm2", "--json", str(tmp_path / "missing" / "report.json"))
     assert result.returncode == 2

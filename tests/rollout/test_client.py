@@ -239,6 +239,16 @@ def test_a_closed_client_says_so(worker: WorkerOnThread) -> None:
     asyncio.run(run())
 
 
+def test_a_stream_may_outlive_its_client(worker: WorkerOnThread) -> None:
+    client = RolloutClient(worker.address)
+    held, used = (client.stream([[1]], SamplingParams(n=4, max_tokens=8)) for _ in range(2))
+    next(held), next(used)
+    client.close()
+    held.close()
+    with pytest.raises(TruerollError, match="closed"):
+        list(used)
+
+
 def test_a_stream_closed_early_aborts_the_rest(client: RolloutClient, engine: FakeEngine) -> None:
     stream = client.stream([[1]], SamplingParams(n=300, max_tokens=300))
     next(stream)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,31 @@ def test_a_killed_worker_is_lost_and_nobody_waits_for_ever() -> None:
         thread.join(SECONDS)
         assert "no answer" in str(errors[0]) and process.exit_code == -signal.SIGKILL
         assert not Path(process.address.removeprefix("ipc://")).parent.exists()
+
+
+def test_an_interrupt_while_the_worker_loads_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def interrupt(process: WorkerProcess, deadline: float) -> str:
+        while not (sockets := list(tmp_path.glob("trueroll-*/worker.sock"))):
+            time.sleep(0.05)
+        with RawClient(f"ipc://{sockets[0]}") as client:
+            assert client.health()["state"] == "loading"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerProcess, "_wait_until_ready", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fake_process("slow")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_kills_a_worker_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trueroll.rollout.launch.STOP_MARGIN_SECONDS", 0.5)
+    with fake_process(drain_seconds=0.0) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+    assert process.exit_code == -signal.SIGKILL
 
 
 def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
