@@ -1,4 +1,4 @@
-"""The worker process, with the fake engine in place of the real one. `model` "broken" cannot load, "slow" never ends."""
+"""The worker process, with the fake engine instead of the real one. `model` "broken" fails, "slow" never ends."""
 
 from __future__ import annotations
 
