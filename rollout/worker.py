@@ -73,6 +73,7 @@ class Worker:
         self._deadline = float("inf")
         self._drain_calls = 0
         self._aborts_sent = False
+        self._unanswered_aborts: list[tuple[bytes, str]] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._engine_thread = EngineThread(make_engine, self._publish_event)
@@ -142,7 +143,7 @@ class Worker:
     def _is_over(self) -> bool:
         if self._state == "failed":
             return time.monotonic() >= self._deadline
-        return self._state == "draining" and not self._ledger.open
+        return self._state == "draining" and not self._ledger.open and not self._unanswered_aborts
 
     def _poll_ms(self) -> int | None:
         if self._deadline == float("inf"):
@@ -247,6 +248,7 @@ class Worker:
             raise UnknownRequestError(
                 f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             )
+        self._unanswered_aborts.append((identity, message.id))
         self._engine_thread.commands.put(End(message.request_id, message.index, tag=(identity, message.id)))
 
     def _health(self, id: str) -> protocol.Health:
@@ -338,6 +340,7 @@ class Worker:
         self._publish_outputs(event.outputs)
         if event.command.tag is None:
             return
+        self._unanswered_aborts.remove(event.command.tag)
         identity, id = event.command.tag
         if event.error is not None:
             self._send(identity, _error_frame(id, event.error))
@@ -377,6 +380,8 @@ class Worker:
         self._failure = _explain(cause, was_loading=self._state == "loading")
         for id in list(self._ledger.open):
             self._publish_error(id, WorkerFailedError(str(self._failure)))
+        for identity, id in self._unanswered_aborts:
+            self._send(identity, _error_frame(id, WorkerFailedError(str(self._failure))))
         self._move("failed")
         self._deadline = time.monotonic() + FAILED_SECONDS
 

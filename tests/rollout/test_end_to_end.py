@@ -9,13 +9,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from serving import RawClient, WorkerOnThread
 
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
 from trueroll.engine.errors import InvalidRequestError, ModelError, TruerollError
+from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.kernels.ops import Backend
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.errors import WorkerFailedError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
@@ -88,6 +96,41 @@ def test_bad_requests_are_refused_while_another_runs_unharmed(client: RolloutCli
     assert client.health().requests["open"] == 1
     ((_, sample),) = stream
     assert bits((sample,)) == bits(expected.samples) and sample.finish_reason == "length"
+
+
+def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: Path) -> None:
+    class FailingOps:
+        """The reference ops, until `budget` calls of rope have been made."""
+
+        def __init__(self, backend: Backend, budget: int) -> None:
+            self.backend, self.budget = backend, budget
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.backend, name)
+
+        def rope(self, *inputs: Any) -> Any:
+            self.budget -= 1
+            if self.budget < 0:
+                raise RuntimeError("broken rope")
+            return self.backend.rope(*inputs)
+
+    def make_engine() -> Engine:
+        config = EngineConfig(model=str(tiny_llama), num_blocks=256, num_threads=1)
+        loaded = load_model(config)
+        loaded.model.ops = FailingOps(loaded.backend, budget=40)
+        return Engine(config, loaded)
+
+    worker = WorkerOnThread(WorkerConfig(), make_engine)
+    with RawClient(worker.address) as raw, RawClient(worker.address) as other:
+        raw.generate("done before", max_tokens=2)
+        assert raw.receive_until("done", "error")[-1]["type"] == "done"
+        raw.generate("open", n=3, max_tokens=400)
+        other.generate("open too", max_tokens=400)
+        for client, id in ((raw, "open"), (other, "open too")):
+            error = client.receive_until("done", "error")[-1]
+            assert (error["id"], error["code"]) == (id, "worker_failed") and "broken rope" in error["message"]
+    worker.join()
+    assert isinstance(worker.error, WorkerFailedError)
 
 
 def test_sigterm_lets_a_running_request_finish(tiny_llama: Path) -> None:

@@ -290,6 +290,34 @@ def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> Non
     assert done["finish_reasons"] == {"abort": 2} and len(samples) == 2 and worker.error is None
 
 
+def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(engine: FakeEngine) -> None:
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        engine.gate.clear()
+        raw.generate("a", max_tokens=1)
+        raw.health()
+        raw.send("abort", id="late", request_id="a", index=None)
+        worker.worker.drain()
+        while raw.health()["state"] != "draining":
+            pass
+        engine.gate.set()
+        assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+        assert raw.receive()["code"] == "unknown_request"
+        worker.join()
+
+
+def test_a_failing_engine_answers_aborts_too(engine: FakeEngine) -> None:
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        engine.gate.clear()
+        raw.generate("bad", prompt=[FAIL_IN_STEP])
+        raw.health()
+        raw.send("abort", id="abort", request_id="bad", index=None)
+        raw.health()
+        engine.gate.set()
+        assert {raw.receive()["id"] for _ in range(2)} == {"bad", "abort"}
+        worker.join()
+    assert isinstance(worker.error, WorkerFailedError)
+
+
 def test_states_move_only_as_the_table_says(engine: FakeEngine) -> None:
     assert all(target in LEGAL_MOVES for targets in LEGAL_MOVES.values() for target in targets)
     worker = Worker(WorkerConfig(), lambda: engine)
