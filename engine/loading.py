@@ -65,7 +65,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_config = DenseConfig.from_folder(folder, raw)
     eos_token_ids = read_eos_token_ids(folder, raw)
     _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
-    model = DenseModel(model_config, _dtype(config, folder, model_config.dtype), device, backend)
+    dtype = _dtype(config, folder, model_config.dtype)
+    try:
+        model = DenseModel(model_config, dtype, device, backend)
+    except RuntimeError as error:  # torch's word for too little memory
+        raise ModelError(
+            f"{folder}: expected weights that fit into memory, found: {error}; use a smaller one"
+        ) from None
     load_checkpoint(folder, model.checkpoint_tensors(), model.ignored_tensors())
     return LoadedModel(folder, model, backend_name, backend, eos_token_ids)
 

@@ -291,6 +291,8 @@ def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> Non
 
 
 def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(engine: FakeEngine) -> None:
+    may_abort, abort = threading.Event(), engine.abort
+    engine.abort = lambda *request: (may_abort.wait(), abort(*request))[1]
     with serving(engine) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", max_tokens=1)
@@ -301,6 +303,7 @@ def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(e
             pass
         engine.gate.set()
         assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+        may_abort.set()
         assert raw.receive()["code"] == "unknown_request"
         worker.join()
 

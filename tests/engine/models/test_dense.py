@@ -77,6 +77,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found dynamic"),
         (dict(architectures=None), "found none"),
         (dict(num_attention_heads="many"), "config.json"),
+        (dict(vocab_size=2**50), "fit into memory"),
     ],
 )
 def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:
