@@ -30,8 +30,8 @@ class EngineConfig(BaseModel):
     model: str
     dtype: Dtype = "auto"
     device: str = "cpu"
-    backend: Literal["auto", "reference"] = "auto"
-    block_size: int = Field(default=16, ge=1)
+    backend: Literal["auto", "cpu", "reference"] = "auto"
+    block_size: int = Field(default=16, ge=2, multiple_of=2)
     num_blocks: int | None = Field(default=None, ge=1)
     kv_memory: int | None = Field(default=None, ge=1)
     max_model_len: int | None = Field(default=None, ge=2)

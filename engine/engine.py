@@ -41,8 +41,6 @@ from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, load_tokenizer
 
-_SCORE_ROWS = 64
-"""Rows of float32 logits that are in memory at once while a score is computed."""
 _NOT_FINITE = (
     "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
 )
@@ -119,7 +117,7 @@ class Engine:
         self._loaded = load_model(config) if loaded is None else loaded
         self.info = describe(config, self._loaded)
         self._runner = ModelRunner(self._loaded.model, self.info.num_blocks, config.block_size)
-        self._sampler = Sampler(self._loaded.backend)
+        self._sampler = Sampler(self._loaded.backend.ops, self._loaded.model.head)
         self._cache = PrefixCache(self.info.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._open: dict[str, dict[int, _Sample] | _Score] = {}
@@ -276,21 +274,18 @@ class Engine:
 
     def _score_chunk(self, score: _Score, chunk: Chunk, hidden: Tensor) -> None:
         targets = torch.from_numpy(score.request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
-        for start in range(0, len(hidden), _SCORE_ROWS):
-            rows = slice(start, start + _SCORE_ROWS)
-            logits = self._runner.logits(hidden[rows])
-            logprobs = self._sampler.score(logits, targets[rows].to(logits.device), score.request.distribution)
-            score.logprobs[chunk.start : chunk.end][rows] = logprobs.cpu().numpy()
+        logprobs = self._sampler.score(hidden, targets.to(hidden.device), score.request.distribution)
+        score.logprobs[chunk.start : chunk.end] = logprobs.cpu().numpy()
 
     def _draw(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
         """Draws for every sequence that caught up with its tokens."""
         ready = [
             (c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end and c.sequence.samples
         ]
-        draws = [self._next_draw(s, row) for row, (sequence, _) in enumerate(ready) for s in sequence.samples]
+        draws = [self._next_draw(s, row) for sequence, row in ready for s in sequence.samples]
         if not draws:
             return []
-        drawn = iter(self._sampler.draw(self._runner.logits(hidden[[row for _, row in ready]]), draws))
+        drawn = iter(self._sampler.draw(hidden, draws))
         outputs: list[Output] = []
         for sequence, _ in ready:
             outputs += self._extend(sequence, [(sample, next(drawn)) for sample in sequence.samples])

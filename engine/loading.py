@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..kernels.ops import Backend, select_backend
+from ..kernels.ops import SelectedBackend, select_backend
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
 from .models.dense import DenseConfig, DenseModel
@@ -23,8 +23,7 @@ class LoadedModel:
 
     folder: Path
     model: DenseModel
-    backend_name: str
-    backend: Backend
+    backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -35,7 +34,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine is and what it can take; all of it fixed at start-up."""
+    """What an engine is and what it can take; all of it fixed at start-up.
+
+    `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
+    """
 
     model: str
     architecture: str
@@ -43,6 +45,7 @@ class EngineInfo:
     dtype: str
     backend: str
     isa: str
+    backend_note: str
     num_threads: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -57,23 +60,30 @@ class EngineInfo:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Raise ConfigError for a device that is not there, ModelError for a model that cannot be loaded."""
+    """Raise ConfigError for a device or a backend that is not there, ModelError for a model that cannot be loaded."""
     device = _device(config.device)
-    backend_name, backend = select_backend(config.backend, device)
     folder = resolve_model(config.model)
     raw = read_config(folder)
     model_config = DenseConfig.from_folder(folder, raw)
     eos_token_ids = read_eos_token_ids(folder, raw)
     _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
     dtype = _dtype(config, folder, model_config.dtype)
+    backend = _backend(config.backend, device, dtype, model_config.head_dim)
     try:
-        model = DenseModel(model_config, dtype, device, backend)
+        model = DenseModel(model_config, dtype, device, backend.ops)
     except RuntimeError as error:  # torch's word for too little memory
         raise ModelError(
             f"{folder}: expected weights that fit into memory, found: {error}; use a smaller one"
         ) from None
     load_checkpoint(folder, model.checkpoint_tensors(), model.ignored_tensors())
-    return LoadedModel(folder, model, backend_name, backend, eos_token_ids)
+    return LoadedModel(folder, model, backend, eos_token_ids)
+
+
+def _backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
+    try:
+        return select_backend(name, device, dtype, head_dim)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_vocabulary(folder: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -106,8 +116,9 @@ def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
         architecture=model.config.architecture,
         device=str(model.device),
         dtype=loaded.dtype_name,
-        backend=loaded.backend_name,
-        isa=loaded.backend.instruction_set(),
+        backend=loaded.backend.name,
+        isa=loaded.backend.ops.instruction_set(),
+        backend_note=loaded.backend.note,
         num_threads=torch.get_num_threads(),
         vocab_size=model.config.vocab_size,
         eos_token_ids=loaded.eos_token_ids,

@@ -41,11 +41,6 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [M, vocab_size] for hidden states [M, hidden_size]."""
-        return self.model.logits(hidden)
-
-    @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the KV of each (source, destination) block."""
         if pairs:

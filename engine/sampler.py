@@ -1,4 +1,4 @@
-"""From logits to tokens and log-probs, each row with its own parameters.
+"""From hidden states to tokens and log-probs, each row with its own parameters.
 
 Owns what `temperature`, the filters, `min_tokens` and `logprobs` mean in arithmetic. Holds no state: a draw is a
 function of its logits, its parameters, its seed and its position.
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.ops import Backend
+from ..kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
 from .request import Distribution, SamplingParams
 
 # A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
 _LOWEST_TEMPERATURE = 1e-30
+# Rows whose logits are in memory at once.
+_LOGITS_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn at absolute `position` from logits row `row`. `banned` ids cannot be drawn."""
+    """One token to be drawn at absolute `position` from hidden state `row`. `banned` ids cannot be drawn."""
 
     row: int
     params: SamplingParams
@@ -40,33 +42,63 @@ class Drawn:
 
 
 class Sampler:
-    """Draws tokens with the ops of one backend."""
+    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    def __init__(self, backend: Backend) -> None:
-        self.ops = backend
+    Rows without filters and banned tokens go to `next_tokens`, which keeps no logits; the others take the same steps
+    one by one.
+    """
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-        """One token for each draw. logits: float32 [M, vocab_size]."""
-        raw = logits[[draw.row for draw in draws]]
-        params = [draw.params for draw in draws]
-        scaled = _divide_by_temperature(raw, params)
-        processed = self._filter(_ban(scaled, draws), params)
-        token_ids = self._choose(processed, draws)
+    def __init__(self, backend: Backend, head: Weight) -> None:
+        self.ops, self.head = backend, head
+
+    def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+        """One token for each draw. hidden: [M, hidden_size]."""
+        drawn: dict[int, Drawn] = {}
+        changed = [i for i, draw in enumerate(draws) if draw.banned or draw.params.has_filters]
+        plain = [i for i, draw in enumerate(draws) if not (draw.banned or draw.params.has_filters)]
+        parts = [changed[start : start + _LOGITS_ROWS] for start in range(0, len(changed), _LOGITS_ROWS)]
+        for indices, compute in [(plain, self._draw_plain), *((part, self._draw_changed) for part in parts)]:
+            some = [draws[i] for i in indices]
+            if some:
+                columns = (column.tolist() for column in compute(hidden[[draw.row for draw in some]], some))
+                for i, draw, token, logprob, is_finite in zip(indices, some, *columns, strict=True):
+                    drawn[i] = Drawn(token, None if draw.params.logprobs is None else logprob, is_finite)
+        return [drawn[i] for i in range(len(draws))]
+
+    def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
+        """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
+        temperatures = torch.full(token_ids.shape, _divisor(distribution), device=hidden.device)
+        if not distribution.has_filters:
+            unused = torch.zeros_like(token_ids)
+            wanted = Wanted(token_ids, temperatures, unused.bool(), unused, unused)
+            return self.ops.next_tokens(hidden, self.head, wanted)[1]
+        scores = []
+        for start in range(0, len(token_ids), _LOGITS_ROWS):
+            rows = slice(start, start + _LOGITS_ROWS)
+            scaled = self.ops.lm_head(hidden[rows], self.head) / temperatures[rows, None]
+            filtered = self._filter(scaled, [distribution] * len(scaled))
+            scores.append(self.ops.log_probs(filtered, token_ids[rows]))
+        return torch.cat(scores)
+
+    def _draw_plain(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.next_tokens(hidden, self.head, _wanted(draws, hidden.device))
+
+    def _draw_changed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
+        """The steps of `next_tokens`, with banned tokens and filters between them."""
+        wanted = _wanted(draws, hidden.device)
+        raw = self.ops.lm_head(hidden, self.head)
+        scaled = raw / wanted.temperatures[:, None]
+        processed = self._filter(_ban(scaled, draws), [draw.params for draw in draws])
+        token_ids = processed.argmax(-1)
+        rows = (wanted.targets == SAMPLE).nonzero().flatten()
+        if len(rows):
+            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
         basis = processed.clone()
         for source, mode in ((raw, "raw"), (scaled, "temperature")):
-            rows = [i for i, p in enumerate(params) if p.logprobs == mode]
+            rows = [i for i, draw in enumerate(draws) if draw.params.logprobs == mode]
             basis[rows] = source[rows]
-        logprobs = self._pick(basis, token_ids).tolist()
-        finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1).tolist()
-        return [
-            Drawn(token, None if p.logprobs is None else logprob, is_finite)
-            for token, p, logprob, is_finite in zip(token_ids.tolist(), params, logprobs, finite, strict=True)
-        ]
-
-    def score(self, logits: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
-        """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of logits [M, vocab_size]."""
-        distributions = [distribution] * len(token_ids)
-        return self._pick(self._filter(_divide_by_temperature(logits, distributions), distributions), token_ids)
+        finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1)
+        return token_ids, self.ops.log_probs(basis, token_ids), finite
 
     def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
         rows = [i for i, d in enumerate(distributions) if d.has_filters]
@@ -82,28 +114,21 @@ class Sampler:
         )
         return filtered
 
-    def _choose(self, processed: Tensor, draws: Sequence[Draw]) -> Tensor:
-        """The greedy choice for greedy rows (the lowest id among equals), a random one for the others."""
-        token_ids = processed.argmax(-1)
-        rows = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
-        if rows:
-            seeds = [_as_signed(draws[i].seed) for i in rows]
-            positions = [draws[i].position for i in rows]
-            token_ids[rows] = self.ops.sample(
-                processed[rows],
-                torch.tensor(seeds, device=processed.device),
-                torch.tensor(positions, device=processed.device),
-            )
-        return token_ids
 
-    def _pick(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        return self.ops.log_softmax(logits).gather(1, token_ids[:, None]).squeeze(1)
+def _wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
+    params = [draw.params for draw in draws]
+    return Wanted(
+        targets=torch.tensor([GREEDY if p.is_greedy else SAMPLE for p in params], device=device),
+        temperatures=torch.tensor([_divisor(p) for p in params], dtype=torch.float32, device=device),
+        raw=torch.tensor([p.logprobs == "raw" for p in params], device=device),
+        seeds=torch.tensor([_as_signed(draw.seed) for draw in draws], device=device),
+        positions=torch.tensor([draw.position for draw in draws], device=device),
+    )
 
 
-def _divide_by_temperature(logits: Tensor, distributions: Sequence[Distribution]) -> Tensor:
-    """Greedy rows keep their logits."""
-    temperatures = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
-    return logits / torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
+def _divisor(distribution: Distribution) -> float:
+    """What logits are divided by. Greedy rows keep theirs."""
+    return 1.0 if distribution.is_greedy else max(distribution.temperature, _LOWEST_TEMPERATURE)
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -13,7 +13,7 @@ prompt was cut into chunks, the block size of the cache, or the number of thread
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, with no state. Each backend is exact
 against itself; between backends results agree within rounding. Rows are tokens or sequences, always the first
-dimension.
+dimension. An op that joins several steps gives the bits of those steps one by one, each rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -42,6 +42,61 @@ class AttentionBatch:
     block_tables: Tensor
 
 
+@dataclass(frozen=True)
+class Qkv:
+    """The weights that turn a hidden state into one layer's queries, keys and values.
+
+    `q` [heads * D, H], `k` and `v` [kv_heads * D, H]; `biases` of the three, or none; `head_norms` [D] of each head of
+    q and k, or none.
+    """
+
+    q: Weight
+    k: Weight
+    v: Weight
+    biases: tuple[Tensor, Tensor, Tensor] | None
+    head_norms: tuple[Tensor, Tensor] | None
+
+
+SAMPLE, GREEDY = -1, -2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `next_tokens` does with each of M rows.
+
+    `targets` int64: SAMPLE, GREEDY, or the token whose log-prob is asked for. `temperatures` float32: divide the
+    logits, 1 for greedy rows. `raw` bool: the log-prob is that of the logits as they are, not over the temperature.
+    `seeds` (the bits of an unsigned 64-bit number) and `positions`, int64: read for SAMPLE rows only.
+    """
+
+    targets: Tensor
+    temperatures: Tensor
+    raw: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+class Weight(Protocol):
+    """A matrix [rows, columns] in a layout that its backend's products read. A plain tensor is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_(self, source: Tensor, /) -> object:
+        """Stores a tensor of the same shape, converted to the weight's dtype."""
+        ...
+
+    def to_dense(self) -> Tensor:
+        """A tensor [rows, columns] with the values of now."""
+        ...
+
+
 class Backend(Protocol):
     """The functions every backend offers. M: rows, H: hidden size, V: vocabulary size, D: head size."""
 
@@ -49,31 +104,60 @@ class Backend(Protocol):
         """What the backend computes with on this machine, for logs and health."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
+    def new_weight(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Weight:
+        """An uninitialized matrix for the products below."""
         ...
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Rows `token_ids` (int64 [M]) of weight [V, H]: [M, H]."""
         ...
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H]."""
+        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H]."""
         ...
 
-    def add_rmsnorm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rmsnorm(x + residual), x + residual), both [M, H]."""
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
         ...
 
-    def rope(self, x: Tensor, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
-        """Rotates x [M, heads, D] by the float32 angles positions (int64 [M]) times inv_freq (float32 [D / 2]).
+    def linear_add(self, x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
+        """linear(x, weight) + residual [M, N]."""
+        ...
 
-        Pairs are (i, i + D / 2), as in Hugging Face models; sines and cosines are multiplied by `scale`.
+    def gate_up(self, x: Tensor, norm: Tensor, eps: float, gate: Weight, up: Weight) -> Tensor:
+        """silu(linear(h, gate)) * linear(h, up) for h = rmsnorm(x, norm, eps): [M, I]; SiLU in float32."""
+        ...
+
+    def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """(cosines, sines) of the float32 angles positions (int64 [M]) times inv_freq (float32 [D / 2]), times scale.
+
+        Both float32 [M, D / 2].
+        """
+        ...
+
+    def qkv(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        weights: Qkv,
+        rotation: tuple[Tensor, Tensor],
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Queries [M, heads, D] of hidden states x [M, H]; their keys and values go to the caches like `write_kv`.
+
+        From rmsnorm(x, norm, eps): products with their biases, norms of the heads of q and k with the same eps, and
+        q and k rotated by `rotation` in float32, in pairs (i, i + D / 2) as in Hugging Face models.
         """
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Stores k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches."""
+        """Stores k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches.
+
+        A cache is [blocks, block_size, kv_heads, D]; how a block holds its values is the backend's own affair.
+        """
         ...
 
     def paged_attention(
@@ -82,16 +166,20 @@ class Backend(Protocol):
         """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D]."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up [M, 2 * I] = (gate, up): [M, I]."""
+    def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+        """(token ids int64, log-probs float32, whether the token's logit is finite), each [M].
+
+        `hidden` [M, H], `weight` [V, H]. The same as `lm_head`, division, `sample` or the lowest id of the highest
+        logits, and `log_probs`, one after the other.
+        """
         ...
 
-    def lm_head(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
         """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], accumulated and kept in float32."""
         ...
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """float32 [M, V] to float32 [M, V]."""
+    def log_probs(self, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """The log-softmax of float32 logits [M, V] at one token (int64 [M]) of each row: float32 [M]."""
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -112,10 +200,33 @@ class Backend(Protocol):
         ...
 
 
-def select_backend(name: str, device: torch.device) -> tuple[str, Backend]:
-    """The backend called `name`, or the best one for `device` if `name` is `auto`, with its name."""
-    from . import reference
+@dataclass(frozen=True)
+class SelectedBackend:
+    """The backend for a model. `note`: why a faster one is not used, or empty."""
 
-    if name not in ("auto", "reference"):
-        raise ValueError(f"backend: expected auto or reference for device {device}, found {name!r}")
-    return "reference", cast(Backend, reference)
+    name: str
+    ops: Backend
+    note: str
+
+
+def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
+    """The backend called `name`, or the best one for the device and the model if `name` is `auto`.
+
+    Raise ValueError if there is no such backend, or if it cannot serve the model.
+    """
+    from . import cpu, reference
+
+    if name not in ("auto", "cpu", "reference"):
+        raise ValueError(f"backend: expected auto, cpu or reference, found {name!r}")
+    if name == "reference" or device.type != "cpu":
+        if name == "cpu":
+            raise ValueError(f"backend: expected auto or reference for device {device}, found cpu")
+        return SelectedBackend("reference", cast(Backend, reference), "")
+    obstacle = cpu.obstacle(dtype, head_dim)
+    if not obstacle:
+        from .cpu import backend
+
+        return SelectedBackend("cpu", cast(Backend, backend), "")
+    if name == "cpu":
+        raise ValueError(f"backend: expected one that can serve this model, found cpu: {obstacle}")
+    return SelectedBackend("reference", cast(Backend, reference), obstacle)

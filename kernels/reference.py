@@ -9,21 +9,27 @@ vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import KV_SPLIT, AttentionBatch
+from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Qkv, Wanted
 
 ROW_TILE = 32
 COLUMN_TILE = 512
 SAMPLE_TILE = 8
+LOGITS_TILE = 64
 
 
 def instruction_set() -> str:
     """The vector instructions torch uses on this CPU."""
     return f"torch {torch.backends.cpu.get_cpu_capability()}"
+
+
+def new_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device=device)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,26 +71,56 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rmsnorm(total, weight, eps), total
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return linear(x, weight) + residual
 
 
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scale: float) -> Tensor:
-    angles = (positions.float()[:, None] * inv_freq)[:, None, :]
-    cos, sin = angles.cos() * scale, angles.sin() * scale
+def gate_up(x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
+    hidden = rmsnorm(x, norm, eps)
+    return silu_mul(linear(hidden, gate), linear(hidden, up))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    wide = gate.float()
+    return (wide / (1.0 + torch.exp(-wide)) * up.float()).to(gate.dtype)
+
+
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    angles = positions.float()[:, None] * inv_freq
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x [M, heads, D] rotated."""
+    cos, sin = (part[:, None, :] for part in rotation)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+
+def qkv(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Qkv,
+    rotation: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    hidden = rmsnorm(x, norm, eps)
+    biases = weights.biases or (None, None, None)
+    projections = zip((weights.q, weights.k, weights.v), biases, strict=True)
+    size = k_cache.shape[3]
+    q, k, v = (linear(hidden, cast(Tensor, w), bias).unflatten(1, (-1, size)) for w, bias in projections)
+    if weights.head_norms is not None:
+        q, k = (rmsnorm(heads, weight, eps) for heads, weight in zip((q, k), weights.head_norms, strict=True))
+    write_kv(rope(k, rotation), v, k_cache, v_cache, slots)
+    return rope(q, rotation)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     k_cache.flatten(0, 1).index_copy_(0, slots, k)
     v_cache.flatten(0, 1).index_copy_(0, slots, v)
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
@@ -204,8 +240,28 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
     return out.unflatten(0, (units, heads))
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1)
+def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    rows = (hidden, wanted.targets, wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions)
+    tiles = zip(*(x.split(LOGITS_TILE) for x in rows), strict=True)
+    results = [_next_tokens(tile[0], weight, Wanted(*tile[1:])) for tile in tiles]
+    token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
+    return token_ids, logprobs, finite
+
+
+def _next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    logits = lm_head(hidden, weight)
+    scaled = logits / wanted.temperatures[:, None]
+    token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)
+    rows = (wanted.targets == SAMPLE).nonzero().flatten()
+    if len(rows):
+        token_ids[rows] = sample(scaled[rows], wanted.seeds[rows], wanted.positions[rows])
+    basis = torch.where(wanted.raw[:, None], logits, scaled)
+    finite = scaled.gather(1, token_ids[:, None]).isfinite().squeeze(1)
+    return token_ids, log_probs(basis, token_ids), finite
+
+
+def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    return torch.log_softmax(logits, dim=-1).gather(1, token_ids[:, None]).squeeze(1)
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ def _describe_setting(config: EngineConfig, loaded: LoadedModel) -> dict[str, st
         "model": config.model,
         "dtype": loaded.dtype_name,
         "device": str(loaded.model.device),
-        "backend": f"backend {loaded.backend_name} ({loaded.backend.instruction_set()})",
+        "backend": f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})",
         "threads": f"{torch.get_num_threads()} threads",
     }
 

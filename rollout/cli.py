@@ -42,7 +42,7 @@ def _check_folder(file: Path | None) -> Path | None:
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, a hub name, or smollm2.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option(help="Where torch computes, such as cpu or cuda.")]
-Backend = Annotated[Literal["auto", "reference"], typer.Option(help="The kernels; auto: the best for the device.")]
+Backend = Annotated[Literal["auto", "cpu", "reference"], typer.Option(help="The kernels; auto: the best for the device.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; results do not depend on it. Default: torch's choice.")]
 
 

@@ -304,7 +304,7 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     loaded = load_model(config)
     matrix = run_matrix(config, loaded, sizes)
     results = list(track(matrix, "verifying", total=len(CELLS) + 1, console=console, transient=True))
-    title = f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, backend {loaded.backend_name}"
+    title = f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, backend {loaded.backend.name}"
     console.print(make_table(results, title))
     console.print(summarize(results))
     if json_file is not None:

@@ -1,7 +1,7 @@
 """A dense decoder: one description that covers Llama, Qwen2 and Qwen3 checkpoints.
 
-Owns the weights, and says where each tensor of a checkpoint belongs in them (`checkpoint_tensors`). Projections that
-read the same input are stored as one matrix. Owns no KV cache and keeps no state between calls.
+Owns the weights, each in the layout its backend wants, under the names of the checkpoint (`checkpoint_tensors`). Owns
+no KV cache and keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...kernels.ops import AttentionBatch, Backend
+from ...kernels.ops import AttentionBatch, Backend, Qkv, Weight
 from ..errors import ModelError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -122,44 +122,48 @@ def _rope(folder: Path, config: Any) -> tuple[Tensor, float]:
 
 
 class _Layer:
-    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device, backend: Backend) -> None:
         hidden, size = config.hidden_size, config.head_dim
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        self.head_dim = size
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
+        def vector(length: int) -> Tensor:
+            return torch.empty(length, dtype=dtype, device=device)
 
-        self.input_norm = empty(hidden)
-        self.qkv = empty(sum(self.heads) * size, hidden)
-        self.qkv_bias = empty(sum(self.heads) * size) if config.qkv_bias else None
-        self.q_norm = empty(size) if config.qk_norm else None
-        self.k_norm = empty(size) if config.qk_norm else None
-        self.o = empty(hidden, config.num_heads * size)
-        self.post_norm = empty(hidden)
-        self.gate_up = empty(2 * config.intermediate_size, hidden)
-        self.down = empty(hidden, config.intermediate_size)
+        def matrix(rows: int, columns: int) -> Weight:
+            return backend.new_weight(rows, columns, dtype, device)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        gate, up = self.gate_up.chunk(2)
-        tensors = {
+        q_size, kv_size = config.num_heads * size, config.num_kv_heads * size
+        self.input_norm = vector(hidden)
+        self.qkv = Qkv(
+            matrix(q_size, hidden),
+            matrix(kv_size, hidden),
+            matrix(kv_size, hidden),
+            (vector(q_size), vector(kv_size), vector(kv_size)) if config.qkv_bias else None,
+            (vector(size), vector(size)) if config.qk_norm else None,
+        )
+        self.o = matrix(hidden, q_size)
+        self.post_norm = vector(hidden)
+        self.gate = matrix(config.intermediate_size, hidden)
+        self.up = matrix(config.intermediate_size, hidden)
+        self.down = matrix(hidden, config.intermediate_size)
+
+    def checkpoint_tensors(self) -> dict[str, Weight]:
+        tensors: dict[str, Weight] = {
             "input_layernorm.weight": self.input_norm,
+            "self_attn.q_proj.weight": self.qkv.q,
+            "self_attn.k_proj.weight": self.qkv.k,
+            "self_attn.v_proj.weight": self.qkv.v,
             "self_attn.o_proj.weight": self.o,
             "post_attention_layernorm.weight": self.post_norm,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
+            "mlp.gate_proj.weight": self.gate,
+            "mlp.up_proj.weight": self.up,
             "mlp.down_proj.weight": self.down,
         }
-        rows = [heads * self.head_dim for heads in self.heads]
-        tensors |= {
-            f"self_attn.{name}_proj.weight": part for name, part in zip("qkv", self.qkv.split(rows), strict=True)
-        }
-        if self.qkv_bias is not None:
-            tensors |= {
-                f"self_attn.{name}_proj.bias": part for name, part in zip("qkv", self.qkv_bias.split(rows), strict=True)
-            }
-        if self.q_norm is not None and self.k_norm is not None:
-            tensors |= {"self_attn.q_norm.weight": self.q_norm, "self_attn.k_norm.weight": self.k_norm}
+        if self.qkv.biases is not None:
+            names = (f"self_attn.{name}_proj.bias" for name in "qkv")
+            tensors |= dict(zip(names, self.qkv.biases, strict=True))
+        if self.qkv.head_norms is not None:
+            names = (f"self_attn.{name}_norm.weight" for name in "qk")
+            tensors |= dict(zip(names, self.qkv.head_norms, strict=True))
         return tensors
 
 
@@ -168,15 +172,17 @@ class DenseModel:
 
     def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device, backend: Backend) -> None:
         self.config, self.dtype, self.device, self.ops = config, dtype, device, backend
-        self.embed = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [_Layer(config, dtype, device) for _ in range(config.num_layers)]
+        embedding_shape = (config.vocab_size, config.hidden_size)
+        self.embed = backend.new_weight(*embedding_shape, dtype, device)
+        self.layers = [_Layer(config, dtype, device, backend) for _ in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.head = self.embed if config.tie_word_embeddings else torch.empty_like(self.embed)
+        tied = config.tie_word_embeddings
+        self.head = self.embed if tied else backend.new_weight(*embedding_shape, dtype, device)
         self.inv_freq = config.inv_freq.to(device)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Every tensor a checkpoint must have, by its Hugging Face name, as a view of where it is stored."""
-        tensors = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
+    def checkpoint_tensors(self) -> dict[str, Weight]:
+        """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""
+        tensors: dict[str, Weight] = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
             tensors["lm_head.weight"] = self.head
         for i, layer in enumerate(self.layers):
@@ -207,38 +213,12 @@ class DenseModel:
         `token_ids`, `positions`, `slots`: int64 [M]. `kv_caches`: for each layer keys and values
         [blocks, block_size, kv_heads, head_dim]; the KV of the M tokens is written to `slots` before it is attended to.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
-        residual = ops.embedding(token_ids, self.embed)
-        hidden = ops.rmsnorm(residual, self.layers[0].input_norm, eps)
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
-        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
-            hidden = self._attention(layer, hidden, positions, slots, batch, kv_cache)
-            hidden, residual = ops.add_rmsnorm(hidden, residual, layer.post_norm, eps)
-            hidden = ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
-            hidden, residual = ops.add_rmsnorm(hidden, residual, next_norm, eps)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [M, vocab_size] for hidden [M, hidden_size]."""
-        return self.ops.lm_head(hidden, self.head)
-
-    def _attention(
-        self,
-        layer: _Layer,
-        hidden: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
-        kv_cache: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        ops, config = self.ops, self.config
-        qkv = ops.linear(hidden, layer.qkv, layer.qkv_bias).unflatten(1, (-1, config.head_dim))
-        q, k, v = qkv.split(layer.heads, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rmsnorm(q, layer.q_norm, config.rms_norm_eps)
-            k = ops.rmsnorm(k, layer.k_norm, config.rms_norm_eps)
-        q = ops.rope(q, positions, self.inv_freq, config.rope_scale)
-        k = ops.rope(k, positions, self.inv_freq, config.rope_scale)
-        ops.write_kv(k, v, *kv_cache, slots)
-        attention = ops.paged_attention(q, *kv_cache, batch, config.head_dim**-0.5)
-        return ops.linear(attention.flatten(1), layer.o)
+        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        rotation = ops.rotation(positions, self.inv_freq, config.rope_scale)
+        x = ops.embedding(token_ids, self.embed)
+        for layer, (k_cache, v_cache) in zip(self.layers, kv_caches, strict=True):
+            q = ops.qkv(x, layer.input_norm, eps, layer.qkv, rotation, k_cache, v_cache, slots)
+            attention = ops.paged_attention(q, k_cache, v_cache, batch, config.head_dim**-0.5)
+            x = ops.linear_add(attention.flatten(1), layer.o, x)
+            x = ops.linear_add(ops.gate_up(x, layer.post_norm, eps, layer.gate, layer.up), layer.down, x)
+        return ops.rmsnorm(x, self.norm, eps)

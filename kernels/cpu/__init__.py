@@ -1,0 +1,26 @@
+"""Native kernels for the CPU: C++ in `native/`, built when the package is installed, called through its C interface.
+
+`library` owns the loaded shared library, `weight` the packed layout of matrices, `backend` the ops. The instruction set
+is the best that the machine has, or the one that the environment variable TRUEROLL_CPU_ISA names, and is one for the
+whole process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MOST_HEAD_DIM = 512
+
+
+def obstacle(dtype: torch.dtype, head_dim: int) -> str:
+    """Why these kernels cannot serve a model with this dtype and head size here, or an empty string.
+
+    Raise ValueError if TRUEROLL_CPU_ISA names what this machine does not have.
+    """
+    from .library import library_obstacle
+
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"native CPU kernels expect float32 or bfloat16, found {str(dtype).removeprefix('torch.')}; set dtype"
+    if head_dim % 16 or head_dim > MOST_HEAD_DIM:
+        return f"native CPU kernels expect a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
+    return library_obstacle()

@@ -1,0 +1,159 @@
+"""The ops of `kernels.ops.Backend` by native kernels.
+
+How they keep the contract: native/kernels.h says it. The number of threads is torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, get_num_threads
+
+from ..ops import AttentionBatch, Qkv, Wanted
+from ..reference import rotation as rotation
+from .library import load_library
+from .weight import PackedWeight
+
+_library = load_library()
+
+
+def instruction_set() -> str:
+    """The one the process uses."""
+    return _library.instruction_set()
+
+
+def new_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    return PackedWeight(rows, columns, dtype)
+
+
+def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
+    out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype)
+    ids = token_ids.contiguous()
+    _library.embedding(
+        _is_bfloat16(out), ids.data_ptr(), len(ids), weight.pointer, weight.shape[0], weight.shape[1], out.data_ptr()
+    )
+    return out
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    _library.rmsnorm(*_rows(x), weight.data_ptr(), eps, out.data_ptr())
+    return out
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    return _linear(x, weight, bias, None)
+
+
+def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
+    return _linear(x, weight, None, residual.contiguous())
+
+
+def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    x, out = x.contiguous(), torch.empty(len(x), weight.shape[0], dtype=x.dtype)
+    _library.linear(
+        *_rows(x), None, 0.0, weight.pointer, weight.shape[0], _pointer(bias), _pointer(residual), out.data_ptr()
+    )
+    return out
+
+
+def gate_up(x: Tensor, norm: Tensor, eps: float, gate: PackedWeight, up: PackedWeight) -> Tensor:
+    x, out = x.contiguous(), torch.empty(len(x), gate.shape[0], dtype=x.dtype)
+    _library.gate_up(*_rows(x), norm.data_ptr(), eps, gate.pointer, up.pointer, gate.shape[0], out.data_ptr())
+    return out
+
+
+def qkv(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Qkv,
+    rotation: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    x = x.contiguous()
+    _, block_size, kv_heads, head_dim = k_cache.shape
+    q = torch.empty(len(x), weights.q.shape[0] // head_dim, head_dim, dtype=x.dtype)
+    biases = weights.biases or (None, None, None)
+    head_norms = weights.head_norms or (None, None)
+    _library.qkv(
+        *(*_rows(x), norm.data_ptr(), eps),
+        *(weight.pointer for weight in (weights.q, weights.k, weights.v)),
+        *(*map(_pointer, biases), *map(_pointer, head_norms), eps),
+        *(rotation[0].data_ptr(), rotation[1].data_ptr(), slots.data_ptr()),
+        *(q.shape[1], kv_heads, head_dim, block_size),
+        *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+    )
+    return q
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
+    caches = k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:]
+    _library.write_kv(_is_bfloat16(k), k.data_ptr(), v.data_ptr(), slots.data_ptr(), len(slots), *caches)
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    starts, lens = torch.tensor(batch.query_starts), torch.tensor(batch.context_lens)
+    tables = batch.block_tables.contiguous()
+    _library.attention(
+        *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), q.shape[1]),
+        *(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:]),
+        *(len(lens), starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
+        *(scale, out.data_ptr()),
+    )
+    return out
+
+
+def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, count = hidden.contiguous(), len(hidden)
+    inputs = (wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions, wanted.targets)
+    inputs = [column.contiguous() for column in inputs]
+    tokens, logprobs, finite = (torch.empty(count, dtype=t) for t in (torch.int64, torch.float32, torch.bool))
+    _library.head(
+        *(*_rows(hidden), weight.pointer, weight.shape[0]),
+        *(column.data_ptr() for column in (*inputs, tokens, logprobs, finite)),
+    )
+    return tokens, logprobs, finite
+
+
+def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
+    hidden, out = hidden.contiguous(), torch.empty(len(hidden), weight.shape[0])
+    _library.logits(*_rows(hidden), weight.pointer, weight.shape[0], out.data_ptr())
+    return out
+
+
+def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(len(logits))
+    _library.log_probs(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), out.data_ptr())
+    return out
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    out = logits.clone(memory_format=torch.contiguous_format)
+    filters = [column.contiguous() for column in (top_k, top_p, min_p)]
+    _library.filter(get_num_threads(), out.data_ptr(), *out.shape, *(column.data_ptr() for column in filters))
+    return out
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    logits, seeds, positions = logits.contiguous(), seeds.contiguous(), positions.contiguous()
+    out = torch.empty(len(logits), dtype=torch.int64)
+    pointers = seeds.data_ptr(), positions.data_ptr(), out.data_ptr()
+    _library.sample(get_num_threads(), logits.data_ptr(), *logits.shape, *pointers)
+    return out
+
+
+def _is_bfloat16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
+    """(threads, whether x is bfloat16, its address, rows, columns)."""
+    return get_num_threads(), x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], x.shape[1]
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

@@ -1,0 +1,94 @@
+"""The shared library of the native kernels: found beside this file and loaded once, with the types of its functions.
+
+Its C interface is described in native/api.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+ISA_VARIABLE = "TRUEROLL_CPU_ISA"
+
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+# The arguments of each function: pointer, long, int or float.
+_SIGNATURES = {
+    "pack": "lippll",
+    "unpack": "lippll",
+    "embedding": "iplpllp",
+    "rmsnorm": "lipllpfp",
+    "linear": "lipllpfplppp",
+    "gate_up": "lipllpfpplp",
+    "qkv": "lipllpfppppppppfpppllllppp",
+    "write_kv": "ippplpplll",
+    "attention": "liplppllllppplfp",
+    "logits": "lipllplp",
+    "head": "lipllplpppppppp",
+    "log_probs": "lpllpp",
+    "filter": "lpllppp",
+    "sample": "lpllppp",
+}
+
+
+class Library:
+    """The loaded library; each function of its C interface is an attribute, without the prefix `trueroll_`."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for name, signature in _SIGNATURES.items():
+            function = self._library[f"trueroll_{name}"]
+            function.argtypes = [_TYPES[letter] for letter in signature]
+            function.restype = None
+            setattr(self, name, function)
+        self._library.trueroll_available.restype = ctypes.c_char_p
+        self._library.trueroll_chosen.restype = ctypes.c_char_p
+
+    def instruction_sets(self) -> list[str]:
+        """Those this machine has, best first."""
+        names: list[str] = []
+        while name := self._library.trueroll_available(ctypes.c_long(len(names))):
+            names.append(name.decode())
+        return names
+
+    def instruction_set(self) -> str:
+        """The one in use."""
+        return self._library.trueroll_chosen().decode()
+
+    def choose(self, name: str) -> None:
+        """Use an instruction set from now on. Raise ValueError if this machine does not have it."""
+        if not self._library.trueroll_choose(name.encode()):
+            available = ", ".join(self.instruction_sets())
+            raise ValueError(f"{ISA_VARIABLE}: expected one of {available}, which this machine has, found {name!r}")
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., None]: ...
+
+
+@cache
+def load_library() -> Library:
+    """The library, with the instruction set that TRUEROLL_CPU_ISA names, or the best.
+
+    Raise OSError if it was not built or cannot be loaded, ValueError for an instruction set that is not there.
+    """
+    path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
+    if not path.exists():
+        raise OSError(f"{path.name} was not built, which needs a C++ compiler when trueroll is installed")
+    library = Library(path)
+    if wanted := os.environ.get(ISA_VARIABLE):
+        library.choose(wanted)
+    return library
+
+
+def library_obstacle() -> str:
+    """Why the library cannot be used, or an empty string. Raise ValueError like `load_library`."""
+    try:
+        load_library()
+    except OSError as error:
+        return f"native CPU kernels cannot be loaded: {error}; install a C++ compiler, then trueroll again"
+    return ""

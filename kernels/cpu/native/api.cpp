@@ -1,0 +1,351 @@
+// The C interface: which instruction sets this machine has, which one is used, and every op by plain pointers.
+//
+// Pointers that may be null say so in the ops' arguments (common.h). Sizes were checked by the caller. `bfloat16` says
+// of what type all activations, weights and caches of a call are: bfloat16, or float32.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "common.h"
+
+namespace trueroll {
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+bool has_amx_bf16() {
+#if defined(EMULATE_TILES)
+    return true;
+#elif defined(__x86_64__) && defined(__linux__)
+    unsigned a, b, c, d;
+    constexpr unsigned BF16_AND_TILES = 1u << 22 | 1u << 24;
+    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & BF16_AND_TILES) != BF16_AND_TILES)
+        return false;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(ARCH_REQ_XCOMP_PERM, ...)
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+
+// Best first.
+std::vector<const InstructionSet*> find_available() {
+    std::vector<const InstructionSet*> sets;
+#if defined(__x86_64__) || defined(EMULATE_TILES)
+    if (has_amx_bf16()) sets.push_back(&amx_bf16);
+#endif
+#if defined(__x86_64__)
+    if (has_avx512_bf16()) sets.push_back(&avx512_bf16);
+    if (has_avx512()) sets.push_back(&avx512);
+    if (has_avx2()) sets.push_back(&avx2);
+#endif
+    sets.push_back(&portable);
+    return sets;
+}
+
+const std::vector<const InstructionSet*>& available() {
+    static const std::vector<const InstructionSet*> sets = find_available();
+    return sets;
+}
+
+const InstructionSet* chosen = available()[0];
+
+// A row's logits by descending value, ties by ascending id, taken one after the other.
+class Ranking {
+  public:
+    Ranking(const float* logits, long n) : logits_(logits), ids_(static_cast<size_t>(n)) {
+        for (long i = 0; i < n; ++i) ids_[static_cast<size_t>(i)] = i;
+        std::make_heap(ids_.begin(), ids_.end(), worse());
+    }
+
+    bool empty() const { return ids_.empty(); }
+
+    long next() {
+        std::pop_heap(ids_.begin(), ids_.end(), worse());
+        const long id = ids_.back();
+        ids_.pop_back();
+        return id;
+    }
+
+  private:
+    struct Worse {
+        const float* logits;
+        // NaN ranks last, so that the order stays a strict one.
+        float key(long id) const { return std::isnan(logits[id]) ? -INFINITY : logits[id]; }
+        bool operator()(long a, long b) const { return key(a) != key(b) ? key(a) < key(b) : a > b; }
+    };
+    Worse worse() const { return {logits_}; }
+
+    const float* logits_;
+    std::vector<long> ids_;
+};
+
+// Sets the logits of a row that its filters drop to -inf. `scratch`: n floats.
+void filter_row(float* logits, long n, long top_k, float top_p, float min_p, float* scratch) {
+    Ranking ranking(logits, n);
+    const long most = top_k < 0 ? n : smaller(top_k, n);
+    std::vector<long> kept;
+    while (top_k >= 0 && static_cast<long>(kept.size()) < most) kept.push_back(ranking.next());
+    float peak, total;
+    if (top_k >= 0) {
+        for (size_t i = 0; i < kept.size(); ++i) scratch[i] = logits[kept[i]];
+        chosen->log_sum_exp(scratch, most, &peak, &total);
+    } else {
+        chosen->log_sum_exp(logits, n, &peak, &total);
+    }
+    float before = 0.0f, best = 0.0f;
+    size_t i = 0;
+    for (; static_cast<long>(i) < most; ++i) {
+        if (i == kept.size()) kept.push_back(ranking.next());
+        const float probability = std::exp(logits[kept[i]] - peak) / total;
+        if (i == 0) best = probability;
+        if (i > 0 && !(before < top_p && probability >= min_p * best)) break;
+        before += probability;
+    }
+    for (size_t j = 0; j < i; ++j) scratch[j] = logits[kept[j]];
+    std::fill(logits, logits + n, -INFINITY);
+    for (size_t j = 0; j < i; ++j) logits[kept[j]] = scratch[j];
+}
+
+template <class T>
+T* as(const void* p) { return static_cast<T*>(const_cast<void*>(p)); }
+
+// Calls body(T{}) with T = bf16 or float.
+template <class Body>
+void with_type(int is_bfloat16, const Body& body) {
+    if (is_bfloat16)
+        body(bf16{});
+    else
+        body(0.0f);
+}
+
+template <class T>
+void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
+    for (long i = 0; i < count; ++i)
+        for (long k = 0; k < weight.columns; ++k) out[i * weight.columns + k] = weight.at(ids[i], k);
+}
+
+// Rows [0, rows) of a plain matrix whose rows are `stride` apart into a packed one; the padding is set to zero.
+template <class T>
+void pack(const T* rows, const Matrix<T>& out) {
+    const long K = out.columns, steps = out.steps();
+    parallel(out.panels(), [&](long p) {
+        T* panel = out.panel(p);
+        for (long step = 0; step < steps; ++step)
+            for (long lane = 0; lane < LANES; ++lane, panel += PAIR<T>)
+                for (long i = 0; i < PAIR<T>; ++i) {
+                    const long row = p * LANES + lane, column = step * PAIR<T> + i;
+                    panel[i] = row < out.rows && column < K ? rows[row * K + column] : T{};
+                }
+    });
+}
+
+template <class T>
+void unpack(const Matrix<T>& matrix, T* rows) {
+    parallel(matrix.panels(), [&](long p) {
+        for (long row = p * LANES; row < smaller(matrix.rows, (p + 1) * LANES); ++row)
+            for (long k = 0; k < matrix.columns; ++k) rows[row * matrix.columns + k] = matrix.at(row, k);
+    });
+}
+
+}  // namespace
+}  // namespace trueroll
+
+using namespace trueroll;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// The name of the i-th instruction set that this machine has, best first; null past the last one.
+EXPORT const char* trueroll_available(long i) {
+    return i < static_cast<long>(available().size()) ? available()[static_cast<size_t>(i)]->name : nullptr;
+}
+
+EXPORT const char* trueroll_chosen() { return chosen->name; }
+
+// Takes the instruction set of this name for all later calls; false if there is none.
+EXPORT int trueroll_choose(const char* name) {
+    for (const InstructionSet* set : available())
+        if (std::strcmp(set->name, name) == 0) {
+            chosen = set;
+            return 1;
+        }
+    return 0;
+}
+
+EXPORT void trueroll_pack(long threads, int bfloat16, const void* rows, void* packed, long n, long k) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        pack(as<const T>(rows), Matrix<T>{as<T>(packed), n, k});
+    });
+}
+
+EXPORT void trueroll_unpack(long threads, int bfloat16, const void* packed, void* rows, long n, long k) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        unpack(Matrix<T>{as<T>(packed), n, k}, as<T>(rows));
+    });
+}
+
+EXPORT void trueroll_embedding(int bfloat16, const int64_t* ids, long count, const void* w, long n, long k, void* out) {
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        embed(ids, count, Matrix<T>{as<T>(w), n, k}, as<T>(out));
+    });
+}
+
+EXPORT void trueroll_linear(
+    long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* w, long n,
+    const void* bias, const void* residual, void* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Input<T> input = {as<const T>(x), count, k, as<const T>(norm), eps};
+        const Matrix<T> weight = {as<T>(w), n, k};
+        chosen->ops(type).linear({input, weight, as<const T>(bias), as<const T>(residual), as<T>(out)});
+    });
+}
+
+EXPORT void trueroll_logits(
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).logits({as<const T>(x), count, k, nullptr, 0.0f}, {as<T>(w), n, k}, out);
+    });
+}
+
+EXPORT void trueroll_gate_up(
+    long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* gate,
+    const void* up, long n, void* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Input<T> input = {as<const T>(x), count, k, as<const T>(norm), eps};
+        chosen->ops(type).gate_up({input, {as<T>(gate), n, k}, {as<T>(up), n, k}, as<T>(out)});
+    });
+}
+
+EXPORT void trueroll_qkv(
+    long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* wq,
+    const void* wk, const void* wv, const void* bq, const void* bk, const void* bv, const void* q_norm,
+    const void* k_norm, float head_eps, const float* cosines, const float* sines, const int64_t* slots, long heads,
+    long kv_heads, long head_dim, long block_size, void* q, void* keys, void* values
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        QkvArgs<T> args = {};
+        args.x = {as<const T>(x), count, k, as<const T>(norm), eps};
+        args.weights[0] = {as<T>(wq), heads * head_dim, k};
+        args.weights[1] = {as<T>(wk), kv_heads * head_dim, k};
+        args.weights[2] = {as<T>(wv), kv_heads * head_dim, k};
+        args.biases[0] = as<const T>(bq), args.biases[1] = as<const T>(bk), args.biases[2] = as<const T>(bv);
+        args.norms[0] = as<const T>(q_norm), args.norms[1] = as<const T>(k_norm);
+        args.head_eps = head_eps, args.cosines = cosines, args.sines = sines, args.slots = slots;
+        args.q = as<T>(q);
+        args.caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
+        chosen->ops(type).qkv(args);
+    });
+}
+
+EXPORT void trueroll_write_kv(
+    int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
+    long block_size, long kv_heads, long head_dim
+) {
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Caches<T> caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
+        chosen->ops(type).write_kv(caches, as<const T>(k), as<const T>(v), slots, count);
+    });
+}
+
+EXPORT void trueroll_attention(
+    long threads, int bfloat16, const void* q, long heads, const void* keys, const void* values, long block_size,
+    long kv_heads, long head_dim, long sequences, const int64_t* query_starts, const int64_t* context_lens,
+    const int64_t* tables, long max_blocks, float scale, void* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        AttentionArgs<T> args = {};
+        args.q = as<const T>(q), args.out = as<T>(out);
+        args.caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
+        args.heads = heads, args.sequences = sequences;
+        args.query_starts = query_starts, args.context_lens = context_lens, args.tables = tables;
+        args.max_blocks = max_blocks, args.scale = scale;
+        chosen->ops(type).attention(args);
+    });
+}
+
+EXPORT void trueroll_head(
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const float* temperatures,
+    const uint8_t* raw, const int64_t* seeds, const int64_t* positions, const int64_t* targets, int64_t* tokens,
+    float* logprobs, uint8_t* finite
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Input<T> input = {as<const T>(x), count, k, nullptr, 0.0f};
+        chosen->ops(type).head(
+            {input, {as<T>(w), n, k}, temperatures, raw, seeds, positions, targets, tokens, logprobs, finite}
+        );
+    });
+}
+
+EXPORT void trueroll_rmsnorm(
+    long threads, int bfloat16, const void* x, long count, long k, const void* weight, float eps, void* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).rmsnorm({as<const T>(x), count, k, as<const T>(weight), eps}, as<T>(out));
+    });
+}
+
+// Log-probs of one token of each row of float32 logits [count, n].
+EXPORT void trueroll_log_probs(long threads, const float* logits, long count, long n, const int64_t* tokens, float* out) {
+    const Call call(threads);
+    parallel(count, [&](long row) {
+        float peak, total;
+        chosen->log_sum_exp(logits + row * n, n, &peak, &total);
+        out[row] = (logits[row * n + tokens[row]] - peak) - std::log(total);
+    });
+}
+
+// One token for each row of float32 logits [count, n].
+EXPORT void trueroll_sample(
+    long threads, const float* logits, long count, long n, const int64_t* seeds, const int64_t* positions, int64_t* out
+) {
+    const Call call(threads);
+    parallel(count, [&](long row) { chosen->sample(logits + row * n, n, seeds[row], positions[row], out + row); });
+}
+
+// Filters float32 logits [count, n] in place.
+EXPORT void trueroll_filter(
+    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
+) {
+    const Call call(threads);
+    parallel(count, [&](long row) {
+        filter_row(logits + row * n, n, top_k[row], top_p[row], min_p[row], scratch<float>(ROW, n));
+    });
+}

@@ -1,0 +1,173 @@
+// What all translation units share: number types, the arguments of the ops, the table of one instruction set's ops, and
+// the thread pool. Sizes and strides count elements unless they say bytes.
+//
+// A packed matrix [rows, columns] is stored in panels of 16 rows. A panel holds, for each step over the columns, the
+// values of its 16 rows side by side: one float32, or a pair of bfloat16 of neighbouring columns. Rows are filled up to
+// a multiple of 16 and columns to one of `column_multiple`, with zeros.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace trueroll {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+constexpr long LANES = 16;
+constexpr long KV_SPLIT = 128;
+
+template <class T>
+constexpr long PAIR = sizeof(T) == 2 ? 2 : 1;
+
+// Whole tiles of 32 bfloat16 for AMX.
+template <class T>
+constexpr long COLUMN_MULTIPLE = sizeof(T) == 2 ? 32 : 1;
+
+constexpr long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr long smaller(long a, long b) { return a < b ? a : b; }
+constexpr long larger(long a, long b) { return a > b ? a : b; }
+
+template <class T>
+struct Matrix {
+    T* data;
+    long rows, columns;
+
+    long panels() const { return round_up(rows, LANES) / LANES; }
+    long steps() const { return round_up(columns, COLUMN_MULTIPLE<T>) / PAIR<T>; }
+    T* panel(long p) const { return data + p * steps() * LANES * PAIR<T>; }
+    T& at(long row, long column) const {
+        return panel(row / LANES)[(column / PAIR<T> * LANES + row % LANES) * PAIR<T> + column % PAIR<T>];
+    }
+};
+
+// Rows of activations [count, columns]. `norm`: the weight of the RMS norm that they pass first, or null.
+template <class T>
+struct Input {
+    const T* data;
+    long count, columns;
+    const T* norm;
+    float eps;
+};
+
+template <class T>
+struct LinearArgs {
+    Input<T> x;
+    Matrix<T> weight;
+    const T *bias, *residual;  // or null
+    T* out;
+};
+
+template <class T>
+struct GateUpArgs {
+    Input<T> x;
+    Matrix<T> gate, up;
+    T* out;
+};
+
+// The caches of keys and values: per block and key-value head `block_size` tokens of `head_dim` values. Keys stand as
+// [head_dim / PAIR][token][PAIR], values as [token / PAIR][head_dim][PAIR].
+template <class T>
+struct Caches {
+    T *keys, *values;
+    long block_size, kv_heads, head_dim;
+
+    T* key_block(long block, long head) const { return keys + (block * kv_heads + head) * block_size * head_dim; }
+    T* value_block(long block, long head) const { return values + (block * kv_heads + head) * block_size * head_dim; }
+};
+
+template <class T>
+struct QkvArgs {
+    Input<T> x;
+    Matrix<T> weights[3];
+    const T* biases[3];  // or null
+    const T* norms[2];   // of the heads of q and k, or null
+    float head_eps;
+    const float *cosines, *sines;  // [count, head_dim / 2]
+    const int64_t* slots;
+    T* q;
+    Caches<T> caches;
+};
+
+template <class T>
+struct AttentionArgs {
+    const T* q;
+    T* out;
+    Caches<T> caches;
+    long heads, sequences;
+    const int64_t *query_starts, *context_lens, *tables;
+    long max_blocks;
+    float scale;
+};
+
+constexpr int64_t SAMPLE = -1, GREEDY = -2;
+
+// `targets`: the token whose log-prob is asked for, or SAMPLE or GREEDY. Log-probs are of logits / temperature, or of
+// the logits as they are where `raw`.
+template <class T>
+struct HeadArgs {
+    Input<T> x;
+    Matrix<T> weight;
+    const float* temperatures;
+    const uint8_t* raw;
+    const int64_t *seeds, *positions, *targets;
+    int64_t* tokens;
+    float* logprobs;
+    uint8_t* finite;
+};
+
+template <class T>
+struct Ops {
+    void (*linear)(const LinearArgs<T>&);
+    void (*logits)(const Input<T>&, const Matrix<T>&, float*);
+    void (*gate_up)(const GateUpArgs<T>&);
+    void (*qkv)(const QkvArgs<T>&);
+    void (*write_kv)(const Caches<T>&, const T* keys, const T* values, const int64_t* slots, long count);
+    void (*attention)(const AttentionArgs<T>&);
+    void (*head)(const HeadArgs<T>&);
+    void (*rmsnorm)(const Input<T>&, T* out);
+};
+
+struct InstructionSet {
+    const char* name;
+    Ops<bf16> bfloat16;
+    Ops<float> float32;
+    // The maximum of n float32 values and the sum of their exponentials relative to it.
+    void (*log_sum_exp)(const float* x, long n, float* peak, float* total);
+    void (*sample)(const float* logits, long n, int64_t seed, int64_t position, int64_t* token);
+
+    const Ops<bf16>& ops(bf16) const { return bfloat16; }
+    const Ops<float>& ops(float) const { return float32; }
+};
+
+extern const InstructionSet portable, avx2, avx512, avx512_bf16, amx_bf16;
+
+// Calls run(context, task) once for every task in [0, tasks), on all threads of the pool.
+void parallel(long tasks, void (*run)(const void* context, long task), const void* context);
+
+template <class Body>
+void parallel(long tasks, const Body& body) {
+    parallel(tasks, [](const void* context, long task) { (*static_cast<const Body*>(context))(task); }, &body);
+}
+
+long num_threads();
+
+// Held during a call into the library: one call at a time, on `threads` threads.
+class Call {
+  public:
+    explicit Call(long threads);
+    ~Call();
+    Call(const Call&) = delete;
+};
+
+// Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
+enum Purpose { INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, OUTPUT, NUM_PURPOSES };
+void* scratch_bytes(Purpose purpose, size_t bytes);
+
+template <class T>
+T* scratch(Purpose purpose, long count) {
+    return static_cast<T*>(scratch_bytes(purpose, static_cast<size_t>(count) * sizeof(T)));
+}
+
+}  // namespace trueroll

@@ -1,0 +1,24 @@
+// AMX tiles for products of bfloat16, AVX-512 for everything else. With EMULATE_TILES: a build for tests, on any machine.
+#if defined(__x86_64__) || defined(EMULATE_TILES)
+#include "isa.h"
+#ifndef EMULATE_TILES
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+#endif
+
+namespace trueroll {
+namespace {
+#define HAS_TILES
+#ifdef EMULATE_TILES
+constexpr int ACCUMULATORS = 2;
+#include "vec_portable.h"
+#else
+#define HAS_DOT_BF16
+constexpr int ACCUMULATORS = 24;
+#include "vec_avx512.h"
+#endif
+#include "kernels.h"
+}  // namespace
+
+const InstructionSet amx_bf16 = {"amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample};
+}  // namespace trueroll
+#endif

@@ -1,0 +1,163 @@
+// The thread pool and the threads' scratch memory.
+//
+// Threads claim tasks one by one, so that a thread that lost its core to another process holds up at most one task. Who
+// computes a task never changes its result.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <pthread.h>
+
+#include "common.h"
+
+namespace trueroll {
+namespace {
+
+// About 20 microseconds: longer than the pause between two ops of a model, shorter than anybody would notice.
+constexpr int SPINS = 2000;
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+  public:
+    // Tasks of the newest job that nobody has claimed yet, below the job's number.
+    void run(long tasks, void (*function)(const void*, long), const void* context) {
+        function_ = function, context_ = context, tasks_ = tasks;
+        finished_.store(0, std::memory_order_relaxed);
+        const uint64_t job = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+        ticket_.store(job << 32 | static_cast<uint64_t>(tasks));
+        if (sleepers_.load() > 0) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            wake_.notify_all();
+        }
+        work(job);
+        for (int spins = 0; finished_.load(std::memory_order_acquire) != tasks; ++spins)
+            spins < SPINS ? relax() : std::this_thread::yield();
+    }
+
+    void resize(long threads) {
+        if (threads == size()) return;
+        stop();
+        for (long i = 1; i < threads; ++i)
+            workers_.emplace_back([this, seen = ticket_.load() >> 32]() mutable {
+                while (await_job(seen)) work(seen);
+            });
+    }
+
+    long size() const { return static_cast<long>(workers_.size()) + 1; }
+
+  private:
+    void work(uint64_t job) {
+        uint64_t ticket = ticket_.load();
+        while (ticket >> 32 == job && static_cast<uint32_t>(ticket) != 0) {
+            if (!ticket_.compare_exchange_weak(ticket, ticket - 1)) continue;
+            // The job cannot end, nor its description change, before this task is finished.
+            function_(context_, tasks_ - static_cast<long>(static_cast<uint32_t>(ticket)));
+            finished_.fetch_add(1, std::memory_order_release);
+            ticket = ticket_.load();
+        }
+    }
+
+    // Waits for a job newer than `seen` and sets it; false if the thread shall end.
+    bool await_job(uint64_t& seen) {
+        for (int spins = 0; spins < SPINS; ++spins, relax())
+            if (ticket_.load(std::memory_order_acquire) >> 32 != seen) break;
+        if (ticket_.load() >> 32 == seen) {
+            std::unique_lock<std::mutex> lock(mutex_);
+            ++sleepers_;
+            wake_.wait(lock, [&] { return stopping_ || ticket_.load() >> 32 != seen; });
+            --sleepers_;
+        }
+        seen = ticket_.load() >> 32;
+        return !stopping_;
+    }
+
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stopping_ = true;
+            ticket_.store(((ticket_.load() >> 32) + 1) << 32);
+            wake_.notify_all();
+        }
+        for (auto& worker : workers_) worker.join();
+        workers_.clear();
+        stopping_ = false;
+    }
+
+    std::vector<std::thread> workers_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<int> sleepers_{0};
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<long> finished_{0};
+    void (*function_)(const void*, long) = nullptr;
+    const void* context_ = nullptr;
+    long tasks_ = 0;
+};
+
+// Never destroyed: its threads may outlive the statics of this library. Replaced after a fork, which no thread survives.
+Pool* pool = new Pool;
+std::mutex* caller = new std::mutex;
+
+void forget_after_fork() {
+    pool = new Pool;
+    caller = new std::mutex;
+}
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_after_fork);
+
+struct Buffer {
+    void* data = nullptr;
+    size_t bytes = 0;
+
+    ~Buffer() { std::free(data); }
+
+    void* at_least(size_t wanted) {
+        if (wanted > bytes) {
+            std::free(data);
+            bytes = 0;
+            data = std::aligned_alloc(64, (wanted + 63) / 64 * 64);
+            if (data == nullptr) {
+                std::fprintf(stderr, "trueroll: expected %zu bytes of scratch memory, found none left\n", wanted);
+                std::abort();
+            }
+            bytes = wanted;
+        }
+        return data;
+    }
+};
+
+thread_local Buffer buffers[NUM_PURPOSES];
+
+}  // namespace
+
+void parallel(long tasks, void (*run)(const void*, long), const void* context) {
+    if (tasks == 1 || pool->size() == 1)
+        for (long task = 0; task < tasks; ++task) run(context, task);
+    else
+        pool->run(tasks, run, context);
+}
+
+long num_threads() { return pool->size(); }
+
+void* scratch_bytes(Purpose purpose, size_t bytes) { return buffers[purpose].at_least(bytes); }
+
+Call::Call(long threads) {
+    caller->lock();
+    pool->resize(threads);
+}
+Call::~Call() { caller->unlock(); }
+
+}  // namespace trueroll

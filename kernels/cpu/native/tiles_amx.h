@@ -1,0 +1,90 @@
+// The product of bfloat16 on AMX tiles: two tiles of up to 16 rows times two panels at a time.
+//
+// A tile instruction sums its 16 steps (32 columns) from zero before it adds them, so the columns are always cut at
+// multiples of 32, whatever the number of rows.
+
+#ifdef EMULATE_TILES
+#include "tiles_emulated.h"
+#endif
+
+constexpr long TILE_ROWS = 16, TILE_STEPS = 16;
+
+// Accumulators 0 to 3: (upper, lower) rows by (left, right) panel; 4 and 5: upper and lower rows; 6 and 7: panels.
+inline void configure_tiles(long upper, long lower, long steps) {
+    alignas(64) uint8_t config[64] = {1};
+    const auto shape = [&](int tile, long rows, long bytes) {
+        const uint16_t width = static_cast<uint16_t>(rows > 0 ? bytes : 0);
+        memcpy(config + 16 + 2 * tile, &width, sizeof(width));
+        config[48 + tile] = static_cast<uint8_t>(rows);
+    };
+    for (int i = 0; i < 4; ++i) shape(i, i < 2 ? upper : lower, 4 * LANES);
+    shape(4, upper, 4 * steps);
+    shape(5, lower, 4 * steps);
+    shape(6, steps, 4 * LANES);
+    shape(7, steps, 4 * LANES);
+    _tile_loadconfig(config);
+}
+
+// `rounds` times `height` steps of one block of accumulators, for a configuration with that height.
+template <bool LOWER, bool RIGHT>
+void tile_block(
+    const bf16* a, long lda, const bf16* const* b, long stride, long rounds, long height, bool add_to, float* c,
+    long ldc
+) {
+    const long row_bytes = lda * 2, step_bytes = stride * 2, out_bytes = ldc * 4;
+    float* lower = c + TILE_ROWS * ldc;
+    if (add_to) {
+        _tile_loadd(0, c, out_bytes);
+        if (RIGHT) _tile_loadd(1, c + LANES, out_bytes);
+        if (LOWER) _tile_loadd(2, lower, out_bytes);
+        if (LOWER && RIGHT) _tile_loadd(3, lower + LANES, out_bytes);
+    } else {
+        _tile_zero(0);
+        if (RIGHT) _tile_zero(1);
+        if (LOWER) _tile_zero(2);
+        if (LOWER && RIGHT) _tile_zero(3);
+    }
+    for (long i = 0; i < rounds; ++i) {
+        const long s = i * height;
+        _tile_loadd(4, a + s * 2, row_bytes);
+        _tile_loadd(6, b[0] + s * stride, step_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (RIGHT) _tile_loadd(7, b[1] + s * stride, step_bytes);
+        if (RIGHT) _tile_dpbf16ps(1, 4, 7);
+        if (LOWER) _tile_loadd(5, a + TILE_ROWS * lda + s * 2, row_bytes);
+        if (LOWER) _tile_dpbf16ps(2, 5, 6);
+        if (LOWER && RIGHT) _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, out_bytes);
+    if (RIGHT) _tile_stored(1, c + LANES, out_bytes);
+    if (LOWER) _tile_stored(2, lower, out_bytes);
+    if (LOWER && RIGHT) _tile_stored(3, lower + LANES, out_bytes);
+}
+
+inline void multiply_tiles(
+    const bf16* a, long lda, long m, const bf16* const* b, long n, long stride, long rounds, long height, bool add_to,
+    float* c, long ldc
+) {
+    for (long row = 0; row < m; row += 2 * TILE_ROWS) {
+        const long upper = smaller(TILE_ROWS, m - row), lower = larger(0, smaller(TILE_ROWS, m - row - TILE_ROWS));
+        configure_tiles(upper, lower, height);
+        for (long i = 0; i < n; i += 2) {
+            const bool right = i + 1 < n;
+            const auto block = lower > 0 ? (right ? tile_block<true, true> : tile_block<true, false>)
+                                         : (right ? tile_block<false, true> : tile_block<false, false>);
+            block(a + row * lda, lda, b + i, stride, rounds, height, add_to, c + row * ldc + i * LANES, ldc);
+        }
+    }
+}
+
+void multiply(
+    const bf16* a, long lda, long m, const bf16* const* b, long n, long stride, long steps, bool add_to, float* c,
+    long ldc
+) {
+    const long rounds = steps / TILE_STEPS, done = rounds * TILE_STEPS, rest = steps - done;
+    if (rounds > 0) multiply_tiles(a, lda, m, b, n, stride, rounds, TILE_STEPS, add_to, c, ldc);
+    if (rest == 0) return;
+    const bf16* last[32];
+    for (long i = 0; i < n; ++i) last[i] = b[i] + done * stride;
+    multiply_tiles(a + done * 2, lda, m, last, n, stride, 1, rest, add_to || rounds > 0, c, ldc);
+}

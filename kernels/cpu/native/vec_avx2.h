@@ -1,0 +1,98 @@
+// Sixteen lanes as two AVX2 registers. Needs AVX2 and FMA.
+
+struct F {
+    __m256 v[2];
+};
+struct U {
+    __m256i v[2];
+};
+
+#define BOTH(expression) \
+    { \
+        { [&](int i) { return expression; }(0), [&](int i) { return expression; }(1) } \
+    }
+
+inline F set1(float x) { return {{_mm256_set1_ps(x), _mm256_set1_ps(x)}}; }
+inline F load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
+inline void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.v[0]);
+    _mm256_storeu_ps(p + 8, x.v[1]);
+}
+inline F add(F a, F b) { return BOTH(_mm256_add_ps(a.v[i], b.v[i])); }
+inline F sub(F a, F b) { return BOTH(_mm256_sub_ps(a.v[i], b.v[i])); }
+inline F mul(F a, F b) { return BOTH(_mm256_mul_ps(a.v[i], b.v[i])); }
+inline F div(F a, F b) { return BOTH(_mm256_div_ps(a.v[i], b.v[i])); }
+inline F fma(F a, F b, F c) { return BOTH(_mm256_fmadd_ps(a.v[i], b.v[i], c.v[i])); }
+inline F max(F a, F b) { return BOTH(_mm256_max_ps(a.v[i], b.v[i])); }
+inline F min(F a, F b) { return BOTH(_mm256_min_ps(a.v[i], b.v[i])); }
+inline F round(F x) { return BOTH(_mm256_round_ps(x.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+
+inline U set1(uint32_t x) {
+    const __m256i all = _mm256_set1_epi32(static_cast<int>(x));
+    return {{all, all}};
+}
+inline U load(const uint32_t* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {{_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)}};
+}
+inline void store(uint32_t* p, U x) {
+    __m256i* q = reinterpret_cast<__m256i*>(p);
+    _mm256_storeu_si256(q, x.v[0]);
+    _mm256_storeu_si256(q + 1, x.v[1]);
+}
+inline U add(U a, U b) { return BOTH(_mm256_add_epi32(a.v[i], b.v[i])); }
+inline U sub(U a, U b) { return BOTH(_mm256_sub_epi32(a.v[i], b.v[i])); }
+inline U bit_xor(U a, U b) { return BOTH(_mm256_xor_si256(a.v[i], b.v[i])); }
+inline U bit_and(U a, U b) { return BOTH(_mm256_and_si256(a.v[i], b.v[i])); }
+inline U bit_or(U a, U b) { return BOTH(_mm256_or_si256(a.v[i], b.v[i])); }
+template <int N>
+inline U shift_left(U a) { return BOTH(_mm256_slli_epi32(a.v[i], N)); }
+template <int N>
+inline U shift_right(U a) { return BOTH(_mm256_srli_epi32(a.v[i], N)); }
+
+inline U bits(F x) { return BOTH(_mm256_castps_si256(x.v[i])); }
+inline F floats(U x) { return BOTH(_mm256_castsi256_ps(x.v[i])); }
+inline F convert_signed(U x) { return BOTH(_mm256_cvtepi32_ps(x.v[i])); }
+inline F convert_unsigned(U x) {
+    // Both halves and the product are exact, so the sum rounds once.
+    const F high = convert_signed(shift_right<16>(x)), low = convert_signed(bit_and(x, set1(0xFFFFu)));
+    return add(mul(high, set1(65536.0f)), low);
+}
+inline F times_power_of_2(F x, F n) {
+    // In two exact steps, so that results beyond the range of one factor come out right.
+    const F bounded = max(set1(-250.0f), min(set1(250.0f), n));
+    const F first = round(mul(bounded, set1(0.5f))), second = sub(bounded, first);
+    const auto power = [](__m256 e) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(e), _mm256_set1_epi32(127)), 23));
+    };
+    return BOTH(_mm256_mul_ps(_mm256_mul_ps(x.v[i], power(first.v[i])), power(second.v[i])));
+}
+
+inline F select_greater(F a, F b, F x, F y) {
+    return BOTH(_mm256_blendv_ps(y.v[i], x.v[i], _mm256_cmp_ps(a.v[i], b.v[i], _CMP_GT_OQ)));
+}
+inline U select_greater(F a, F b, U x, U y) { return bits(select_greater(a, b, floats(x), floats(y))); }
+inline U select_nan(F a, U x, U y) {
+    return BOTH(_mm256_blendv_epi8(y.v[i], x.v[i], _mm256_castps_si256(_mm256_cmp_ps(a.v[i], a.v[i], _CMP_UNORD_Q))));
+}
+
+inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
+    const __m256i factor = _mm256_set1_epi64x(b);
+    for (int i = 0; i < 2; ++i) {
+        const __m256i even = _mm256_mul_epu32(a.v[i], factor);
+        const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.v[i], 32), factor);
+        high.v[i] = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+        low.v[i] = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    }
+}
+
+inline F load(const bf16* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    return BOTH(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + i)), 16)));
+}
+inline void store_halves(bf16* p, U x) {
+    const __m256i mixed = _mm256_packus_epi32(x.v[0], x.v[1]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xD8));
+}
+
+#undef BOTH

@@ -1,0 +1,65 @@
+// Sixteen lanes as one AVX-512 register. Needs AVX512F, DQ, BW and VL.
+
+struct F {
+    __m512 v;
+};
+struct U {
+    __m512i v;
+};
+
+inline F set1(float x) { return {_mm512_set1_ps(x)}; }
+inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
+inline F add(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F sub(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F round(F x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F times_power_of_2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+
+inline U set1(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
+inline U load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(uint32_t* p, U x) { _mm512_storeu_si512(p, x.v); }
+inline U add(U a, U b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline U sub(U a, U b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline U bit_xor(U a, U b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline U bit_and(U a, U b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline U bit_or(U a, U b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int N>
+inline U shift_left(U a) { return {_mm512_slli_epi32(a.v, N)}; }
+template <int N>
+inline U shift_right(U a) { return {_mm512_srli_epi32(a.v, N)}; }
+
+inline U bits(F x) { return {_mm512_castps_si512(x.v)}; }
+inline F floats(U x) { return {_mm512_castsi512_ps(x.v)}; }
+inline F convert_unsigned(U x) { return {_mm512_cvtepu32_ps(x.v)}; }
+inline F convert_signed(U x) { return {_mm512_cvtepi32_ps(x.v)}; }
+
+inline F select_greater(F a, F b, F x, F y) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
+}
+inline U select_greater(F a, F b, U x, U y) {
+    return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
+}
+inline U select_nan(F a, U x, U y) {
+    return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), y.v, x.v)};
+}
+
+inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
+    const __m512i factor = _mm512_set1_epi64(b);
+    const __m512i even = _mm512_mul_epu32(a.v, factor);
+    const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), factor);
+    high.v = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
+    low.v = _mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
+}
+
+inline F load(const bf16* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+inline void store_halves(bf16* p, U x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
+}

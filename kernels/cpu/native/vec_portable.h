@@ -1,0 +1,90 @@
+// Sixteen lanes as an array, for the compiler to vectorize as it can. Without a fused multiply-add.
+
+struct F {
+    float v[16];
+};
+struct U {
+    uint32_t v[16];
+};
+
+#define LANES(type, expression) \
+    type out; \
+    for (int i = 0; i < 16; ++i) out.v[i] = expression; \
+    return out
+
+inline F set1(float x) { LANES(F, x); }
+inline F load(const float* p) { LANES(F, p[i]); }
+inline void store(float* p, F x) { memcpy(p, x.v, sizeof(x.v)); }
+inline F add(F a, F b) { LANES(F, a.v[i] + b.v[i]); }
+inline F sub(F a, F b) { LANES(F, a.v[i] - b.v[i]); }
+inline F mul(F a, F b) { LANES(F, a.v[i] * b.v[i]); }
+inline F div(F a, F b) { LANES(F, a.v[i] / b.v[i]); }
+inline F fma(F a, F b, F c) { LANES(F, a.v[i] * b.v[i] + c.v[i]); }
+inline F max(F a, F b) { LANES(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F min(F a, F b) { LANES(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+// Exact for |x| < 2^22, which is all that exp asks for.
+inline F round(F x) { LANES(F, (x.v[i] + 12582912.0f) - 12582912.0f); }
+
+inline U set1(uint32_t x) { LANES(U, x); }
+inline U load(const uint32_t* p) { LANES(U, p[i]); }
+inline void store(uint32_t* p, U x) { memcpy(p, x.v, sizeof(x.v)); }
+inline U add(U a, U b) { LANES(U, a.v[i] + b.v[i]); }
+inline U sub(U a, U b) { LANES(U, a.v[i] - b.v[i]); }
+inline U bit_xor(U a, U b) { LANES(U, a.v[i] ^ b.v[i]); }
+inline U bit_and(U a, U b) { LANES(U, a.v[i] & b.v[i]); }
+inline U bit_or(U a, U b) { LANES(U, a.v[i] | b.v[i]); }
+template <int N>
+inline U shift_left(U a) { LANES(U, a.v[i] << N); }
+template <int N>
+inline U shift_right(U a) { LANES(U, a.v[i] >> N); }
+
+inline U bits(F x) {
+    U out;
+    memcpy(out.v, x.v, sizeof(x.v));
+    return out;
+}
+inline F floats(U x) {
+    F out;
+    memcpy(out.v, x.v, sizeof(x.v));
+    return out;
+}
+inline F convert_signed(U x) { LANES(F, static_cast<float>(static_cast<int32_t>(x.v[i]))); }
+inline F convert_unsigned(U x) { LANES(F, static_cast<float>(x.v[i])); }
+inline F times_power_of_2(F x, F n) {
+    // In two exact steps, so that results beyond the range of one factor come out right.
+    const F bounded = max(set1(-250.0f), min(set1(250.0f), n));
+    const F first = round(mul(bounded, set1(0.5f))), second = sub(bounded, first);
+    const auto power = [](F e) {
+        U exponent;
+        for (int i = 0; i < 16; ++i) {
+            // The comparison keeps a NaN, which no integer can hold, out of the conversion.
+            const float held = e.v[i] >= -126.0f ? e.v[i] : -126.0f;
+            exponent.v[i] = static_cast<uint32_t>(static_cast<int32_t>(held) + 127) << 23;
+        }
+        return floats(exponent);
+    };
+    return mul(mul(x, power(first)), power(second));
+}
+
+inline F select_greater(F a, F b, F x, F y) { LANES(F, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
+inline U select_greater(F a, F b, U x, U y) { LANES(U, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
+inline U select_nan(F a, U x, U y) { LANES(U, a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
+
+inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
+    for (int i = 0; i < 16; ++i) {
+        const uint64_t product = static_cast<uint64_t>(a.v[i]) * b;
+        high.v[i] = static_cast<uint32_t>(product >> 32);
+        low.v[i] = static_cast<uint32_t>(product);
+    }
+}
+
+inline F load(const bf16* p) {
+    U out;
+    for (int i = 0; i < 16; ++i) out.v[i] = static_cast<uint32_t>(p[i].bits) << 16;
+    return floats(out);
+}
+inline void store_halves(bf16* p, U x) {
+    for (int i = 0; i < 16; ++i) p[i].bits = static_cast<uint16_t>(x.v[i]);
+}
+
+#undef LANES
