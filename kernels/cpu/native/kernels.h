@@ -98,7 +98,7 @@ inline F exponential(F u) {
 
 // ---- Matrix products.
 
-constexpr long KB = 512;
+constexpr long KB = 512, MAX_PANELS = 32;
 
 template <int M, int N>
 inline void step(F (&acc)[M][N], const float* a, long lda, const float* const* b, long offset) {
@@ -154,15 +154,32 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 }
 #endif
 
-// c[m][16 * n + lane] (+)= sum over the steps of a[m] times b[n]; `stride`: from one step of a panel to the next.
+// One product: c[m][16 * n + lane] (+)= sum over the steps of a[m] times b[n]. `stride`: from one step of a panel to
+// the next. Meanwhile fetches for each panel what will be read afterwards: one line a step at `next[n]`, `next_stride`
+// apart.
+template <class T>
+struct Factors {
+    const T* a;
+    long lda;
+    const T* const* b;
+    long stride, steps;
+    const T* const* next;
+    long next_stride;
+};
+
 template <class T, int M, int N>
-void tile(const T* a, long lda, const T* const* b, long stride, long steps, bool add_to, float* c, long ldc) {
+void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
+    const auto [a, lda, b, stride, steps, next, next_stride] = factors;
     F acc[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) acc[m][n] = set1(0.0f);
-    for (long s = 0; s < steps; ++s) step(acc, a + s * PAIR<T>, lda, b, s * stride);
+    for (long s = 0; s < steps; ++s) {
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) __builtin_prefetch(next[n] + s * next_stride);
+        step(acc, a + s * PAIR<T>, lda, b, s * stride);
+    }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
@@ -173,7 +190,7 @@ void tile(const T* a, long lda, const T* const* b, long stride, long steps, bool
 }
 
 template <class T>
-using Tile = void (*)(const T*, long, const T* const*, long, long, bool, float*, long);
+using Tile = void (*)(const Factors<T>&, bool, float*, long);
 
 // The tile of M rows, by M - 1.
 template <class T, int N, int... M>
@@ -183,38 +200,36 @@ Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
 }
 
 template <class T, int N>
-void multiply_panels(
-    const T* a, long lda, long m, const T* const* b, long stride, long steps, bool add_to, float* c, long ldc
-) {
+void multiply_panels(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
     const long parts = (m + MOST - 1) / MOST;
-    for (long i = 0, row = 0; i < parts; ++i) {
+    const T* const* next = factors.next;
+    const T* once[N];
+    for (long i = 0; i < parts; ++i) {
         const long rows = m / parts + (i < m % parts);
-        tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(
-            a + row * lda, lda, b, stride, steps, add_to, c + row * ldc, ldc
-        );
-        row += rows;
+        // With several tiles, each of the first fetches what follows one of the panels.
+        if (parts > 1)
+            for (int n = 0; n < N; ++n) once[n] = i < N ? next[i] : factors.b[n];
+        if (parts > 1) factors.next = once;
+        tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
+        factors.a += rows * factors.lda, c += rows * ldc;
     }
 }
 
 constexpr int WIDE = ACCUMULATORS >= 24 ? 4 : 2, NARROW = ACCUMULATORS >= 12 ? 2 : 1;
 
-// The same for any number of rows and panels.
+// The same for any number of rows m and panels n.
 template <class T>
-void multiply(
-    const T* a, long lda, long m, const T* const* b, long n, long stride, long steps, bool add_to, float* c, long ldc
-) {
-    for (long i = 0; i < n;) {
-        if (m * WIDE <= ACCUMULATORS && n - i >= WIDE) {
-            multiply_panels<T, WIDE>(a, lda, m, b + i, stride, steps, add_to, c + i * LANES, ldc);
-            i += WIDE;
-        } else if (n - i >= NARROW) {
-            multiply_panels<T, NARROW>(a, lda, m, b + i, stride, steps, add_to, c + i * LANES, ldc);
-            i += NARROW;
-        } else {
-            multiply_panels<T, 1>(a, lda, m, b + i, stride, steps, add_to, c + i * LANES, ldc);
-            i += 1;
-        }
+void multiply(Factors<T> factors, long m, long n, bool add_to, float* c, long ldc) {
+    for (long i = 0, width; i < n; i += width) {
+        width = m * WIDE <= ACCUMULATORS && n - i >= WIDE ? WIDE : n - i >= NARROW ? NARROW : 1;
+        if (width == WIDE)
+            multiply_panels<T, WIDE>(factors, m, add_to, c, ldc);
+        else if (width == NARROW)
+            multiply_panels<T, NARROW>(factors, m, add_to, c, ldc);
+        else
+            multiply_panels<T, 1>(factors, m, add_to, c, ldc);
+        factors.b += width, factors.next += width, c += width * LANES;
     }
 }
 
@@ -222,16 +237,21 @@ void multiply(
 #include "tiles_amx.h"
 #endif
 
-constexpr long MAX_PANELS = 32;
-
-// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps.
+// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. `hop`: how far behind a panel stands
+// the one that will be read after it.
 template <class T>
-void multiply_all(const T* a, long lda, long m, const T* const* panels, long n, long steps, float* c, long ldc) {
+void multiply_all(
+    const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc
+) {
     constexpr long STRIDE = LANES * PAIR<T>, BLOCK = KB / static_cast<long>(sizeof(T)) / PAIR<T>;
     for (long start = 0; start < steps; start += BLOCK) {
-        const T* b[MAX_PANELS];
-        for (long i = 0; i < n; ++i) b[i] = panels[i] + start * STRIDE;
-        multiply(a + start * PAIR<T>, lda, m, b, n, STRIDE, smaller(BLOCK, steps - start), start > 0, c, ldc);
+        const T *b[MAX_PANELS], *next[MAX_PANELS];
+        for (long i = 0; i < n; ++i) {
+            b[i] = panels[i] + start * STRIDE;
+            next[i] = start + BLOCK < steps ? b[i] + BLOCK * STRIDE : panels[i] + hop;
+        }
+        const long some = smaller(BLOCK, steps - start);
+        multiply(Factors<T>{a + start * PAIR<T>, lda, b, STRIDE, some, next, STRIDE}, m, n, start > 0, c, ldc);
     }
 }
 
@@ -306,6 +326,10 @@ void for_tiles(long count, long groups, const Body& body) {
 // Few rows wait for memory and want fewer, longer tasks; many rows want tasks that divide evenly.
 inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 4; }
 
+// From a panel to the one that the same thread will most likely read next, if tasks have `width` panels each.
+template <class T>
+long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
+
 template <class T>
 void linear(const LinearArgs<T>& args) {
     const Left<T> left(args.x);
@@ -315,7 +339,8 @@ void linear(const LinearArgs<T>& args) {
         const T* b[MAX_PANELS];
         for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
         float* c = scratch<float>(PRODUCT, rows * ldc);
-        multiply_all(left.data + start * left.stride, left.stride, rows, b, n, args.weight.steps(), c, ldc);
+        const T* a = left.data + start * left.stride;
+        multiply_all(a, left.stride, rows, b, n, args.weight.steps(), hop(args.weight, width), c, ldc);
         for (long row = 0; row < rows; ++row)
             for (long i = 0; i < ldc; i += LANES) {
                 const long column = first * LANES + i, rest = N - column;
@@ -341,7 +366,8 @@ void gate_up(const GateUpArgs<T>& args) {
         const T* b[MAX_PANELS];
         for (long i = 0; i < n; ++i) b[i] = args.gate.panel(first + i), b[n + i] = args.up.panel(first + i);
         float* c = scratch<float>(PRODUCT, rows * ldc);
-        multiply_all(left.data + start * left.stride, left.stride, rows, b, 2 * n, args.gate.steps(), c, ldc);
+        const T* a = left.data + start * left.stride;
+        multiply_all(a, left.stride, rows, b, 2 * n, args.gate.steps(), hop(args.gate, width), c, ldc);
         for (long row = 0; row < rows; ++row)
             for (long i = 0; i < n * LANES; i += LANES) {
                 const float* both = c + row * ldc + i;
@@ -419,7 +445,9 @@ void qkv(const QkvArgs<T>& args) {
         const T* b[MAX_PANELS];
         for (long i = 0; i < panels; ++i) b[i] = args.weights[part].panel(head * panels + i);
         float* c = scratch<float>(PRODUCT, rows * D);
-        multiply_all(left.data + start * left.stride, left.stride, rows, b, panels, args.weights[part].steps(), c, D);
+        const T* a = left.data + start * left.stride;
+        const Matrix<T>& weight = args.weights[part];
+        multiply_all(a, left.stride, rows, b, panels, weight.steps(), hop(weight, panels), c, D);
         for (long row = 0; row < rows; ++row) finish_head(args, part, head, start + row, c + row * D);
     });
 }
@@ -473,38 +501,49 @@ class Attention {
 
     long rows(const QueryTile& tile) const { return tile.count * group_; }
 
-    // Computes a tile over one split of the keys after the other.
-    void run(const QueryTile& tile) const {
+    // Computes a tile over one split of the keys after the other. `next`: the tile that this thread will most likely
+    // compute afterwards.
+    void run(const QueryTile& tile, const QueryTile& next) const {
         const long n = rows(tile), size = Partial::size(n, dim_);
         float* memory = scratch<float>(PARTIALS, 2 * size);
-        const Partial state(memory, n), next(memory + size, n);
+        const Partial state(memory, n), part(memory + size, n);
         clear(state, n, dim_);
         for (long split = 0; split < tile.splits(); ++split) {
-            reduce(tile, split, next);
-            fold(state, next, n, dim_);
+            const bool last = split + 1 == tile.splits();
+            reduce(tile, split, last ? next : tile, last ? 0 : split + 1, part);
+            fold(state, part, n, dim_);
         }
         finish(tile, state);
     }
 
-    // Keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile.
-    void reduce(const QueryTile& tile, long split, const Partial& out) const {
-        const long start = split * KV_SPLIT, n = rows(tile);
+    // Keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile; fetches the next split of the next tile.
+    void reduce(
+        const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out
+    ) const {
+        const long start = split * KV_SPLIT, n = rows(tile), D = dim_;
         const long keys = smaller(KV_SPLIT, tile.context() - start), panels = round_up(keys, LANES) / LANES;
         const Split at(*this, tile, start, keys);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
-        const T* q = queries(tile);
-        multiply(q, dim_, n, at.keys, panels, at.key_stride, dim_ / PAIR<T>, false, scores, KV_SPLIT);
+        const Factors<T> scoring = {
+            queries(tile), D, at.keys, at.key_stride, D / PAIR<T>, at.values, LANES * PAIR<T>
+        };
+        multiply(scoring, n, panels, false, scores, KV_SPLIT);
         for (long row = 0; row < n; ++row) {
             const long seen = larger(0, smaller(keys, tile.position + row / group_ + 1 - start));
             weigh(scores + row * KV_SPLIT, seen, panels, weights + row * KV_SPLIT, out.peaks[row], out.totals[row]);
         }
         for (long i = 0; i < panels; ++i) {
-            const T* b[MAX_PANELS];
-            for (long j = 0; j < dim_ / LANES; ++j) b[j] = at.values[i] + j * LANES * PAIR<T>;
-            multiply(
-                weights + i * LANES, KV_SPLIT, n, b, dim_ / LANES, dim_ * PAIR<T>, LANES / PAIR<T>, i > 0, out.out, dim_
-            );
+            const T* next_key = key_panel(next_tile, next_split * KV_SPLIT + i * LANES);
+            const T *b[MAX_PANELS], *next[MAX_PANELS];
+            for (long j = 0; j < D / LANES; ++j) {
+                b[j] = at.values[i] + j * LANES * PAIR<T>;
+                next[j] = next_key + j * LANES / PAIR<T> * at.key_stride;
+            }
+            const Factors<T> weighing = {
+                weights + i * LANES, KV_SPLIT, b, D * PAIR<T>, LANES / PAIR<T>, next, at.key_stride
+            };
+            multiply(weighing, n, D / LANES, i > 0, out.out, D);
         }
     }
 
@@ -523,16 +562,15 @@ class Attention {
 
         Split(const Attention& attention, const QueryTile& tile, long start, long count) {
             const Caches<T>& caches = attention.caches_;
-            const long block_size = caches.block_size, D = caches.head_dim;
-            const int64_t* table = attention.args_.tables + tile.sequence * attention.args_.max_blocks;
-            const bool aligned = block_size % LANES == 0;
-            key_stride = (aligned ? block_size : LANES) * PAIR<T>;
+            const int64_t* table = attention.table(tile);
+            const long D = caches.head_dim;
+            const bool aligned = caches.block_size % LANES == 0;
+            key_stride = (aligned ? caches.block_size : LANES) * PAIR<T>;
             T* copies = scratch<T>(TAIL, 2 * KV_SPLIT * D);
             for (long i = 0; i * LANES < count; ++i, copies += 2 * LANES * D) {
                 const long token = start + i * LANES, tokens = smaller(LANES, start + count - token);
-                const long block = table[token / block_size], offset = token % block_size;
-                keys[i] = caches.key_block(block, tile.kv_head) + offset * PAIR<T>;
-                values[i] = caches.value_block(block, tile.kv_head) + offset * D;
+                keys[i] = attention.key_panel(tile, token);
+                values[i] = attention.value_panel(tile, token);
                 if (!aligned) keys[i] = copy_keys(caches, table, tile.kv_head, token, tokens, copies);
                 // What stands past the last token may be no number, which even a weight of 0 would pass on.
                 if (!aligned || tokens < LANES)
@@ -567,6 +605,18 @@ class Attention {
     };
 
   private:
+    const int64_t* table(const QueryTile& tile) const { return args_.tables + tile.sequence * args_.max_blocks; }
+
+    // Where the cache holds a token, or the sequence's last one if there are fewer.
+    const T* key_panel(const QueryTile& tile, long token) const {
+        const long t = smaller(token, tile.context() - 1), block = table(tile)[t / caches_.block_size];
+        return caches_.key_block(block, tile.kv_head) + t % caches_.block_size * PAIR<T>;
+    }
+    const T* value_panel(const QueryTile& tile, long token) const {
+        const long block = table(tile)[token / caches_.block_size];
+        return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
+    }
+
     // The rows of a tile [rows, head_dim], one after the other.
     const T* queries(const QueryTile& tile) const {
         T* q = scratch<T>(QUERIES, rows(tile) * dim_);
@@ -642,7 +692,7 @@ void attend_by_splits(const Attention<T>& attention, const QueryTile* tiles, lon
         }
     parallel(splits, [&](long i) {
         const QueryTile& tile = tiles[tasks[i].tile];
-        attention.reduce(tile, tasks[i].split, Partial(tasks[i].memory, attention.rows(tile)));
+        attention.reduce(tile, tasks[i].split, tile, tasks[i].split, Partial(tasks[i].memory, attention.rows(tile)));
     });
     next = partials;
     for (long i = 0; i < count; ++i) {
@@ -667,7 +717,7 @@ void attention(const AttentionArgs<T>& args) {
     if (count < 4 * num_threads())
         attend_by_splits(op, tiles, count, args.caches.head_dim);
     else
-        parallel(count, [&](long i) { op.run(tiles[i]); });
+        parallel(count, [&](long i) { op.run(tiles[i], tiles[smaller(i + num_threads(), count - 1)]); });
 }
 
 // ---- The head: logits, log-probs, sampling.
@@ -680,11 +730,12 @@ void multiply_chunk(const Left<T>& left, const Matrix<T>& weight, long start, lo
     const long n = smaller(CHUNK / LANES, weight.panels() - first / LANES);
     const T* b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = weight.panel(first / LANES + i);
-    for (long i = 0; i < n; i += 2)
-        multiply_all(
-            left.data + start * left.stride, left.stride, rows, b + i, smaller(2, n - i), weight.steps(), c + i * LANES,
-            CHUNK
-        );
+    const T* a = left.data + start * left.stride;
+    const long two_panels = 2 * (weight.panel(1) - weight.panel(0));
+    for (long i = 0; i < n; i += 2) {
+        float* out = c + i * LANES;
+        multiply_all(a, left.stride, rows, b + i, smaller(2, n - i), weight.steps(), two_panels, out, CHUNK);
+    }
 }
 
 template <class T>

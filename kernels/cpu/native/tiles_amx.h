@@ -27,10 +27,8 @@ inline void configure_tiles(long upper, long lower, long steps) {
 
 // `rounds` times `height` steps of one block of accumulators, for a configuration with that height.
 template <bool LOWER, bool RIGHT>
-void tile_block(
-    const bf16* a, long lda, const bf16* const* b, long stride, long rounds, long height, bool add_to, float* c,
-    long ldc
-) {
+void tile_block(const Factors<bf16>& factors, long rounds, long height, bool add_to, float* c, long ldc) {
+    const auto [a, lda, b, stride, steps, next, next_stride] = factors;
     const long row_bytes = lda * 2, step_bytes = stride * 2, out_bytes = ldc * 4;
     float* lower = c + TILE_ROWS * ldc;
     if (add_to) {
@@ -46,6 +44,10 @@ void tile_block(
     }
     for (long i = 0; i < rounds; ++i) {
         const long s = i * height;
+        for (long j = s; j < s + height; ++j) {
+            __builtin_prefetch(next[0] + j * next_stride);
+            if (RIGHT) __builtin_prefetch(next[1] + j * next_stride);
+        }
         _tile_loadd(4, a + s * 2, row_bytes);
         _tile_loadd(6, b[0] + s * stride, step_bytes);
         _tile_dpbf16ps(0, 4, 6);
@@ -62,8 +64,7 @@ void tile_block(
 }
 
 inline void multiply_tiles(
-    const bf16* a, long lda, long m, const bf16* const* b, long n, long stride, long rounds, long height, bool add_to,
-    float* c, long ldc
+    const Factors<bf16>& factors, long m, long n, long rounds, long height, bool add_to, float* c, long ldc
 ) {
     for (long row = 0; row < m; row += 2 * TILE_ROWS) {
         const long upper = smaller(TILE_ROWS, m - row), lower = larger(0, smaller(TILE_ROWS, m - row - TILE_ROWS));
@@ -72,19 +73,20 @@ inline void multiply_tiles(
             const bool right = i + 1 < n;
             const auto block = lower > 0 ? (right ? tile_block<true, true> : tile_block<true, false>)
                                          : (right ? tile_block<false, true> : tile_block<false, false>);
-            block(a + row * lda, lda, b + i, stride, rounds, height, add_to, c + row * ldc + i * LANES, ldc);
+            Factors<bf16> part = factors;
+            part.a += row * part.lda, part.b += i;
+            part.next = row == 0 ? part.next + i : part.b;
+            block(part, rounds, height, add_to, c + row * ldc + i * LANES, ldc);
         }
     }
 }
 
-void multiply(
-    const bf16* a, long lda, long m, const bf16* const* b, long n, long stride, long steps, bool add_to, float* c,
-    long ldc
-) {
-    const long rounds = steps / TILE_STEPS, done = rounds * TILE_STEPS, rest = steps - done;
-    if (rounds > 0) multiply_tiles(a, lda, m, b, n, stride, rounds, TILE_STEPS, add_to, c, ldc);
+inline void multiply(Factors<bf16> factors, long m, long n, bool add_to, float* c, long ldc) {
+    const long rounds = factors.steps / TILE_STEPS, done = rounds * TILE_STEPS, rest = factors.steps - done;
+    if (rounds > 0) multiply_tiles(factors, m, n, rounds, TILE_STEPS, add_to, c, ldc);
     if (rest == 0) return;
-    const bf16* last[32];
-    for (long i = 0; i < n; ++i) last[i] = b[i] + done * stride;
-    multiply_tiles(a + done * 2, lda, m, last, n, stride, 1, rest, add_to || rounds > 0, c, ldc);
+    const bf16* last[MAX_PANELS];
+    for (long i = 0; i < n; ++i) last[i] = factors.b[i] + done * factors.stride;
+    factors.a += done * PAIR<bf16>, factors.b = last;
+    multiply_tiles(factors, m, n, 1, rest, add_to || rounds > 0, c, ldc);
 }
