@@ -40,19 +40,15 @@ inline void store(T* p, F x, long n) {
     memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
 }
 
-template <class Fold>
-inline float fold_lanes(F x, Fold fold) {
-    float lanes[LANES];
-    store(lanes, x);
-    for (long half = LANES / 2; half > 0; half /= 2)
-        for (long i = 0; i < half; ++i) lanes[i] = fold(lanes[i], lanes[i + half]);
-    return lanes[0];
+// Stores x and returns what was stored.
+inline F store_rounded(float* p, F x) {
+    store(p, x);
+    return x;
 }
-inline float sum(F x) {
-    return fold_lanes(x, [](float a, float b) { return a + b; });
-}
-inline float peak(F x) {
-    return fold_lanes(x, [](float a, float b) { return a > b ? a : b; });
+inline F store_rounded(bf16* p, F x) {
+    const U half = bf16_bits(x);
+    store_halves(p, half);
+    return floats(shift_left<16>(half));
 }
 
 // e^x to about one unit in the last place: x = n ln 2 + r, and e^r by its Taylor polynomial to the 7th power.
@@ -154,31 +150,35 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 }
 #endif
 
-// One product: c[m][16 * n + lane] (+)= sum over the steps of a[m] times b[n]. `stride`: from one step of a panel to
-// the next. Meanwhile fetches for each panel what will be read afterwards: one line a step at `next[n]`, `next_stride`
-// apart.
+// One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from one
+// step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards, a line a step:
+// next[round][n], `next_stride` apart.
 template <class T>
 struct Factors {
     const T* a;
     long lda;
     const T* const* b;
-    long stride, steps;
+    long width, stride, rounds, steps;
     const T* const* next;
     long next_stride;
 };
 
 template <class T, int M, int N>
 void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, stride, steps, next, next_stride] = factors;
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride] = factors;
     F acc[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
 #pragma GCC unroll 16
         for (int n = 0; n < N; ++n) acc[m][n] = set1(0.0f);
-    for (long s = 0; s < steps; ++s) {
+    for (long round = 0; round < rounds; ++round) {
+        const T *const *panels = b + round * width, *const *later = next + round * width;
+        const T* left = a + round * steps * PAIR<T>;
+        for (long s = 0; s < steps; ++s) {
 #pragma GCC unroll 16
-        for (int n = 0; n < N; ++n) __builtin_prefetch(next[n] + s * next_stride);
-        step(acc, a + s * PAIR<T>, lda, b, s * stride);
+            for (int n = 0; n < N; ++n) __builtin_prefetch(later[n] + s * next_stride);
+            step(acc, left + s * PAIR<T>, lda, panels, s * stride);
+        }
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
@@ -203,24 +203,20 @@ template <class T, int N>
 void multiply_panels(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
     const long parts = (m + MOST - 1) / MOST;
-    const T* const* next = factors.next;
-    const T* once[N];
     for (long i = 0; i < parts; ++i) {
         const long rows = m / parts + (i < m % parts);
-        // With several tiles, each of the first fetches what follows one of the panels.
-        if (parts > 1)
-            for (int n = 0; n < N; ++n) once[n] = i < N ? next[i] : factors.b[n];
-        if (parts > 1) factors.next = once;
         tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
         factors.a += rows * factors.lda, c += rows * ldc;
+        factors.next = factors.b, factors.next_stride = factors.stride;  // once is enough
     }
 }
 
 constexpr int WIDE = ACCUMULATORS >= 24 ? 4 : 2, NARROW = ACCUMULATORS >= 12 ? 2 : 1;
 
-// The same for any number of rows m and panels n.
+// The same for any number of rows m, and all panels of a round.
 template <class T>
-void multiply(Factors<T> factors, long m, long n, bool add_to, float* c, long ldc) {
+void multiply(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
+    const long n = factors.width;
     for (long i = 0, width; i < n; i += width) {
         width = m * WIDE <= ACCUMULATORS && n - i >= WIDE ? WIDE : n - i >= NARROW ? NARROW : 1;
         if (width == WIDE)
@@ -251,7 +247,7 @@ void multiply_all(
             next[i] = start + BLOCK < steps ? b[i] + BLOCK * STRIDE : panels[i] + hop;
         }
         const long some = smaller(BLOCK, steps - start);
-        multiply(Factors<T>{a + start * PAIR<T>, lda, b, STRIDE, some, next, STRIDE}, m, n, start > 0, c, ldc);
+        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE}, m, start > 0, c, ldc);
     }
 }
 
@@ -461,21 +457,33 @@ struct Partial {
 
     static long size(long rows, long head_dim) { return rows * (head_dim + 2); }
     Partial(float* memory, long rows) : peaks(memory), totals(memory + rows), out(memory + 2 * rows) {}
+
+    // The same from row `row` on.
+    Partial from(long row, long head_dim) const {
+        Partial rest = *this;
+        rest.peaks += row, rest.totals += row, rest.out += row * head_dim;
+        return rest;
+    }
 };
 
-// Adds the next part to a softmax (Milakov and Gimelshein 2018).
+// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
-    for (long row = 0; row < rows; ++row) {
-        if (next.peaks[row] == -INFINITY) continue;
-        const float before = state.peaks[row], after = next.peaks[row];
-        const float top = before > after ? before : after;
-        float scales[LANES] = {before - top, after - top};
-        store(scales, exp(load(static_cast<const float*>(scales))));
-        state.peaks[row] = top;
-        state.totals[row] = state.totals[row] * scales[0] + next.totals[row] * scales[1];
-        float *left = state.out + row * head_dim, *right = next.out + row * head_dim;
-        for (long i = 0; i < head_dim; i += LANES)
-            store(left + i, add(mul(load(left + i), set1(scales[0])), mul(load(right + i), set1(scales[1]))));
+    for (long first = 0; first < rows; first += LANES) {
+        const long n = smaller(LANES, rows - first);
+        float before_scale[LANES], after_scale[LANES];
+        const F before = load(state.peaks + first, n), after = load(next.peaks + first, n), top = max(before, after);
+        store(before_scale, exp(sub(before, top)));
+        store(after_scale, exp(sub(after, top)));
+        for (long i = 0; i < n; ++i) {
+            const long row = first + i;
+            if (next.peaks[row] == -INFINITY) continue;
+            state.peaks[row] = state.peaks[row] > next.peaks[row] ? state.peaks[row] : next.peaks[row];
+            state.totals[row] = state.totals[row] * before_scale[i] + next.totals[row] * after_scale[i];
+            const F left_scale = set1(before_scale[i]), right_scale = set1(after_scale[i]);
+            float *left = state.out + row * head_dim, *right = next.out + row * head_dim;
+            for (long j = 0; j < head_dim; j += LANES)
+                store(left + j, add(mul(load(left + j), left_scale), mul(load(right + j), right_scale)));
+        }
     }
 }
 
@@ -484,13 +492,10 @@ inline void clear(const Partial& state, long rows, long head_dim) {
     for (long i = 0; i < rows * head_dim; ++i) state.out[i] = 0.0f;
 }
 
-// Queries [first, first + count) of a sequence, for the heads that share one key-value head. Its rows are (query, head
-// of the group) pairs. The query at row 0 has the absolute position `position`.
+// Queries [first, first + count) of each of the sequences [sequence, sequence + members), for the heads that share one
+// key-value head. Its rows are (member, query, head of the group).
 struct QueryTile {
-    long sequence, kv_head, first, count, position;
-
-    long context() const { return position + count; }
-    long splits() const { return round_up(context(), KV_SPLIT) / KV_SPLIT; }
+    long sequence, members, kv_head, first, count;
 };
 
 template <class T>
@@ -499,7 +504,11 @@ class Attention {
     explicit Attention(const AttentionArgs<T>& args)
         : args_(args), caches_(args.caches), dim_(args.caches.head_dim), group_(args.heads / args.caches.kv_heads) {}
 
-    long rows(const QueryTile& tile) const { return tile.count * group_; }
+    long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
+
+    // The keys that the last query of a tile's first member sees, and the splits they lie in.
+    long context(const QueryTile& tile) const { return position(tile, 0, tile.count - 1) + 1; }
+    long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
 
     // Computes a tile over one split of the keys after the other. `next`: the tile that this thread will most likely
     // compute afterwards.
@@ -508,8 +517,8 @@ class Attention {
         float* memory = scratch<float>(PARTIALS, 2 * size);
         const Partial state(memory, n), part(memory + size, n);
         clear(state, n, dim_);
-        for (long split = 0; split < tile.splits(); ++split) {
-            const bool last = split + 1 == tile.splits();
+        for (long split = 0; split < splits(tile); ++split) {
+            const bool last = split + 1 == splits(tile);
             reduce(tile, split, last ? next : tile, last ? 0 : split + 1, part);
             fold(state, part, n, dim_);
         }
@@ -521,30 +530,32 @@ class Attention {
         const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out
     ) const {
         const long start = split * KV_SPLIT, n = rows(tile), D = dim_;
-        const long keys = smaller(KV_SPLIT, tile.context() - start), panels = round_up(keys, LANES) / LANES;
+        const long keys = smaller(KV_SPLIT, context(tile) - start), panels = round_up(keys, LANES) / LANES;
         const Split at(*this, tile, start, keys);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
         const Factors<T> scoring = {
-            queries(tile), D, at.keys, at.key_stride, D / PAIR<T>, at.values, LANES * PAIR<T>
+            queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>
         };
-        multiply(scoring, n, panels, false, scores, KV_SPLIT);
+        multiply(scoring, n, false, scores, KV_SPLIT);
         for (long row = 0; row < n; ++row) {
-            const long seen = larger(0, smaller(keys, tile.position + row / group_ + 1 - start));
+            const long query = row / group_ % tile.count, at_most = position(tile, row / group_ / tile.count, query) + 1;
+            const long seen = larger(0, smaller(keys, at_most - start));
             weigh(scores + row * KV_SPLIT, seen, panels, weights + row * KV_SPLIT, out.peaks[row], out.totals[row]);
         }
+        const long width = D / LANES;
+        const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
         for (long i = 0; i < panels; ++i) {
             const T* next_key = key_panel(next_tile, next_split * KV_SPLIT + i * LANES);
-            const T *b[MAX_PANELS], *next[MAX_PANELS];
-            for (long j = 0; j < D / LANES; ++j) {
-                b[j] = at.values[i] + j * LANES * PAIR<T>;
-                next[j] = next_key + j * LANES / PAIR<T> * at.key_stride;
+            for (long j = 0; j < width; ++j) {
+                b[i * width + j] = at.values[i] + j * LANES * PAIR<T>;
+                next[i * width + j] = next_key + j * LANES / PAIR<T> * at.key_stride;
             }
-            const Factors<T> weighing = {
-                weights + i * LANES, KV_SPLIT, b, D * PAIR<T>, LANES / PAIR<T>, next, at.key_stride
-            };
-            multiply(weighing, n, D / LANES, i > 0, out.out, D);
         }
+        const Factors<T> weighing = {
+            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
+        };
+        multiply(weighing, n, false, out.out, D);
     }
 
     void finish(const QueryTile& tile, const Partial& state) const {
@@ -609,7 +620,7 @@ class Attention {
 
     // Where the cache holds a token, or the sequence's last one if there are fewer.
     const T* key_panel(const QueryTile& tile, long token) const {
-        const long t = smaller(token, tile.context() - 1), block = table(tile)[t / caches_.block_size];
+        const long t = smaller(token, context(tile) - 1), block = table(tile)[t / caches_.block_size];
         return caches_.key_block(block, tile.kv_head) + t % caches_.block_size * PAIR<T>;
     }
     const T* value_panel(const QueryTile& tile, long token) const {
@@ -617,36 +628,37 @@ class Attention {
         return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
     }
 
+    // The absolute position of a query of one of the tile's sequences.
+    long position(const QueryTile& tile, long member, long query) const {
+        const int64_t* starts = args_.query_starts + tile.sequence + member;
+        return args_.context_lens[tile.sequence + member] - (starts[1] - starts[0]) + tile.first + query;
+    }
+
     // The rows of a tile [rows, head_dim], one after the other.
     const T* queries(const QueryTile& tile) const {
         T* q = scratch<T>(QUERIES, rows(tile) * dim_);
         const size_t bytes = static_cast<size_t>(group_ * dim_) * sizeof(T);
-        for (long i = 0; i < tile.count; ++i) memcpy(q + i * group_ * dim_, args_.q + place(tile, i * group_), bytes);
+        for (long i = 0; i < rows(tile); i += group_) memcpy(q + i * dim_, args_.q + place(tile, i), bytes);
         return q;
     }
 
     long place(const QueryTile& tile, long row) const {
-        const long query = args_.query_starts[tile.sequence] + tile.first + row / group_;
-        return (query * args_.heads + tile.kv_head * group_ + row % group_) * dim_;
+        const long member = row / group_ / tile.count, query = row / group_ % tile.count;
+        const long token = args_.query_starts[tile.sequence + member] + tile.first + query;
+        return (token * args_.heads + tile.kv_head * group_ + row % group_) * dim_;
     }
 
     // Turns a row's scores into the softmax weights of its `seen` keys, rounded to T, and zeros up to `panels` panels.
     void weigh(float* scores, long seen, long panels, T* weights, float& top, float& total) const {
-        const F scale = set1(args_.scale), nothing = set1(-INFINITY);
-        F most = nothing;
         for (long i = seen; i < round_up(seen, LANES); ++i) scores[i] = -INFINITY;
-        for (long i = 0; i < seen; i += LANES) {
-            const F x = mul(load(scores + i), scale);
-            store(scores + i, x);
-            most = max(most, x);
-        }
-        top = peak(most);
-        const F shift = set1(top == -INFINITY ? 0.0f : top);
+        F most = set1(-INFINITY);
+        for (long i = 0; i < seen; i += LANES) most = max(most, load(scores + i));
+        top = peak(most) * args_.scale;
+        const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : -top);
         F sums = set1(0.0f);
         for (long i = 0; i < panels * LANES; i += LANES) {
-            const F weight = i < seen ? rounded<T>(exp(sub(load(scores + i), shift))) : set1(0.0f);
-            sums = add(sums, weight);
-            store(weights + i, weight);
+            const F weight = i < seen ? exp(fma(load(scores + i), scale, shift)) : set1(0.0f);
+            sums = add(sums, store_rounded(weights + i, weight));
         }
         total = sum(sums);
     }
@@ -658,66 +670,110 @@ class Attention {
 
 constexpr long QUERY_ROWS = 48;
 
-template <class T, class Visit>
-void for_query_tiles(const AttentionArgs<T>& args, const Visit& visit) {
-    const long kv_heads = args.caches.kv_heads, most = larger(1, QUERY_ROWS / (args.heads / kv_heads));
-    for (long i = 0; i < args.sequences; ++i) {
-        const long queries = args.query_starts[i + 1] - args.query_starts[i], computed = args.context_lens[i] - queries;
-        for (long first = 0; first < queries; first += most)
-            for (long head = 0; head < kv_heads; ++head)
-                visit(QueryTile{i, head, first, smaller(most, queries - first), computed + first});
-    }
-}
+// One split of the keys for one tile, with where its result goes; the whole of a tile if `split` is WHOLE.
+struct AttentionTask {
+    QueryTile tile;
+    long split;
+    float* memory;
+};
 
-// Fewer tiles than threads can share: every split of the keys is a task, and the splits are folded afterwards.
+constexpr long WHOLE = -1;
+
+// Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
+// each split is a task of its own, so that a long sequence keeps all threads busy; sequences that follow each other and
+// hold the same blocks there share the task, and read them once.
 template <class T>
-void attend_by_splits(const Attention<T>& attention, const QueryTile* tiles, long count, long head_dim) {
-    struct Task {
-        long tile, split;
-        float* memory;
-    };
-    long splits = 0, memory = 0;
-    for (long i = 0; i < count; ++i) {
-        splits += tiles[i].splits();
-        memory += (tiles[i].splits() + 1) * Partial::size(attention.rows(tiles[i]), head_dim);
-    }
-    Task* tasks = scratch<Task>(OUTPUT, splits);
-    float* partials = scratch<float>(INPUT, memory);
-    Task* task = tasks;
-    float* next = partials;
-    for (long i = 0; i < count; ++i)
-        for (long split = 0; split <= tiles[i].splits(); ++split) {
-            if (split > 0) *task++ = {i, split - 1, next};
-            next += Partial::size(attention.rows(tiles[i]), head_dim);
+class AttentionPlan {
+  public:
+    explicit AttentionPlan(const AttentionArgs<T>& args)
+        : args_(args), op_(args), group_(args.heads / args.caches.kv_heads), most_(larger(1, QUERY_ROWS / group_)) {}
+
+    template <class Visit>
+    void visit_tasks(const Visit& visit) const {
+        for (long i = 0; i < args_.sequences; ++i)
+            if (!is_small(i))
+                for (long first = 0; first < queries(i); first += most_)
+                    visit_heads({i, 1, 0, first, smaller(most_, queries(i) - first)}, WHOLE, visit);
+        for (long split = 0, found = 1; found > 0; ++split) {
+            found = 0;
+            for (long i = 0, members; i < args_.sequences; i += members) {
+                members = 1;
+                if (!has_split(i, split)) continue;
+                while (i + members < args_.sequences && members * queries(i) < most_ && share(i, i + members, split))
+                    ++members;
+                visit_heads({i, members, 0, 0, queries(i)}, split, visit);
+                found += members;
+            }
         }
-    parallel(splits, [&](long i) {
-        const QueryTile& tile = tiles[tasks[i].tile];
-        attention.reduce(tile, tasks[i].split, tile, tasks[i].split, Partial(tasks[i].memory, attention.rows(tile)));
-    });
-    next = partials;
-    for (long i = 0; i < count; ++i) {
-        const long rows = attention.rows(tiles[i]), size = Partial::size(rows, head_dim);
-        const Partial state(next, rows);
-        clear(state, rows, head_dim);
-        for (long split = 0; split < tiles[i].splits(); ++split)
-            fold(state, Partial(next += size, rows), rows, head_dim);
-        attention.finish(tiles[i], state);
-        next += size;
     }
-}
+
+    bool is_small(long i) const { return queries(i) <= most_; }
+    bool has_split(long i, long split) const { return is_small(i) && split * KV_SPLIT < args_.context_lens[i]; }
+    long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
+    const Attention<T>& op() const { return op_; }
+
+  private:
+    template <class Visit>
+    void visit_heads(QueryTile tile, long split, const Visit& visit) const {
+        for (tile.kv_head = 0; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) visit(tile, split);
+    }
+
+    // Whether two sequences have the same blocks in a split, all of which all their queries see.
+    bool share(long i, long j, long split) const {
+        const long end = (split + 1) * KV_SPLIT, block_size = args_.caches.block_size;
+        if (queries(i) != queries(j) || end > args_.context_lens[i] - queries(i) + 1) return false;
+        if (end > args_.context_lens[j] - queries(j) + 1) return false;
+        const int64_t *left = args_.tables + i * args_.max_blocks, *right = args_.tables + j * args_.max_blocks;
+        const long first = split * KV_SPLIT / block_size, last = (end - 1) / block_size;
+        return memcmp(left + first, right + first, static_cast<size_t>(last + 1 - first) * sizeof(*left)) == 0;
+    }
+
+    const AttentionArgs<T>& args_;
+    const Attention<T> op_;
+    const long group_, most_;
+};
 
 template <class T>
 void attention(const AttentionArgs<T>& args) {
-    const Attention<T> op(args);
-    long count = 0;
-    for_query_tiles(args, [&](const QueryTile&) { ++count; });
-    QueryTile* tiles = scratch<QueryTile>(ROW, count);
-    QueryTile* next = tiles;
-    for_query_tiles(args, [&](const QueryTile& tile) { *next++ = tile; });
-    if (count < 4 * num_threads())
-        attend_by_splits(op, tiles, count, args.caches.head_dim);
-    else
-        parallel(count, [&](long i) { op.run(tiles[i], tiles[smaller(i + num_threads(), count - 1)]); });
+    const AttentionPlan<T> plan(args);
+    const Attention<T>& op = plan.op();
+    const long D = args.caches.head_dim, kv_heads = args.caches.kv_heads;
+    long count = 0, memory = 0, splits = 0;
+    plan.visit_tasks([&](const QueryTile& tile, long split) {
+        ++count, splits = larger(splits, split + 1);
+        if (split != WHOLE) memory += Partial::size(op.rows(tile), D);
+    });
+    AttentionTask* tasks = scratch<AttentionTask>(ROW, count);
+    float* partials = scratch<float>(INPUT, memory);
+    // For every sequence, key-value head and split: the first row of its part.
+    Partial* parts = scratch<Partial>(OUTPUT, args.sequences * kv_heads * splits);
+    AttentionTask* next = tasks;
+    plan.visit_tasks([&](const QueryTile& tile, long split) {
+        *next++ = {tile, split, partials};
+        if (split == WHOLE) return;
+        const long rows = op.rows(tile);
+        for (long i = 0; i < tile.members; ++i)
+            parts[((tile.sequence + i) * kv_heads + tile.kv_head) * splits + split] =
+                Partial(partials, rows).from(i * rows / tile.members, D);
+        partials += Partial::size(rows, D);
+    });
+    parallel(count, [&](long i) {
+        const AttentionTask &task = tasks[i], &later = tasks[smaller(i + num_threads(), count - 1)];
+        if (task.split == WHOLE)
+            op.run(task.tile, later.tile);
+        else
+            op.reduce(task.tile, task.split, later.tile, larger(0, later.split), Partial(task.memory, op.rows(task.tile)));
+    });
+    parallel(args.sequences * kv_heads, [&](long i) {
+        const long sequence = i / kv_heads;
+        if (!plan.is_small(sequence)) return;
+        const QueryTile tile = {sequence, 1, i % kv_heads, 0, plan.queries(sequence)};
+        const long rows = op.rows(tile);
+        const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
+        clear(state, rows, D);
+        for (long split = 0; plan.has_split(sequence, split); ++split) fold(state, parts[i * splits + split], rows, D);
+        op.finish(tile, state);
+    });
 }
 
 // ---- The head: logits, log-probs, sampling.

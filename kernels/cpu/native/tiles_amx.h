@@ -25,10 +25,10 @@ inline void configure_tiles(long upper, long lower, long steps) {
     _tile_loadconfig(config);
 }
 
-// `rounds` times `height` steps of one block of accumulators, for a configuration with that height.
+// One block of accumulators over steps [first, first + count * height) of every round.
 template <bool LOWER, bool RIGHT>
-void tile_block(const Factors<bf16>& factors, long rounds, long height, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, stride, steps, next, next_stride] = factors;
+void tile_block(const Factors<bf16>& factors, long first, long count, long height, bool add_to, float* c, long ldc) {
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride] = factors;
     const long row_bytes = lda * 2, step_bytes = stride * 2, out_bytes = ldc * 4;
     float* lower = c + TILE_ROWS * ldc;
     if (add_to) {
@@ -42,18 +42,20 @@ void tile_block(const Factors<bf16>& factors, long rounds, long height, bool add
         if (LOWER) _tile_zero(2);
         if (LOWER && RIGHT) _tile_zero(3);
     }
-    for (long i = 0; i < rounds; ++i) {
-        const long s = i * height;
+    for (long i = 0; i < rounds * count; ++i) {
+        const long round = i / count, s = first + i % count * height;
+        const bf16 *const *panels = b + round * width, *const *later = next + round * width;
+        const bf16* left = a + (round * steps + s) * PAIR<bf16>;
         for (long j = s; j < s + height; ++j) {
-            __builtin_prefetch(next[0] + j * next_stride);
-            if (RIGHT) __builtin_prefetch(next[1] + j * next_stride);
+            __builtin_prefetch(later[0] + j * next_stride);
+            if (RIGHT) __builtin_prefetch(later[1] + j * next_stride);
         }
-        _tile_loadd(4, a + s * 2, row_bytes);
-        _tile_loadd(6, b[0] + s * stride, step_bytes);
+        _tile_loadd(4, left, row_bytes);
+        _tile_loadd(6, panels[0] + s * stride, step_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        if (RIGHT) _tile_loadd(7, b[1] + s * stride, step_bytes);
+        if (RIGHT) _tile_loadd(7, panels[1] + s * stride, step_bytes);
         if (RIGHT) _tile_dpbf16ps(1, 4, 7);
-        if (LOWER) _tile_loadd(5, a + TILE_ROWS * lda + s * 2, row_bytes);
+        if (LOWER) _tile_loadd(5, left + TILE_ROWS * lda, row_bytes);
         if (LOWER) _tile_dpbf16ps(2, 5, 6);
         if (LOWER && RIGHT) _tile_dpbf16ps(3, 5, 7);
     }
@@ -64,29 +66,25 @@ void tile_block(const Factors<bf16>& factors, long rounds, long height, bool add
 }
 
 inline void multiply_tiles(
-    const Factors<bf16>& factors, long m, long n, long rounds, long height, bool add_to, float* c, long ldc
+    const Factors<bf16>& factors, long m, long first, long count, long height, bool add_to, float* c, long ldc
 ) {
     for (long row = 0; row < m; row += 2 * TILE_ROWS) {
         const long upper = smaller(TILE_ROWS, m - row), lower = larger(0, smaller(TILE_ROWS, m - row - TILE_ROWS));
         configure_tiles(upper, lower, height);
-        for (long i = 0; i < n; i += 2) {
-            const bool right = i + 1 < n;
+        for (long i = 0; i < factors.width; i += 2) {
+            const bool right = i + 1 < factors.width;
             const auto block = lower > 0 ? (right ? tile_block<true, true> : tile_block<true, false>)
                                          : (right ? tile_block<false, true> : tile_block<false, false>);
             Factors<bf16> part = factors;
-            part.a += row * part.lda, part.b += i;
-            part.next = row == 0 ? part.next + i : part.b;
-            block(part, rounds, height, add_to, c + row * ldc + i * LANES, ldc);
+            part.a += row * part.lda, part.b += i, part.next += i;
+            if (row > 0) part.next = part.b, part.next_stride = part.stride;  // once is enough
+            block(part, first, count, height, add_to, c + row * ldc + i * LANES, ldc);
         }
     }
 }
 
-inline void multiply(Factors<bf16> factors, long m, long n, bool add_to, float* c, long ldc) {
-    const long rounds = factors.steps / TILE_STEPS, done = rounds * TILE_STEPS, rest = factors.steps - done;
-    if (rounds > 0) multiply_tiles(factors, m, n, rounds, TILE_STEPS, add_to, c, ldc);
-    if (rest == 0) return;
-    const bf16* last[MAX_PANELS];
-    for (long i = 0; i < n; ++i) last[i] = factors.b[i] + done * factors.stride;
-    factors.a += done * PAIR<bf16>, factors.b = last;
-    multiply_tiles(factors, m, n, 1, rest, add_to || rounds > 0, c, ldc);
+inline void multiply(const Factors<bf16>& factors, long m, bool add_to, float* c, long ldc) {
+    const long whole = factors.steps / TILE_STEPS, rest = factors.steps % TILE_STEPS;
+    if (whole > 0) multiply_tiles(factors, m, 0, whole, TILE_STEPS, add_to, c, ldc);
+    if (rest > 0) multiply_tiles(factors, m, whole * TILE_STEPS, 1, rest, add_to || whole > 0, c, ldc);
 }

@@ -95,4 +95,14 @@ inline void store_halves(bf16* p, U x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xD8));
 }
 
+// Sums and maxima of the lanes: halves are joined until one is left.
+#define REDUCE(operation) \
+    const __m256 eight = _mm256_##operation##_ps(x.v[0], x.v[1]); \
+    const __m128 four = _mm_##operation##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
+    const __m128 two = _mm_##operation##_ps(four, _mm_movehl_ps(four, four)); \
+    return _mm_cvtss_f32(_mm_##operation##_ss(two, _mm_shuffle_ps(two, two, 1)))
+inline float sum(F x) { REDUCE(add); }
+inline float peak(F x) { REDUCE(max); }
+#undef REDUCE
+
 #undef BOTH

@@ -63,3 +63,7 @@ inline F load(const bf16* p) {
 inline void store_halves(bf16* p, U x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v));
 }
+
+// Sums and maxima of the lanes: halves are joined until one is left.
+inline float sum(F x) { return _mm512_reduce_add_ps(x.v); }
+inline float peak(F x) { return _mm512_reduce_max_ps(x.v); }

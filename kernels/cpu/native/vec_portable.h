@@ -87,4 +87,16 @@ inline void store_halves(bf16* p, U x) {
     for (int i = 0; i < 16; ++i) p[i].bits = static_cast<uint16_t>(x.v[i]);
 }
 
+// Sums and maxima of the lanes: halves are joined until one is left.
+inline float sum(F x) {
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) x.v[i] += x.v[i + half];
+    return x.v[0];
+}
+inline float peak(F x) {
+    for (int half = 8; half > 0; half /= 2)
+        for (int i = 0; i < half; ++i) x.v[i] = x.v[i] > x.v[i + half] ? x.v[i] : x.v[i + half];
+    return x.v[0];
+}
+
 #undef LANES
