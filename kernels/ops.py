@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, cast
 
 import torch
@@ -40,6 +41,11 @@ class AttentionBatch:
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     block_tables: Tensor
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """`query_starts` and `context_lens`, int64, made once for all layers."""
+        return torch.tensor(self.query_starts), torch.tensor(self.context_lens)
 
 
 @dataclass(frozen=True)

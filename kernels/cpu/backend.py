@@ -96,7 +96,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
-    starts, lens = torch.tensor(batch.query_starts), torch.tensor(batch.context_lens)
+    starts, lens = batch.tensors
     tables = batch.block_tables.contiguous()
     _library.attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), q.shape[1]),

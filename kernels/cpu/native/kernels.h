@@ -865,68 +865,113 @@ inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) 
     }
 }
 
-// Standard Gumbel noise for those ids: -ln(E) with E = -ln(1 - u).
-inline void gumbel(uint64_t seed, uint64_t position, uint32_t first, float* out) {
+// For each of those ids a float32 u in (0, 1), in order.
+inline void uniform(uint64_t seed, uint64_t position, uint32_t first, float* out) {
     U words[4];
     philox(seed, position, first, words);
-    float noise[4][LANES];
+    float u[4][LANES];
     for (int word = 0; word < 4; ++word) {
         const F half = add(convert_unsigned(words[word]), set1(0.5f));
-        const F u = min(mul(half, set1(0x1p-32f)), set1(1.0f - 0x1p-24f));
-        store(noise[word], sub(set1(0.0f), log(exponential(u))));
+        store(u[word], min(mul(half, set1(0x1p-32f)), set1(1.0f - 0x1p-24f)));
     }
     for (long lane = 0; lane < LANES; ++lane)
-        for (int word = 0; word < 4; ++word) out[lane * 4 + word] = noise[word][lane];
+        for (int word = 0; word < 4; ++word) out[lane * 4 + word] = u[word][lane];
 }
 
-// The id with the highest value; the lower one of equals.
+// The id with the highest value; the lower one of equals. -inf is never the best of anything.
 struct Best {
-    float value = -INFINITY;
-    int64_t id = 0;
+    float value;
+    int64_t id;
 
     void offer(float other, int64_t other_id) {
-        if (other > value || (other == value && other_id < id)) value = other, id = other_id;
+        if (other > value || (other == value && other > -INFINITY && other_id < id)) value = other, id = other_id;
     }
 };
 
-// The best of the ids [first, first + n), with noise if `noisy`; first is a multiple of CHUNK.
-inline Best best_in_chunk(const float* x, long n, bool noisy, uint64_t seed, uint64_t position, long first) {
-    F values = set1(-INFINITY);
-    U ids = set1(static_cast<uint32_t>(first));
-    static constexpr uint32_t iota[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float noise[64] = {};
-    for (long i = 0; i < n; i += LANES) {
-        if (noisy && i % 64 == 0) gumbel(seed, position, static_cast<uint32_t>(first + i), noise);
-        float last[LANES];
-        const float* at = x + i;
-        if (n - i < LANES) {
-            for (long lane = 0; lane < LANES; ++lane) last[lane] = i + lane < n ? at[lane] : -INFINITY;
-            at = last;
-        }
-        const F value = add(load(at), load(static_cast<const float*>(noise + i % 64)));
-        const U id = add(set1(static_cast<uint32_t>(first + i)), load(iota));
-        ids = select_greater(value, values, id, ids);
-        values = select_greater(value, values, value, values);
+// The highest value that anybody has found for a row so far, for all threads.
+inline float read_bound(const float* bound) {
+    float value;
+    __atomic_load(bound, &value, __ATOMIC_RELAXED);
+    return value;
+}
+inline void raise_bound(float* bound, float value) {
+    float before = read_bound(bound);
+    while (value > before &&
+           !__atomic_compare_exchange(bound, &before, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
+}
+
+// The best of 16 values of the ids [first, first + 16), and of `best`.
+inline Best best_of(F values, long first, Best best) {
     float lanes[LANES];
-    uint32_t lane_ids[LANES];
     store(lanes, values);
-    store(lane_ids, ids);
-    Best best;
-    best.id = first;
-    for (long lane = 0; lane < LANES; ++lane)
-        if (lanes[lane] > -INFINITY) best.offer(lanes[lane], lane_ids[lane]);
+    for (long lane = 0; lane < LANES; ++lane) best.offer(lanes[lane], first + lane);
+    return best;
+}
+
+inline bool any_greater(F a, F b) { return peak(select_greater(a, b, set1(1.0f), set1(0.0f))) > 0.0f; }
+
+constexpr long GROUP = 64;
+
+// A chunk's values, filled up with -inf to whole groups.
+struct Padded {
+    float copy[CHUNK];
+    const float* values;
+
+    Padded(const float* x, long n) : values(x) {
+        if (n % GROUP == 0) return;
+        memcpy(copy, x, static_cast<size_t>(n) * sizeof(float));
+        for (long i = n; i < round_up(n, GROUP); ++i) copy[i] = -INFINITY;
+        values = copy;
+    }
+};
+
+// The best of the ids [first, first + n); first is a multiple of CHUNK.
+inline Best greedy_in_chunk(const float* x, long n, long first) {
+    const Padded padded(x, n);
+    Best best = {-INFINITY, first};
+    for (long i = 0; i < n; i += LANES) {
+        const F values = load(padded.values + i);
+        if (any_greater(values, set1(best.value))) best = best_of(values, first + i, best);
+    }
+    return best;
+}
+
+// The same with standard Gumbel noise -ln(-ln(1 - u)) added (Gumbel-max).
+//
+// `bound` is a value that some id of the row is known to reach; ids that cannot reach it are passed over, which changes
+// what a chunk finds but never the best of the row. As -ln(1 - u) >= u, a value x + noise can only reach b if
+// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding.
+inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t position, long first, float* bound) {
+    constexpr float MOST_NOISE = 23.0f;
+    const Padded padded(x, n);
+    Best best = {-INFINITY, first};
+    for (long start = 0; start < n; start += GROUP) {
+        const float* at = padded.values + start;
+        const float reached = read_bound(bound), least = reached - (1e-3f + fabsf(reached) * 0x1p-21f);
+        const F most = max(max(load(at), load(at + 16)), max(load(at + 32), load(at + 48)));
+        if (!any_greater(most, set1(least - MOST_NOISE))) continue;
+        float u[GROUP];
+        uniform(seed, position, static_cast<uint32_t>(first + start), u);
+        for (long i = 0; i < GROUP; i += LANES) {
+            const F values = load(at + i), noise = load(static_cast<const float*>(u + i));
+            if (!any_greater(exp(sub(values, set1(least))), noise)) continue;
+            best = best_of(sub(values, log(exponential(noise))), first + start + i, best);
+        }
+        raise_bound(bound, best.value);
+    }
     return best;
 }
 
 void sample(const float* x, long n, int64_t seed, int64_t position, int64_t* token) {
-    Best best;
+    Best best = {-INFINITY, 0};
+    float bound = -INFINITY;
     for (long first = 0; first < n; first += CHUNK) {
-        const Best next = best_in_chunk(
-            x + first, smaller(CHUNK, n - first), true, static_cast<uint64_t>(seed), static_cast<uint64_t>(position),
-            first
+        const Best next = sample_in_chunk(
+            x + first, smaller(CHUNK, n - first), static_cast<uint64_t>(seed), static_cast<uint64_t>(position), first,
+            &bound
         );
-        if (next.value > best.value) best = next;
+        best.offer(next.value, next.id);
     }
     *token = best.id;
 }
@@ -939,25 +984,25 @@ struct ChunkResult {
     float basis, scaled;
 };
 
+// `bound`: see `sample_in_chunk`.
 template <class T>
-ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long n, long first) {
+ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound) {
     float* scaled = scratch<float>(ROW, CHUNK);
     const F temperature = set1(args.temperatures[row]);
     for (long i = 0; i < n; i += LANES) store(scaled + i, div(load(raw + i), temperature));
     const float* basis = args.raw[row] ? raw : scaled;
-    ChunkResult result = {reduce_chunk(basis, n), Best(), 0.0f, 0.0f};
+    ChunkResult result = {reduce_chunk(basis, n), {-INFINITY, first}, 0.0f, 0.0f};
     const int64_t target = args.targets[row];
-    if (target >= 0) {
-        result.best.id = target;
-        result.best.value = target >= first && target < first + n ? INFINITY : -INFINITY;
-    } else {
-        result.best = best_in_chunk(
-            scaled, n, target == SAMPLE, static_cast<uint64_t>(args.seeds[row]),
-            static_cast<uint64_t>(args.positions[row]), first
-        );
+    if (target == SAMPLE) {
+        const uint64_t seed = static_cast<uint64_t>(args.seeds[row]);
+        result.best = sample_in_chunk(scaled, n, seed, static_cast<uint64_t>(args.positions[row]), first, bound);
+    } else if (target == GREEDY) {
+        result.best = greedy_in_chunk(scaled, n, first);
+    } else if (target >= first && target < first + n) {
+        result.best = {INFINITY, target};
     }
     const long at = result.best.id - first;
-    if (at >= 0 && at < n) result.basis = basis[at], result.scaled = scaled[at];
+    result.basis = basis[at], result.scaled = scaled[at];
     return result;
 }
 
@@ -966,17 +1011,20 @@ void head(const HeadArgs<T>& args) {
     const Left<T> left(args.x);
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
     ChunkResult* results = scratch<ChunkResult>(OUTPUT, args.x.count * chunks);
+    float* bounds = scratch<float>(PARTIALS, args.x.count);
+    for (long row = 0; row < args.x.count; ++row) bounds[row] = -INFINITY;
     for_tiles(args.x.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
         multiply_chunk(left, args.weight, start, rows, first, c);
         for (long row = 0; row < rows; ++row)
-            results[(start + row) * chunks + group] = read_chunk(args, start + row, c + row * CHUNK, n, first);
+            results[(start + row) * chunks + group] =
+                read_chunk(args, start + row, c + row * CHUNK, n, first, bounds + start + row);
     });
     for (long row = 0; row < args.x.count; ++row) {
         const ChunkResult* result = results + row * chunks;
         LogSumExp all;
-        const ChunkResult* best = result;
+        const ChunkResult* best = result;  // of equals the one with the lower ids
         for (long i = 0; i < chunks; ++i) {
             all.add_chunk(result[i].sums);
             if (result[i].best.value > best->best.value) best = result + i;
