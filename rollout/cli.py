@@ -42,7 +42,9 @@ def _check_folder(file: Path | None) -> Path | None:
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, a hub name, or smollm2.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option(help="Where torch computes, such as cpu or cuda.")]
-Backend = Annotated[Literal["auto", "cpu", "reference"], typer.Option(help="The kernels; auto: the best for the device.")]
+Backend = Annotated[
+    Literal["auto", "cpu", "reference"], typer.Option(help="cpu: native kernels; auto: cpu where it serves the model.")
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; results do not depend on it. Default: torch's choice.")]
 
 
@@ -63,7 +65,7 @@ def serve(
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
-    block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = ENGINE["block_size"],
+    block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache; even.")] = ENGINE["block_size"],
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the KV cache. Default: as the available memory allows.")
     ] = ENGINE["num_blocks"],

@@ -24,7 +24,7 @@ class Engine(Protocol):
 
     weight_version: int
     info: Any
-    """A dataclass that says what the engine is, `weight_bytes` and `kv_bytes` among it."""
+    """A dataclass that says what the engine is, with `backend`, `backend_note`, `weight_bytes` and `kv_bytes`."""
 
     @property
     def has_unfinished(self) -> bool: ...

@@ -304,8 +304,10 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     loaded = load_model(config)
     matrix = run_matrix(config, loaded, sizes)
     results = list(track(matrix, "verifying", total=len(CELLS) + 1, console=console, transient=True))
-    title = f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, backend {loaded.backend.name}"
-    console.print(make_table(results, title))
+    backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
+    console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
+    if loaded.backend.note:
+        console.print(f"backend {loaded.backend.name}, not a faster one: {loaded.backend.note}", markup=False)
     console.print(summarize(results))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))

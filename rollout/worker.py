@@ -306,6 +306,8 @@ class Worker:
 
     def _finish_loading(self, info: dict[str, Any]) -> None:
         self._info = info
+        if info["backend_note"]:
+            log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         if self._state == "loading":
             self._move("ready")
             self._on_ready(info)

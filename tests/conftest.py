@@ -17,6 +17,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 from tiny import FAMILIES, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
+from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
 hypothesis.settings.register_profile("trueroll", deadline=None)
 hypothesis.settings.load_profile("trueroll")
@@ -41,6 +42,21 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(request: pytest.FixtureRequest) -> Path:
     """The folder of each family's tiny float32 model, one after the other."""
     return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that runs on a CPU, one after the other."""
+    return request.param
+
+
+@pytest.fixture
+def native_library() -> Iterator[Library]:
+    """The library of native kernels. A test may choose another instruction set, which lasts until its end."""
+    library = load_library()
+    before = library.instruction_set()
+    yield library
+    library.choose(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,7 @@ HANG_IN_STEP = 903
 class FakeInfo:
     model: str = "fake"
     backend: str = "fake"
+    backend_note: str = ""
     eos_token_ids: tuple[int, ...] = (2,)
     weight_bytes: int = 1000
     kv_bytes: int = 2000

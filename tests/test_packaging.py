@@ -1,7 +1,11 @@
-"""The wheel holds every module: all of them are imported from it, far away from the repository."""
+"""What is distributed: the source archive is whole, the wheel made from it holds every module and the native library.
+
+Everything is imported from the wheel, far away from the repository. Without a C++ compiler it works all the same.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,37 +24,84 @@ for module in modules:
     found = importlib.import_module(module).__file__
     assert found.startswith(unpacked), f"{module} came from {found}"
 """
+SELECT_BACKEND = """
+import sys
+sys.path += sys.argv[1:]
+import torch
+from trueroll.kernels.ops import select_backend
+chosen = select_backend("auto", torch.device("cpu"), torch.float32, 64)
+print(chosen.name, chosen.note, sep="\\n")
+try:
+    select_backend("cpu", torch.device("cpu"), torch.float32, 64)
+except ValueError as error:
+    print(error)
+"""
+BUILD_ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    """What a successful command prints."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_unpacked(wheel: Path, folder: Path, code: str, *arguments: str) -> str:
+    """What `code` prints where the only trueroll is the one in the wheel, unpacked into `folder`."""
+    zipfile.ZipFile(wheel).extractall(folder)
+    # -I and -S keep out the working folder and the .pth file that maps trueroll to the repository.
+    dependencies = sysconfig.get_path("purelib")
+    return run(sys.executable, "-I", "-S", "-c", code, str(folder), dependencies, *arguments, cwd=folder)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = _copy_sources(tmp_path_factory.mktemp("source"))
-    folder = tmp_path_factory.mktemp("wheel")
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return next(folder.glob("trueroll-*.whl"))
+    folder = tmp_path_factory.mktemp("archive")
+    run(sys.executable, "-c", BUILD_ARCHIVE, str(folder), cwd=source)
+    return next(folder.glob("trueroll-*.tar.gz"))
 
 
 def _copy_sources(target: Path) -> Path:
     """setuptools leaves a folder `build` where it builds, and packs what an earlier build left there."""
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     return target
 
 
+def build_wheel(archive: Path, folder: Path, **environment: str) -> Path:
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
+    run(sys.executable, "-m", "pip", "wheel", *options, str(archive), cwd=folder, **environment)
+    return next(folder.glob("trueroll-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(archive, tmp_path_factory.mktemp("wheel"))
+
+
+def native_libraries(wheel: Path) -> list[str]:
+    return [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
 def test_every_module_is_imported_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path)
     modules = ["trueroll." + name.removesuffix(".__init__") for name in read_sources()]
-    # -I and -S keep out the working folder and the .pth file that maps trueroll to the repository.
-    command = [sys.executable, "-I", "-S", "-c", IMPORT_ALL, str(tmp_path), sysconfig.get_path("purelib"), *modules]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert "trueroll.kernels.cpu.backend" in modules, "the module that loads the native library"
+    run_unpacked(wheel, tmp_path, IMPORT_ALL, *modules)
 
 
-def test_the_wheel_is_typed_and_licensed(wheel: Path) -> None:
+def test_the_wheel_is_native_typed_and_licensed(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
+    assert [name.split(".")[0] for name in native_libraries(wheel)] == ["trueroll/kernels/cpu/_native"]
     assert {f"trueroll/{folder}/py.typed" for folder in FOLDERS} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_without_a_compiler_the_reference_kernels_are_installed_and_say_why(archive: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(archive, tmp_path, CC="false", CXX="false")
+    assert native_libraries(wheel) == []
+    name, note, refusal = run_unpacked(wheel, tmp_path / "unpacked", SELECT_BACKEND).splitlines()
+    assert name == "reference" and "install a C++ compiler, then trueroll again" in note
+    assert refusal.startswith("backend: ") and refusal.endswith(note)

@@ -19,9 +19,9 @@ from .drive import bits, drain, generate, make_engine, run, score, tokens
 DTYPES = ["float32", "bfloat16"]
 
 
-def test_greedy_tokens_and_scores_equal_transformers(tiny_model: Path) -> None:
+def test_greedy_tokens_and_scores_equal_transformers(tiny_model: Path, backend: str) -> None:
     prompts = [tokens(n, seed=n) for n in (1, 15, 16, 17, 140)]
-    engine = make_engine(tiny_model)
+    engine = make_engine(tiny_model, backend=backend)
     samples = run(engine, [generate(str(i), p, temperature=0.0, max_tokens=24) for i, p in enumerate(prompts)])
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for i, prompt in enumerate(prompts):
@@ -34,8 +34,8 @@ def test_greedy_tokens_and_scores_equal_transformers(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_score_gives_the_bits_of_the_rollout(tiny_model: Path, dtype: str) -> None:
-    engine = make_engine(tiny_model, dtype=dtype)
+def test_score_gives_the_bits_of_the_rollout(tiny_model: Path, dtype: str, backend: str) -> None:
+    engine = make_engine(tiny_model, dtype=dtype, backend=backend)
     prompt = tokens(40)
     modes = {"processed": dict(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01), "temperature": dict(temperature=0.7)}
     for mode, distribution in (modes | {"raw": {}}).items():
@@ -48,11 +48,12 @@ def test_score_gives_the_bits_of_the_rollout(tiny_model: Path, dtype: str) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_preempted_samples_keep_their_bits(tiny_model: Path, dtype: str) -> None:
+def test_preempted_samples_keep_their_bits(tiny_model: Path, dtype: str, backend: str) -> None:
     requests = [generate(str(i), tokens(30 + i, seed=i), n=3, max_tokens=30) for i in range(6)]
-    calm = make_engine(tiny_model, dtype=dtype)
+    settings = dict(dtype=dtype, backend=backend)
+    calm = make_engine(tiny_model, **settings)
     expected = run(calm, requests)
-    pressed = make_engine(tiny_model, dtype=dtype, num_blocks=24, block_size=8)
+    pressed = make_engine(tiny_model, **settings, num_blocks=24, block_size=8)
     found = run(pressed, requests)
     assert calm.stats().preemptions == 0 and pressed.stats().preemptions > 5
     assert {key: bits(sample) for key, sample in found.items()} == {k: bits(s) for k, s in expected.items()}
@@ -254,14 +255,16 @@ def test_abort_of_everything_frees_everything(tiny_llama: Path) -> None:
     engine.check_integrity()
 
 
-def test_weights_that_are_no_numbers_end_their_samples_only(tiny_llama: Path) -> None:
+def test_weights_that_are_no_numbers_end_their_samples_only(tiny_llama: Path, backend: str) -> None:
     prompts = {"good": tokens(20), "bad": tokens(20, seed=1)}
     assert 7 not in prompts["good"]
     prompts["bad"][5] = 7
-    expected = run(make_engine(tiny_llama), [generate("good", prompts["good"], temperature=0.0)])
+    expected = run(make_engine(tiny_llama, backend=backend), [generate("good", prompts["good"], temperature=0.0)])
     assert 7 not in expected["good", 0].token_ids
-    engine = make_engine(tiny_llama)
-    engine._loaded.model.embed[7] = torch.nan
+    engine = make_engine(tiny_llama, backend=backend)
+    embedding = engine._loaded.model.embed.to_dense().clone()
+    embedding[7] = torch.nan
+    engine._loaded.model.embed.copy_(embedding)
     samples = run(engine, [generate(name, prompt, temperature=0.0) for name, prompt in prompts.items()])
     assert samples["bad", 0].finish_reason == "error" and "NaN" in (samples["bad", 0].error or "")
     assert bits(samples["good", 0]) == bits(expected["good", 0])
@@ -308,6 +311,8 @@ def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:
         (dict(num_blocks=None, kv_memory=2**62), f"found {2**49} blocks of 8192 bytes"),
         (dict(devise="cpu"), "devise: unknown parameter"),
         (dict(block_size=0), "block_size: .*found 0"),
+        (dict(block_size=15), "block_size: input should be a multiple of 2, found 15"),
+        (dict(backend="fast"), "backend: .*'cpu' or 'reference', found 'fast'"),
         (dict(dtype="int8"), "dtype: .*found 'int8'"),
     ],
 )

@@ -1,4 +1,7 @@
-"""What sampling parameters mean, row by row within one batch."""
+"""What sampling parameters mean, row by row within one batch, on every backend.
+
+The head is the identity, so that a hidden state is its own logits.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,23 @@ from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.engine.sampler import Draw, Sampler
 from trueroll.kernels.ops import select_backend
 
-sampler = Sampler(select_backend("reference", torch.device("cpu"))[1])
 LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
+
+
+@pytest.fixture
+def sampler(backend: str) -> Sampler:
+    cpu = torch.device("cpu")
+    ops = select_backend(backend, cpu, torch.float32, head_dim=16).ops
+    head = ops.new_weight(50, 50, torch.float32, cpu)
+    head.copy_(torch.eye(50))
+    return Sampler(ops, head)
+
+
+def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:
+    """The log-prob of a token of logits [50] by the sampler's own op, which must be near the true one."""
+    found = sampler.ops.log_probs(logits[None], torch.tensor([token_id])).item()
+    assert abs(found - logits.double().log_softmax(0)[token_id].item()) < 1e-6
+    return found
 
 
 def draw(row: int = 0, seed: int = 3, position: int = 9, banned: frozenset[int] = frozenset(), **params) -> Draw:
@@ -31,43 +49,63 @@ MIXED = [
 ]
 
 
-def test_each_row_has_its_own_parameters() -> None:
+def test_hidden_states_are_their_own_logits(sampler: Sampler) -> None:
+    assert torch.equal(sampler.ops.lm_head(LOGITS, sampler.head), LOGITS)
+
+
+def test_each_row_has_its_own_parameters(sampler: Sampler) -> None:
     together = sampler.draw(LOGITS, MIXED)
     assert together == [drawn for one in MIXED for drawn in sampler.draw(LOGITS, [one])]
     assert together[::-1] == sampler.draw(LOGITS, MIXED[::-1])
 
 
-def test_greedy_takes_the_lowest_id_among_equals_and_the_models_own_distribution() -> None:
+def test_many_rows_give_what_each_gives_alone(sampler: Sampler) -> None:
+    assert sampler.draw(LOGITS, MIXED * 20) == sampler.draw(LOGITS, MIXED) * 20
+
+
+@pytest.mark.parametrize("logprobs", ["raw", "temperature", "processed"])
+def test_filters_that_drop_nothing_change_no_bit(sampler: Sampler, logprobs: str) -> None:
+    plain, filtered = (
+        [draw(i % 5, seed=i, temperature=0.7, logprobs=logprobs, **filters) for i in range(100)]
+        for filters in ({}, {"top_k": 50})
+    )
+    assert not plain[0].params.has_filters and filtered[0].params.has_filters
+    drawn = sampler.draw(LOGITS, plain)
+    assert drawn == sampler.draw(LOGITS, filtered)
+    assert len({one.token_id for one in drawn}) > 20
+
+
+def test_greedy_takes_the_lowest_id_among_equals_and_the_models_own_distribution(sampler: Sampler) -> None:
     logits = torch.zeros(1, 50)
     logits[0, [7, 9, 30]] = 1.5
     [drawn] = sampler.draw(logits, [draw(temperature=0.0, top_k=1, top_p=0.1)])
     assert drawn.token_id == 7
-    assert drawn.logprob == logits.log_softmax(-1)[0, 7].item()
+    assert drawn.logprob == log_prob(sampler, logits[0], 7)
 
 
-def test_logprobs_are_of_the_distribution_that_was_asked_for() -> None:
+def test_logprobs_are_of_the_distribution_that_was_asked_for(sampler: Sampler) -> None:
     for mode, temperature in (("raw", 1.0), ("temperature", 0.5)):
         [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)])
-        assert drawn.logprob == (LOGITS / temperature).log_softmax(-1)[0, drawn.token_id].item()
+        assert drawn.logprob == log_prob(sampler, LOGITS[0] / temperature, drawn.token_id)
     best = (LOGITS[0] / 0.5).topk(4)
     [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4)])
     kept = best.values.log_softmax(0)[best.indices == drawn.token_id].item()
     assert drawn.logprob is not None and abs(drawn.logprob - kept) < 1e-6
 
 
-def test_seed_and_position_both_matter() -> None:
+def test_seed_and_position_both_matter(sampler: Sampler) -> None:
     base = [draw(seed=s, position=p) for s in range(30) for p in range(30)]
     ids = torch.tensor([d.token_id for d in sampler.draw(LOGITS, base)]).view(30, 30)
     assert len(ids.unique(dim=0)) == len(ids.unique(dim=1).T) == 30
 
 
-def test_banned_tokens_are_not_drawn() -> None:
+def test_banned_tokens_are_not_drawn(sampler: Sampler) -> None:
     everything_but_one = frozenset(range(50)) - {13}
     [drawn] = sampler.draw(LOGITS, [draw(banned=everything_but_one)])
     assert (drawn.token_id, drawn.logprob, drawn.is_finite) == (13, 0.0, True)
 
 
-def test_logits_without_a_number_are_reported() -> None:
+def test_logits_without_a_number_are_reported(sampler: Sampler) -> None:
     broken = LOGITS.clone()
     broken[1] = torch.nan
     good, bad = sampler.draw(broken, [draw(0), draw(1)])
@@ -76,7 +114,7 @@ def test_logits_without_a_number_are_reported() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-30, 1e300])
-def test_any_temperature_gives_numbers(temperature: float) -> None:
+def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> None:
     for drawn, row in zip(
         sampler.draw(LOGITS, [draw(i, temperature=temperature) for i in range(5)]), LOGITS, strict=True
     ):
@@ -87,7 +125,7 @@ def test_any_temperature_gives_numbers(temperature: float) -> None:
             assert abs(drawn.logprob + math.log(50)) < 1e-6
 
 
-def test_score_equals_what_was_drawn() -> None:
+def test_score_equals_what_was_drawn(sampler: Sampler) -> None:
     for values in ({}, dict(temperature=0.0), dict(temperature=0.7, top_p=0.8), dict(top_k=3, min_p=0.1)):
         draws = [draw(row, **values) for row in range(5)]
         drawn = sampler.draw(LOGITS, draws)

@@ -1,4 +1,4 @@
-"""The engine on a real language model: SmolLM2-135M, float32, against transformers."""
+"""The engine on a real language model: SmolLM2-135M, float32, against transformers, on each backend."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _score(model, ids: torch.Tensor, prompt_len: int) -> tuple[np.ndarray, np.nd
     return tokens[:prompt_len], tokens[prompt_len:], logprobs.numpy()
 
 
-def test_greedy_tokens_equal_transformers(smollm2: Path, sequences) -> None:
-    engine = make_engine(smollm2, dtype="float32", num_threads=None)
+def test_greedy_tokens_equal_transformers(smollm2: Path, sequences, backend: str) -> None:
+    engine = make_engine(smollm2, dtype="float32", num_threads=None, backend=backend)
     # transformers' min_new_tokens masks the end of text; so does min_tokens.
     params = dict(temperature=0.0, max_tokens=NEW, min_tokens=NEW, ignore_eos=False)
     samples = run(engine, [generate(str(i), prompt, **params) for i, (prompt, _, _) in enumerate(sequences)])
@@ -64,8 +64,8 @@ def test_greedy_tokens_equal_transformers(smollm2: Path, sequences) -> None:
         assert samples[str(i), 0].token_ids.tolist() == expected.tolist(), PROMPTS[i]
 
 
-def test_scores_equal_transformers(smollm2: Path, sequences) -> None:
-    engine = make_engine(smollm2, dtype="float32", num_threads=None)
+def test_scores_equal_transformers(smollm2: Path, sequences, backend: str) -> None:
+    engine = make_engine(smollm2, dtype="float32", num_threads=None, backend=backend)
     for prompt, continuation, expected in sequences:
         found = score(engine, np.concatenate((prompt, continuation)))
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

@@ -1,202 +1,359 @@
-"""The invariance contract of `kernels/ops.py`, bit by bit: every op, every dtype, every way of sharing a call."""
+"""The invariance contract of `kernels/ops.py`, bit by bit: every op, backend and dtype, every way of sharing a call."""
 
-import numpy as np
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
-from trueroll.kernels.ops import KV_SPLIT, AttentionBatch, select_backend
+from trueroll.kernels.ops import GREEDY, KV_SPLIT, SAMPLE, Wanted
 
-ops = select_backend("reference", torch.device("cpu"))[1]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROWS = 70
-BATCHES = [[0], [3], [69], list(range(2)), list(range(5, 12)), list(range(31)), list(range(33)), list(range(1, 66))]
+from .backends import IMPLEMENTATIONS, Implementation, Served
+from .inputs import Paged, empty_caches, make_qkv, randn, same_bits, stored
 
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality of bits: distinguishes zeros by sign and takes NaN for equal to itself."""
-    assert left.dtype == right.dtype and left.shape == right.shape
-    as_bytes = [x.contiguous().view(-1).view(torch.uint8).numpy() for x in (left, right)]
-    return np.array_equal(*as_bytes)
+ROWS = 100
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+@dataclass(frozen=True)
+class RowOp:
+    """An op with its weights: `compute` takes tensors of rows and gives one result, or several, for each row."""
+
+    compute: Callable[..., Tensor | tuple[Tensor, ...]]
+    rows: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
+
+    def __call__(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        results = self.compute(*rows)
+        results = (results,) if isinstance(results, Tensor) else results
+        assert all(len(result) == len(rows[0]) for result in results)
+        return results
+
+    def check(self, batch: Tensor, expected: tuple[Tensor, ...], case: str) -> None:
+        """Computes only the rows `batch`, and compares with those of all rows."""
+        for found, all_rows in zip(self(*(x[batch] for x in self.rows)), expected, strict=True):
+            assert same_bits(found, all_rows[batch]), case
 
 
-def linear(n: int, k: int, bias: bool, dtype: torch.dtype):
-    weight = randn(n, k, dtype=dtype, seed=1)
-    b = randn(n, dtype=dtype, seed=2) if bias else None
-    return (lambda x: ops.linear(x, weight, b)), (randn(ROWS, k, dtype=dtype),)
+def linear(n: int, k: int, bias: bool, served: Served) -> RowOp:
+    weight = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1))
+    b = randn(n, dtype=served.dtype, seed=2) if bias else None
+    return RowOp(lambda x: served.ops.linear(x, weight, b), (randn(ROWS, k, dtype=served.dtype),))
 
 
-def rmsnorm(h: int, dtype: torch.dtype):
-    return (lambda x: ops.rmsnorm(x, randn(h, dtype=dtype, seed=1), 1e-6)), (randn(ROWS, h, dtype=dtype),)
+def linear_add(n: int, k: int, served: Served) -> RowOp:
+    weight = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1))
+    rows = (randn(ROWS, k, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=2))
+    return RowOp(lambda x, residual: served.ops.linear_add(x, weight, residual), rows)
 
 
-def head_norm(dtype: torch.dtype):
-    return (lambda x: ops.rmsnorm(x, randn(80, dtype=dtype, seed=1), 1e-6)), (randn(ROWS, 5, 80, dtype=dtype),)
+def gate_up(n: int, k: int, served: Served) -> RowOp:
+    gate, up = (stored(served.ops, randn(n, k, dtype=served.dtype, seed=seed)) for seed in (1, 2))
+    norm = randn(k, dtype=served.dtype, seed=3)
+    return RowOp(lambda x: served.ops.gate_up(x, norm, 1e-6, gate, up), (randn(ROWS, k, dtype=served.dtype),))
 
 
-def add_rmsnorm(dtype: torch.dtype):
-    rows = (randn(ROWS, 577, dtype=dtype), randn(ROWS, 577, dtype=dtype, seed=3))
-    return (lambda x, r: torch.cat(ops.add_rmsnorm(x, r, randn(577, dtype=dtype, seed=1), 1e-6), -1)), rows
+def qkv(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, served: Served) -> RowOp:
+    hidden = 130
+    weights = make_qkv(served, heads, kv_heads, size, biases, norms, hidden)
+    norm = randn(hidden, dtype=served.dtype, seed=3)
+
+    def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        k_cache, v_cache = empty_caches(ROWS, 2, kv_heads, size, served.dtype)
+        q = served.ops.qkv(x, norm, 1e-6, weights, (cosines, sines), k_cache, v_cache, slots)
+        return q, k_cache[slots // 2], v_cache[slots // 2]
+
+    angles = served.ops.rotation(torch.arange(ROWS), 10000.0 ** (-torch.arange(0, size, 2) / size), 1.0)
+    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles, own_blocks()))
 
 
-def rope(dtype: torch.dtype):
+def own_blocks() -> Tensor:
+    """For each row a place in a block of 2 that no other row uses, so that the block is the row's result."""
+    return torch.arange(ROWS - 1, -1, -1) * 2 + 1
+
+
+def write_kv(served: Served) -> RowOp:
+    def compute(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        k_cache, v_cache = empty_caches(ROWS, 2, 3, 80, served.dtype)
+        served.ops.write_kv(k, v, k_cache, v_cache, slots)
+        return k_cache[slots // 2], v_cache[slots // 2]
+
+    k, v = (randn(ROWS, 3, 80, dtype=served.dtype, seed=seed) for seed in (1, 2))
+    return RowOp(compute, (k, v, own_blocks()))
+
+
+def rotation(served: Served) -> RowOp:
     inv_freq = 10000.0 ** (-torch.arange(0, 80, 2) / 80)
-    rows = (randn(ROWS, 3, 80, dtype=dtype), torch.arange(ROWS) * 977)
-    return (lambda x, positions: ops.rope(x, positions, inv_freq, 1.2)), rows
+    return RowOp(lambda positions: served.ops.rotation(positions, inv_freq, 1.2), (torch.arange(ROWS) * 977,))
 
 
-def silu_mul(i: int, dtype: torch.dtype):
-    return ops.silu_mul, (randn(ROWS, 2 * i, dtype=dtype) * 4,)
+def rmsnorm(size: int, served: Served) -> RowOp:
+    weight = randn(size, dtype=served.dtype, seed=1)
+    return RowOp(lambda x: served.ops.rmsnorm(x, weight, 1e-6), (randn(ROWS, size, dtype=served.dtype),))
 
 
-def lm_head(dtype: torch.dtype):
-    return (lambda x: ops.lm_head(x, randn(1001, 96, dtype=dtype, seed=1))), (randn(ROWS, 96, dtype=dtype),)
+def embedding(served: Served) -> RowOp:
+    weight = stored(served.ops, randn(ROWS, 577, dtype=served.dtype, seed=1))
+    return RowOp(lambda ids: served.ops.embedding(ids, weight), (torch.arange(ROWS) * 7 % 13,))
 
 
-def filter_logits():
-    # Rounded, so that rows hold many ties.
-    rows = (
-        (randn(ROWS, 1001) * 8).round() / 4,
-        torch.tensor([-1, 1, 40] * ROWS)[:ROWS],
-        torch.tensor([1.0, 0.9, 0.3, 1e-9] * ROWS)[:ROWS],
-        torch.tensor([0.0, 0.05] * ROWS)[:ROWS],
+def lm_head(vocab_size: int, served: Served) -> RowOp:
+    weight = stored(served.ops, randn(vocab_size, 130, dtype=served.dtype, seed=1))
+    return RowOp(lambda x: served.ops.lm_head(x, weight), (randn(ROWS, 130, dtype=served.dtype),))
+
+
+def some_seeds(rows: int) -> Tensor:
+    return torch.arange(rows) * 2**57 - 5
+
+
+def some_positions(rows: int) -> Tensor:
+    return torch.arange(rows) * 2**28
+
+
+def next_tokens(vocab_size: int, rows: int, served: Served) -> RowOp:
+    """Rows that sample, take the best token, and score a given one; log-probs both raw and over the temperature."""
+    weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
+    inputs = (
+        randn(rows, 33, dtype=served.dtype),
+        torch.tensor([SAMPLE, GREEDY, vocab_size - 1, 0, SAMPLE] * rows)[:rows],
+        torch.tensor([1.0, 1.0, 0.7, 3.0] * rows)[:rows],
+        torch.tensor([False, True, True] * rows)[:rows],
+        some_seeds(rows),
+        some_positions(rows),
     )
-    return ops.filter_logits, rows
+    return RowOp(lambda hidden, *wanted: served.ops.next_tokens(hidden, weight, Wanted(*wanted)), inputs)
 
 
-def sample(v: int):
-    return ops.sample, (randn(ROWS, v), torch.arange(ROWS) * 2**57 - 5, torch.arange(ROWS) * 2**28)
+def log_probs(vocab_size: int, rows: int, served: Served) -> RowOp:
+    return RowOp(served.ops.log_probs, (randn(rows, vocab_size) * 5, torch.arange(rows) * 31 % vocab_size))
 
 
-ROW_OPS = {
-    **{
-        f"linear {n}x{k}{' bias' if bias else ''} {dtype}": linear(n, k, bias, dtype)
-        for n, k in ((576, 576), (960, 576), (576, 1536), (96, 64), (1, 7), (513, 130))
-        for bias in (False, True)
-        for dtype in DTYPES
-    },
-    **{f"rmsnorm {h} {dtype}": rmsnorm(h, dtype) for h in (16, 576, 1001, 8192) for dtype in DTYPES},
-    **{f"head norm {dtype}": head_norm(dtype) for dtype in DTYPES},
-    **{f"add_rmsnorm {dtype}": add_rmsnorm(dtype) for dtype in DTYPES},
-    **{f"rope {dtype}": rope(dtype) for dtype in DTYPES},
-    **{f"silu_mul {i} {dtype}": silu_mul(i, dtype) for i in (7, 128, 1001) for dtype in DTYPES},
-    **{f"lm_head {dtype}": lm_head(dtype) for dtype in DTYPES},
-    **{f"log_softmax {v}": (ops.log_softmax, (randn(ROWS, v) * 5,)) for v in (17, 512, 49152)},
-    **{f"sample {v}": sample(v) for v in (1, 17, 1001, 49152)},
-    "filter_logits": filter_logits(),
-    "embedding": (lambda ids: ops.embedding(ids, randn(ROWS, 64, seed=1)), (torch.arange(ROWS) % 13,)),
+def filter_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
+    inputs = (
+        (randn(rows, vocab_size) * 8).round() / 4,  # rounded, so that rows hold many ties
+        torch.tensor([-1, 1, 40] * rows)[:rows],
+        torch.tensor([1.0, 0.9, 0.3, 1e-9] * rows)[:rows],
+        torch.tensor([0.0, 0.05] * rows)[:rows],
+    )
+    return RowOp(served.ops.filter_logits, inputs)
+
+
+def sample(vocab_size: int, rows: int, served: Served) -> RowOp:
+    return RowOp(served.ops.sample, (randn(rows, vocab_size), some_seeds(rows), some_positions(rows)))
+
+
+TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
+    **{f"linear {n}x{k}": partial(linear, n, k, False) for n, k in ((576, 576), (96, 1536), (1, 7), (513, 130))},
+    **{f"linear {n}x{k} bias": partial(linear, n, k, True) for n, k in ((96, 64), (1, 7), (513, 130))},
+    **{f"linear_add {n}x{k}": partial(linear_add, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
+    **{f"gate_up {n}x{k}": partial(gate_up, n, k) for n, k in ((7, 40), (130, 577), (1001, 64))},
+    "qkv 16": partial(qkv, 4, 2, 16, False, False),
+    "qkv 64 biases": partial(qkv, 6, 2, 64, True, False),
+    "qkv 80 norms": partial(qkv, 3, 3, 80, False, True),
+    "qkv 96": partial(qkv, 3, 1, 96, False, False),
+    "qkv 128 biases norms": partial(qkv, 2, 1, 128, True, True),
+    "qkv 256 norms": partial(qkv, 4, 2, 256, False, True),
+    "write_kv": write_kv,
+    **{f"rmsnorm {size}": partial(rmsnorm, size) for size in (1, 16, 577, 8192)},
+    "embedding": embedding,
+    **{f"lm_head {v}": partial(lm_head, v) for v in (17, 1001)},
+    **{f"next_tokens {v}": partial(next_tokens, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
 }
-
-
-@pytest.mark.parametrize("name", ROW_OPS)
-def test_a_row_does_not_depend_on_its_company(name: str) -> None:
-    op, rows = ROW_OPS[name]
-    together = op(*rows)
-    for batch in BATCHES:
-        assert same_bits(op(*(x[batch] for x in rows)), together[batch]), f"rows {batch[0]} to {batch[-1]} alone"
-    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
-    assert not torch.equal(order, torch.arange(ROWS))
-    assert same_bits(op(*(x[order] for x in rows)), together[order]), "rows in another order"
-
-
-@pytest.mark.parametrize("name", ROW_OPS)
-def test_a_row_does_not_depend_on_threads_or_alignment(name: str, two_threads: None) -> None:
-    op, rows = ROW_OPS[name]
-    expected = op(*rows)
-    torch.set_num_threads(1)
-    assert same_bits(op(*rows), expected), "one thread"
-    shifted = tuple(torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape) for x in rows)
-    assert shifted[0].data_ptr() % 64 != rows[0].data_ptr() % 64
-    assert same_bits(op(*shifted), expected), "another place in memory"
+FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
+    "rotation": rotation,
+    **{f"log_probs {v}": partial(log_probs, v, rows) for v, rows in ((17, ROWS), (512, ROWS), (49153, 7))},
+    **{f"filter_logits {v}": partial(filter_logits, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
+    **{f"sample {v}": partial(sample, v, rows) for v, rows in ((1, ROWS), (17, ROWS), (1001, ROWS), (49153, 7))},
+}
+CASES = [
+    pytest.param(implementation, dtype, make, id=f"{name} {implementation} {str(dtype).removeprefix('torch.')}")
+    for implementation in IMPLEMENTATIONS
+    for dtype in implementation.dtypes
+    for name, make in (TYPED_OPS | FLOAT32_OPS if dtype == torch.float32 else TYPED_OPS).items()
+]
+every_op = pytest.mark.parametrize("implementation,dtype,make", CASES)
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def row_op(implementation: Implementation, dtype: torch.dtype, make: Callable[[Served], RowOp]) -> Iterator[RowOp]:
+    with implementation.chosen() as ops:
+        yield make(Served(ops, dtype))
 
 
-class Paged:
-    """Sequences of given lengths in a paged cache whose unused places hold NaN, and the queries of all their tokens."""
-
-    def __init__(self, lens, heads=6, kv_heads=2, size=64, block_size=16, dtype=torch.float32, seed=0):
-        self.lens, self.size = lens, size
-        tables = [-(-n // block_size) for n in lens]
-        num_blocks = sum(tables) + 3
-        shape = (num_blocks, block_size, kv_heads, size)
-        self.k_cache, self.v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in "kv")
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()
-        self.tables = torch.zeros(len(lens), max(tables), dtype=torch.int64)
-        self.q = []
-        for i, n in enumerate(lens):
-            blocks = torch.tensor([order.pop() for _ in range(tables[i])])
-            self.tables[i, : len(blocks)] = blocks
-            tokens = torch.arange(n)
-            slots = blocks[tokens // block_size] * block_size + tokens % block_size
-            k, v = (randn(n, kv_heads, size, dtype=dtype, seed=100 * i + j) for j in (1, 2))
-            ops.write_kv(k, v, self.k_cache, self.v_cache, slots)
-            self.q.append(randn(n, heads, size, dtype=dtype, seed=100 * i))
-
-    def attend(self, chunks):
-        """The attention of chunks (sequence, start, end), computed in one call; one tensor for each chunk."""
-        sizes = [end - start for _, start, end in chunks]
-        batch = AttentionBatch(
-            query_starts=[sum(sizes[:i]) for i in range(len(sizes) + 1)],
-            context_lens=[end for _, _, end in chunks],
-            block_tables=self.tables[[i for i, _, _ in chunks]],
-        )
-        q = torch.cat([self.q[i][start:end] for i, start, end in chunks])
-        return ops.paged_attention(q, self.k_cache, self.v_cache, batch, self.size**-0.5).split(sizes)
-
-    def whole(self, i):
-        return self.attend([(i, 0, self.lens[i])])[0]
+def batches(rows: int) -> list[Tensor]:
+    """Single rows, batches of many sizes from several places, all rows in another order, one row at every place."""
+    sizes = [size for size in (2, 3, 7, 12, 13, 31, 33, 65, 95, 96, 97) if size < rows]
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(order, torch.arange(rows))
+    alone = [torch.tensor([row]) for row in (0, rows // 2, rows - 1)]
+    some = [torch.arange(size) + (i * 5) % (rows - size + 1) for i, size in enumerate(sizes)]
+    return [*alone, *some, order, torch.full((rows,), rows // 3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads,kv_heads,size", [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96)])
-def test_attention_does_not_depend_on_chunks_or_company(heads, kv_heads, size, dtype) -> None:
+@every_op
+def test_a_row_does_not_depend_on_how_many_share_the_call_or_where_it_stands(row_op: RowOp) -> None:
+    together = row_op(*row_op.rows)
+    for batch in batches(len(row_op)):
+        row_op.check(batch, together, f"{len(batch)} rows: {batch[0]} to {batch[-1]}")
+
+
+EXTREMES = (lambda dtype: torch.nan, lambda dtype: torch.inf, lambda dtype: torch.finfo(dtype).max)
+
+
+@every_op
+def test_a_row_does_not_depend_on_what_the_others_hold(row_op: RowOp) -> None:
+    expected = row_op(*row_op.rows)
+    kept = torch.arange(len(row_op)) % 3 == 1
+    for extreme in EXTREMES:
+        rows = [x.clone() for x in row_op.rows]
+        for x in rows:
+            if x.is_floating_point():
+                x[~kept] = extreme(x.dtype)
+        for found, before in zip(row_op(*rows), expected, strict=True):
+            assert same_bits(found[kept], before[kept]), f"the others hold {x.flatten()[0]}"
+
+
+@every_op
+def test_a_row_does_not_depend_on_threads_or_its_place_in_memory(row_op: RowOp, two_threads: None) -> None:
+    everything = torch.arange(len(row_op))
+    expected = row_op(*row_op.rows)
+    torch.set_num_threads(1)
+    row_op.check(everything, expected, "one thread")
+    for place in (_shifted, _strided):
+        rows = [place(x) for x in row_op.rows]
+        for found, before in zip(row_op(*rows), expected, strict=True):
+            assert same_bits(found, before), place.__name__
+
+
+def _shifted(x: Tensor) -> Tensor:
+    """The same values one element further on."""
+    shifted = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    assert shifted.data_ptr() % 64 != x.data_ptr() % 64
+    return shifted
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values, not side by side."""
+    strided = torch.stack((x, torch.zeros_like(x)), dim=-1)[..., 0]
+    assert not strided.is_contiguous() or strided.numel() == 1
+    return strided
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_product_does_not_depend_on_the_number_of_rows(served: Served, threads: int, two_threads: None) -> None:
+    torch.set_num_threads(threads)
+    weight = stored(served.ops, randn(130, 513, dtype=served.dtype, seed=1))
+    x = randn(4097, 513, dtype=served.dtype)
+    everything = served.ops.linear(x, weight)
+    for count in (1, 2, 3, 12, 13, 95, 96, 97, 4096):
+        for start in {0, 1000 % (4098 - count), 4097 - count}:
+            rows = slice(start, start + count)
+            assert same_bits(served.ops.linear(x[rows], weight), everything[rows]), f"{count} rows from {start}"
+
+
+HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256)]
+
+
+@pytest.mark.parametrize("heads,kv_heads,size", HEADS)
+def test_attention_does_not_depend_on_chunks_or_company(served: Served, heads: int, kv_heads: int, size: int) -> None:
     lens = [1, 5, KV_SPLIT, KV_SPLIT + 1, 300]
-    paged = Paged(lens, heads, kv_heads, size, dtype=dtype)
+    paged = Paged(served, lens, heads, kv_heads, size)
     alone = [paged.whole(i) for i in range(len(lens))]
     assert all(x.isfinite().all() for x in alone)
     everyone = paged.attend([(i, 0, n) for i, n in enumerate(lens)])
     assert all(same_bits(a, b) for a, b in zip(alone, everyone, strict=True))
-    for step in (1, 7, 64):
-        chunks = [paged.attend([(4, start, min(start + step, 300))])[0] for start in range(0, 300, step)]
-        assert same_bits(torch.cat(chunks), alone[4]), f"chunks of {step}"
-    mixed = [(4, 290, 297), (3, 128, 129), (2, 127, 128), (1, 0, 5), (0, 0, 1), (4, 299, 300)]
+    for step, first, last in ((1, 120, 140), (7, 0, 300), (64, 0, 300)):
+        chunks = [paged.attend([(4, at, min(at + step, last))])[0] for at in range(first, last, step)]
+        assert same_bits(torch.cat(chunks), alone[4][first:last]), f"chunks of {step}"
+    mixed = [(4, 290, 297), (3, 128, 129), (2, 127, 128), (1, 0, 5), (0, 0, 1), *[(4, 299, 300)] * 13]
     for (i, start, end), out in zip(mixed, paged.attend(mixed), strict=True):
         assert same_bits(out, alone[i][start:end])
 
 
-@pytest.mark.parametrize("block_size", [1, 8, 24, 64, 512])
-def test_attention_does_not_depend_on_block_size(block_size: int, two_threads: None) -> None:
-    expected = Paged([300, 40]).whole(0)
-    paged = Paged([300, 40], block_size=block_size, seed=1)
-    assert same_bits(paged.whole(0), expected)
-    torch.set_num_threads(1)
-    assert same_bits(paged.whole(0), expected)
+@pytest.mark.parametrize("heads,kv_heads,size", [(6, 2, 64), (4, 4, 80)])
+@pytest.mark.parametrize("block_size", [2, 8, 24, 64, 512])
+def test_attention_does_not_depend_on_block_size(
+    served: Served, block_size: int, heads: int, kv_heads: int, size: int
+) -> None:
+    expected = Paged(served, [300, 41], heads, kv_heads, size)
+    paged = Paged(served, [300, 41], heads, kv_heads, size, block_size=block_size, seed=1)
+    for chunk in ((0, 0, 300), (0, 299, 300), (1, 30, 41)):
+        assert same_bits(paged.attend([chunk])[0], expected.attend([chunk])[0]), chunk
 
 
-def test_attention_never_reads_what_others_left_behind() -> None:
-    paged = Paged([300])
-    assert paged.k_cache.isnan().any(), "the unused places hold NaN"
-    assert paged.whole(0).isfinite().all()
+def test_attention_does_not_depend_on_threads(served: Served, two_threads: None) -> None:
+    """Native kernels give the splits of a few long sequences to different threads, but not those of many sequences."""
+    paged = Paged(served, [1000] * 8, heads=4, kv_heads=2)
+    last = [(i, 999, 1000) for i in range(8)]
+    for chunks in ([(0, 999, 1000)], [(0, 990, 1000), (1, 0, 200)], [(0, 0, 1000)], last):
+        torch.set_num_threads(2)
+        expected = paged.attend(chunks)
+        torch.set_num_threads(1)
+        assert all(same_bits(a, b) for a, b in zip(paged.attend(chunks), expected, strict=True))
+    torch.set_num_threads(2)
+    for alone, together in zip(last, paged.attend(last), strict=True):
+        assert same_bits(paged.attend([alone])[0], together)
 
 
-def test_the_contract_tests_can_fail() -> None:
+@pytest.mark.parametrize("place", [_shifted, _strided])
+def test_attention_does_not_depend_on_a_place_in_memory(served: Served, place: Callable[[Tensor], Tensor]) -> None:
+    paged = Paged(served, [150, 20])
+    chunks = [(0, 0, 150), (1, 10, 20)]
+    expected = torch.cat(paged.attend(chunks))
+    q, batch = paged.batch(chunks)
+    batch = replace(batch, block_tables=place(batch.block_tables))
+    found = served.ops.paged_attention(place(q), paged.k_cache, paged.v_cache, batch, paged.size**-0.5)
+    assert same_bits(found, expected)
+
+
+def test_attention_never_reads_what_others_left_behind(served: Served) -> None:
+    for block_size in (2, 16, 24, 512):
+        paged = Paged(served, [1, 300, 17], block_size=block_size)
+        assert paged.k_cache.isnan().any() and paged.v_cache.isnan().any(), "the unused places hold NaN"
+        for i in range(3):
+            assert paged.whole(i).isfinite().all()
+
+
+def test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold(served: Served) -> None:
+    paged = Paged(served, [40, 300, 150])
+    chunks = [(0, 30, 40), (1, 0, 300), (2, 149, 150)]
+    expected = paged.attend(chunks)
+    for extreme in EXTREMES:
+        for x in (paged.q, paged.k, paged.v):
+            x[1] = torch.full_like(x[1], extreme(served.dtype))
+        paged.write(1)
+        found = paged.attend(chunks)
+        assert same_bits(found[0], expected[0]) and same_bits(found[2], expected[2])
+
+
+def test_attention_does_not_depend_on_later_tokens_in_the_call(served: Served) -> None:
+    """Otherwise a prompt's cached blocks would hold other values if a token after them makes the model overflow."""
+    paged = Paged(served, [200])
+    before = paged.whole(0)
+    for value in (1.0, torch.inf, torch.nan):
+        for x in (paged.k, paged.v):
+            x[0][150] = value
+        paged.write(0)
+        after = paged.whole(0)
+        assert same_bits(after[:150], before[:150]), value
+        assert (after[150:] != before[150:]).flatten(1).any(1).all(), "every later token sees the change"
+
+
+def test_the_contract_tests_can_fail(served: Served) -> None:
     """A linear whose order of accumulation follows the number of rows is caught."""
+    matrix = randn(64, 576, dtype=served.dtype, seed=1)
+    whole, left, right = (stored(served.ops, part) for part in (matrix, matrix[:, :288], matrix[:, 288:]))
 
-    def fickle(x: torch.Tensor) -> torch.Tensor:
-        weight = randn(64, 576, seed=1)
+    def fickle(x: Tensor) -> Tensor:
         if len(x) <= 8:
-            return ops.linear(x, weight)
-        return ops.linear(x[:, :288], weight[:, :288]) + ops.linear(x[:, 288:], weight[:, 288:])
+            return served.ops.linear(x, whole)
+        return served.ops.linear(x[:, :288], left) + served.ops.linear(x[:, 288:], right)
 
-    rows = randn(ROWS, 576)
-    assert not same_bits(fickle(rows[:1]), fickle(rows)[:1])
+    row_op = RowOp(fickle, (randn(ROWS, 576, dtype=served.dtype),))
+    with pytest.raises(AssertionError, match="1 rows"):
+        row_op.check(torch.tensor([0]), row_op(*row_op.rows), "1 rows")

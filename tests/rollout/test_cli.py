@@ -44,7 +44,7 @@ def address(tiny_llama: Path) -> Iterator[str]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("ready address=ipc://")
-        assert f"model={tiny_llama}" in line and "backend=reference" in line and "dtype=float32" in line
+        assert f"model={tiny_llama}" in line and "backend=cpu (" in line and "dtype=float32" in line
         assert "blocks=64x16" in line
         yield line.split("address=")[1].split()[0]
         process.send_signal(signal.SIGTERM)
@@ -98,7 +98,7 @@ def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None
 def test_a_wrong_setting_is_one_clear_line() -> None:
     result = trueroll("serve", "smollm2", "--block-size", "0")
     assert result.returncode == 1
-    assert result.stderr.splitlines() == ["trueroll: block_size: input should be greater than or equal to 1, found 0"]
+    assert result.stderr.splitlines() == ["trueroll: block_size: input should be greater than or equal to 2, found 0"]
 
 
 def test_a_folder_in_place_of_a_file_is_refused_before_the_work(tmp_path: Path) -> None:

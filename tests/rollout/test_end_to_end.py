@@ -20,10 +20,12 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.errors import InvalidRequestError, ModelError, TruerollError
 from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.ops import Backend
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import WorkerFailedError
+from trueroll.rollout.worker import load_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
@@ -70,8 +72,25 @@ def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: str) -> N
 def test_health_names_the_engine(client: RolloutClient) -> None:
     health = client.health()
     assert health.state == "ready" and health.engine is not None
-    assert health.engine["backend"] == "reference" and health.engine["dtype"] == "float32"
+    assert health.engine["backend"] == "cpu" and health.engine["dtype"] == "float32"
+    assert health.engine["isa"] == load_library().instruction_set() and health.engine["backend_note"] == ""
     assert health.memory["weights"] > 0 and health.memory["kv"] > 0
+
+
+def test_why_a_faster_backend_is_not_used_is_in_health_and_in_one_line_of_the_log(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig(model=str(tiny_llama), dtype="float16", num_blocks=64, num_threads=1)
+    worker = WorkerOnThread(WorkerConfig(), lambda: load_engine(config))
+    with RawClient(worker.address) as raw:
+        while (health := raw.health())["state"] == "loading":
+            pass
+    worker.worker.drain()
+    worker.join()
+    note = "native CPU kernels expect float32 or bfloat16, found float16; set dtype"
+    assert (health["engine"]["backend"], health["engine"]["backend_note"]) == ("reference", note)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"backend reference, not a faster one: {note}"]
 
 
 BAD_REQUESTS = [
@@ -100,7 +119,7 @@ def test_bad_requests_are_refused_while_another_runs_unharmed(client: RolloutCli
 
 def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: Path) -> None:
     class FailingOps:
-        """The reference ops, until `budget` calls of rope have been made."""
+        """The ops of a backend, until `budget` calls of attention have been made."""
 
         def __init__(self, backend: Backend, budget: int) -> None:
             self.backend, self.budget = backend, budget
@@ -108,16 +127,16 @@ def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.backend, name)
 
-        def rope(self, *inputs: Any) -> Any:
+        def paged_attention(self, *inputs: Any) -> Any:
             self.budget -= 1
             if self.budget < 0:
-                raise RuntimeError("broken rope")
-            return self.backend.rope(*inputs)
+                raise RuntimeError("broken attention")
+            return self.backend.paged_attention(*inputs)
 
     def make_engine() -> Engine:
         config = EngineConfig(model=str(tiny_llama), num_blocks=256, num_threads=1)
         loaded = load_model(config)
-        loaded.model.ops = FailingOps(loaded.backend, budget=40)
+        loaded.model.ops = FailingOps(loaded.backend.ops, budget=20)
         return Engine(config, loaded)
 
     worker = WorkerOnThread(WorkerConfig(), make_engine)
@@ -128,7 +147,7 @@ def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: 
         other.generate("open too", max_tokens=400)
         for client, id in ((raw, "open"), (other, "open too")):
             error = client.receive_until("done", "error")[-1]
-            assert (error["id"], error["code"]) == (id, "worker_failed") and "broken rope" in error["message"]
+            assert (error["id"], error["code"]) == (id, "worker_failed") and "broken attention" in error["message"]
     worker.join()
     assert isinstance(worker.error, WorkerFailedError)
 

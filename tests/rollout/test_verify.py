@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,14 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.kernels.cpu.library import Library, load_library
+from trueroll.kernels.ops import Weight
 from trueroll.rollout import verify
 from trueroll.rollout.verify_premises import Cell, Run, check_premises
 
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
+# The native kernels are fast enough for a prompt that the attention cuts into four.
+LONGER = verify.Sizes(prompt_lengths=(400, 64, 5), max_tokens=12, longest_token_by_token=5)
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +40,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_bit_differs_in_any_cell(tiny_model: Path, dtype: str) -> None:
-    config = EngineConfig(model=str(tiny_model), dtype=dtype)
-    results = list(verify.run_matrix(config, load_model(config), SMALL))
+def failing_cells(config: EngineConfig, sizes: verify.Sizes) -> list[str]:
+    results = list(verify.run_matrix(config, load_model(config), sizes))
     assert [result.cell for result in results] == [Cell(), *verify.CELLS]
-    assert [result.cell.name for result in results if not result.passed] == []
     assert all(result.tokens > 0 for result in results[1:])
+    return [result.cell.name for result in results if not result.passed]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_differs_in_any_cell(tiny_model: Path, dtype: str, backend: str) -> None:
+    config = EngineConfig(model=str(tiny_model), dtype=dtype, backend=backend)
+    assert failing_cells(config, LONGER if backend == "cpu" else SMALL) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_differs_with_any_instruction_set(tiny_llama: Path, native_library: Library, dtype: str) -> None:
+    config = EngineConfig(model=str(tiny_llama), dtype=dtype, backend="cpu")
+    for name in native_library.instruction_sets():
+        native_library.choose(name)
+        assert Engine(config).info.isa == name
+        assert failing_cells(config, SMALL) == [], name
 
 
 def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,23 +74,59 @@ def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(left, left_weight, bias) + F.linear(right, right_weight)
 
 
-def depends_on_the_row_count(linear: Callable[..., Tensor], loaded: LoadedModel) -> bool:
-    weight = loaded.model.layers[0].gate_up
-    x = torch.randn(64, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    return any(not torch.equal(linear(x, weight)[:1], linear(x[:rows], weight)[:1]) for rows in (1, 2, 7, 31))
+def linear_add_in_halves(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
+    return linear_in_halves(x, weight.to_dense()) + residual
+
+
+def reference_with(linear: Callable[..., Tensor]) -> Any:
+    """A copy of the reference backend, all of whose products but that of the head are by `linear`."""
+    spec = importlib.util.find_spec("trueroll.kernels.reference")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module)["linear"] = linear
+    return module
+
+
+def cpu_with_linear_add_in_halves() -> Any:
+    from trueroll.kernels.cpu import backend
+
+    return types.SimpleNamespace(**vars(backend) | {"linear_add": linear_add_in_halves})
+
+
+def depends_on_the_row_count(product: Callable[[Tensor], Tensor], columns: int) -> bool:
+    x = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
+    return any(not torch.equal(product(x)[:1], product(x[:rows])[:1]) for rows in (1, 2, 7, 31))
+
+
+def finds_differences(config: EngineConfig, loaded: LoadedModel, ops: Any) -> bool:
+    loaded.model.ops = ops
+    broken = dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, ops=ops))
+    return any(result.differences > 0 for result in verify.run_matrix(config, broken, SMALL))
 
 
 @pytest.mark.parametrize("linear", [plain_linear, linear_in_halves])
 def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path, linear: Callable[..., Tensor]) -> None:
-    config = EngineConfig(model=str(tiny_llama))
+    config = EngineConfig(model=str(tiny_llama), backend="reference")
     loaded = load_model(config)
-    if linear is plain_linear and not depends_on_the_row_count(linear, loaded):
+    weight = loaded.model.layers[0].gate
+    is_broken = depends_on_the_row_count(lambda x: linear(x, weight), weight.shape[1])
+    if linear is plain_linear and not is_broken:
         pytest.skip("F.linear happens to be exact for this model on this machine")
-    assert depends_on_the_row_count(linear, loaded)
-    backend = types.SimpleNamespace(**vars(loaded.backend) | {"linear": linear})
-    loaded.model.ops = backend
-    results = verify.run_matrix(config, dataclasses.replace(loaded, backend=backend), SMALL)
-    assert any(result.differences > 0 for result in results)
+    assert is_broken
+    assert finds_differences(config, loaded, reference_with(linear))
+
+
+def test_a_native_op_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama), backend="cpu")
+    loaded = load_model(config)
+    ops, weight = cpu_with_linear_add_in_halves(), loaded.model.layers[0].down
+
+    def product(x: Tensor) -> Tensor:
+        return ops.linear_add(x, weight, torch.zeros(len(x), weight.shape[0]))
+
+    assert depends_on_the_row_count(product, weight.shape[1])
+    assert finds_differences(config, loaded, ops)
 
 
 def make_engine(folder: Path, **settings: int | bool) -> Engine:
@@ -179,4 +234,16 @@ def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.
     assert verify.verify(EngineConfig(model=str(tiny_llama)), console, None, SMALL)
     text = console.export_text()
     assert "passed: 2 cells, 108 tokens and log-probs compared, 0 differences, 0 failed premises" in text
-    assert "PREMISE FAILED" not in text
+    assert "PREMISE FAILED" not in text and "faster" not in text
+    assert f"float32, cpu, backend cpu ({load_library().instruction_set()})" in text
+
+
+def test_the_report_says_why_it_is_not_about_the_fastest_backend(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "CELLS", ())
+    console = Console(record=True, width=160)
+    assert verify.verify(EngineConfig(model=str(tiny_llama), dtype="float16"), console, None, SMALL)
+    text = console.export_text()
+    assert "backend reference (torch" in text
+    assert "backend reference, not a faster one: native CPU kernels expect float32 or bfloat16, found float16" in text

@@ -40,6 +40,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a key-value head for each query head": ("qwen3", dict(num_key_value_heads=4)),
     "odd sizes": (
         "llama",
+        dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=16, intermediate_size=77),
+    ),
+    "an odd head size": (
+        "llama",
         dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=20, intermediate_size=77),
     ),
     "odd vocabulary": ("qwen3", dict(vocab_size=515)),
@@ -48,24 +52,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_scores_equal_transformers(tmp_path: Path, name: str) -> None:
+CASES = [(name, "reference") for name in VARIANTS]
+CASES += [(name, "cpu") for name in VARIANTS if name != "an odd head size"]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_scores_equal_transformers(tmp_path: Path, name: str, backend: str) -> None:
     family, overrides = VARIANTS[name]
     folder = make_tiny_model(family, tmp_path, **overrides)
     ids = tokens(300)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.from_numpy(ids)[None].long())
     logprobs = expected.logits[0, :-1].log_softmax(-1).gather(1, torch.from_numpy(ids[1:, None]).long()).squeeze(1)
-    np.testing.assert_allclose(score(make_engine(folder), ids), logprobs.detach().numpy(), atol=2e-4)
+    np.testing.assert_allclose(score(make_engine(folder, backend=backend), ids), logprobs.detach().numpy(), atol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("bfloat16", "reference"), ("bfloat16", "cpu"), ("float16", "reference")]
+)
+def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dtype: str, backend: str) -> None:
     folder, ids = make_tiny_model("qwen2", tmp_path), tokens(200)
-    exact = score(make_engine(folder, dtype="float32"), ids)
+    exact = score(make_engine(folder, dtype="float32", backend=backend), ids)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     logits = model(torch.from_numpy(ids)[None].long()).logits[0, :-1].float()
     theirs = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:, None]).long()).squeeze(1).detach().numpy()
-    ours = score(make_engine(folder, dtype=dtype), ids)
+    ours = score(make_engine(folder, dtype=dtype, backend=backend), ids)
     assert 0 < np.abs(ours - exact).mean() <= 1.2 * np.abs(theirs - exact).mean()
 
 

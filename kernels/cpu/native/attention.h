@@ -1,0 +1,327 @@
+// Paged attention. A part of kernels.h.
+
+// A part of a softmax over the keys, for several query rows: the largest score, the sum of the exponentials relative
+// to it, and the sum of the values weighted by them [rows, head_dim]. A peak of -inf: no key was seen.
+struct Partial {
+    float *peaks, *totals, *out;
+
+    static long size(long rows, long head_dim) { return rows * (head_dim + 2); }
+    Partial(float* memory, long rows) : peaks(memory), totals(memory + rows), out(memory + 2 * rows) {}
+
+    // The same from row `row` on.
+    Partial from(long row, long head_dim) const {
+        Partial rest = *this;
+        rest.peaks += row, rest.totals += row, rest.out += row * head_dim;
+        return rest;
+    }
+};
+
+// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits.
+inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
+    for (long first = 0; first < rows; first += LANES) {
+        const long n = smaller(LANES, rows - first);
+        float before_scale[LANES], after_scale[LANES];
+        const F before = load(state.peaks + first, n), after = load(next.peaks + first, n), top = max(before, after);
+        store(before_scale, exp(sub(before, top)));
+        store(after_scale, exp(sub(after, top)));
+        for (long i = 0; i < n; ++i) {
+            const long row = first + i;
+            if (next.peaks[row] == -INFINITY) continue;
+            state.peaks[row] = state.peaks[row] > next.peaks[row] ? state.peaks[row] : next.peaks[row];
+            state.totals[row] = state.totals[row] * before_scale[i] + next.totals[row] * after_scale[i];
+            const F left_scale = set1(before_scale[i]), right_scale = set1(after_scale[i]);
+            float *left = state.out + row * head_dim, *right = next.out + row * head_dim;
+            for (long j = 0; j < head_dim; j += LANES)
+                store(left + j, add(mul(load(left + j), left_scale), mul(load(right + j), right_scale)));
+        }
+    }
+}
+
+inline void clear(const Partial& state, long rows, long head_dim) {
+    for (long row = 0; row < rows; ++row) state.peaks[row] = -INFINITY, state.totals[row] = 0.0f;
+    for (long i = 0; i < rows * head_dim; ++i) state.out[i] = 0.0f;
+}
+
+// Queries [first, first + count) of each of the sequences [sequence, sequence + members), for the heads that share one
+// key-value head. Its rows are (member, query, head of the group).
+struct QueryTile {
+    long sequence, members, kv_head, first, count;
+};
+
+template <class T>
+class Attention {
+  public:
+    explicit Attention(const AttentionArgs<T>& args)
+        : args_(args), caches_(args.caches), dim_(args.caches.head_dim), group_(args.heads / args.caches.kv_heads) {}
+
+    long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
+
+    // The keys that the last query of a tile's first member sees, and the splits they lie in.
+    long context(const QueryTile& tile) const { return position(tile, 0, tile.count - 1) + 1; }
+    long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
+
+    // Computes a tile over one split of the keys after the other. `next`: the tile that this thread will most likely
+    // compute afterwards.
+    void run(const QueryTile& tile, const QueryTile& next) const {
+        const long n = rows(tile), size = Partial::size(n, dim_);
+        float* memory = scratch<float>(PARTIALS, 2 * size);
+        const Partial state(memory, n), part(memory + size, n);
+        clear(state, n, dim_);
+        for (long split = 0; split < splits(tile); ++split) {
+            const bool last = split + 1 == splits(tile);
+            reduce(tile, split, last ? next : tile, last ? 0 : split + 1, part);
+            fold(state, part, n, dim_);
+        }
+        finish(tile, state);
+    }
+
+    // Keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile; fetches the next split of the next tile.
+    void reduce(
+        const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out
+    ) const {
+        const long start = split * KV_SPLIT, n = rows(tile), D = dim_;
+        const long keys = smaller(KV_SPLIT, context(tile) - start), panels = round_up(keys, LANES) / LANES;
+        const Split at(*this, tile, start, keys);
+        float* scores = scratch<float>(SCORES, n * KV_SPLIT);
+        T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
+        const Factors<T> scoring = {
+            queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>
+        };
+        multiply(scoring, n, false, scores, KV_SPLIT);
+        for (long row = 0; row < n; ++row) {
+            const long query = row / group_ % tile.count, at_most = position(tile, row / group_ / tile.count, query) + 1;
+            const long seen = larger(0, smaller(keys, at_most - start));
+            weigh(scores + row * KV_SPLIT, seen, panels, weights + row * KV_SPLIT, out.peaks[row], out.totals[row]);
+        }
+        const long width = D / LANES;
+        const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
+        for (long i = 0; i < panels; ++i) {
+            const T* next_key = key_panel(next_tile, next_split * KV_SPLIT + i * LANES);
+            for (long j = 0; j < width; ++j) {
+                b[i * width + j] = at.values[i] + j * LANES * PAIR<T>;
+                next[i * width + j] = next_key + j * LANES / PAIR<T> * at.key_stride;
+            }
+        }
+        const Factors<T> weighing = {
+            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
+        };
+        multiply(weighing, n, false, out.out, D);
+    }
+
+    void finish(const QueryTile& tile, const Partial& state) const {
+        for (long row = 0; row < rows(tile); ++row) {
+            T* out = args_.out + place(tile, row);
+            const F total = set1(state.totals[row]);
+            for (long i = 0; i < dim_; i += LANES) store(out + i, div(load(state.out + row * dim_ + i), total));
+        }
+    }
+
+    // Where the 16-token panels of a split stand: in the cache, or copied where the cache has no whole panel.
+    struct Split {
+        const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
+        long key_stride;
+
+        Split(const Attention& attention, const QueryTile& tile, long start, long count) {
+            const Caches<T>& caches = attention.caches_;
+            const int64_t* table = attention.table(tile);
+            const long D = caches.head_dim;
+            const bool aligned = caches.block_size % LANES == 0;
+            key_stride = (aligned ? caches.block_size : LANES) * PAIR<T>;
+            T* copies = scratch<T>(TAIL, 2 * KV_SPLIT * D);
+            for (long i = 0; i * LANES < count; ++i, copies += 2 * LANES * D) {
+                const long token = start + i * LANES, tokens = smaller(LANES, start + count - token);
+                keys[i] = attention.key_panel(tile, token);
+                values[i] = attention.value_panel(tile, token);
+                if (!aligned) keys[i] = copy_keys(caches, table, tile.kv_head, token, tokens, copies);
+                // What stands past the last token may be no number, which even a weight of 0 would pass on.
+                if (!aligned || tokens < LANES)
+                    values[i] = copy_values(caches, table, tile.kv_head, token, tokens, copies + LANES * D);
+            }
+        }
+
+        static T* copy_keys(const Caches<T>& caches, const int64_t* table, long head, long token, long n, T* out) {
+            const long block_size = caches.block_size;
+            for (long t = 0; t < n; ++t) {
+                const long offset = (token + t) % block_size * PAIR<T>;
+                const T* block = caches.key_block(table[(token + t) / block_size], head) + offset;
+                for (long d = 0; d < caches.head_dim; d += PAIR<T>)
+                    memcpy(out + d * LANES + t * PAIR<T>, block + d * block_size, sizeof(T) * PAIR<T>);
+            }
+            return out;
+        }
+
+        static T* copy_values(const Caches<T>& caches, const int64_t* table, long head, long token, long n, T* out) {
+            const long D = caches.head_dim, block_size = caches.block_size;
+            memset(static_cast<void*>(out), 0, static_cast<size_t>(LANES * D) * sizeof(T));
+            for (long t = 0; t < n; t += PAIR<T>) {
+                const long offset = (token + t) % block_size;
+                const T* block = caches.value_block(table[(token + t) / block_size], head) + offset * D;
+                if (t + PAIR<T> <= n)
+                    memcpy(out + t * D, block, static_cast<size_t>(D * PAIR<T>) * sizeof(T));
+                else
+                    for (long d = 0; d < D; ++d) out[t * D + d * PAIR<T>] = block[d * PAIR<T>];
+            }
+            return out;
+        }
+    };
+
+  private:
+    const int64_t* table(const QueryTile& tile) const { return args_.tables + tile.sequence * args_.max_blocks; }
+
+    // Where the cache holds a token, or the sequence's last one if there are fewer.
+    const T* key_panel(const QueryTile& tile, long token) const {
+        const long t = smaller(token, context(tile) - 1), block = table(tile)[t / caches_.block_size];
+        return caches_.key_block(block, tile.kv_head) + t % caches_.block_size * PAIR<T>;
+    }
+    const T* value_panel(const QueryTile& tile, long token) const {
+        const long block = table(tile)[token / caches_.block_size];
+        return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
+    }
+
+    // The absolute position of a query of one of the tile's sequences.
+    long position(const QueryTile& tile, long member, long query) const {
+        const int64_t* starts = args_.query_starts + tile.sequence + member;
+        return args_.context_lens[tile.sequence + member] - (starts[1] - starts[0]) + tile.first + query;
+    }
+
+    // The rows of a tile [rows, head_dim], one after the other.
+    const T* queries(const QueryTile& tile) const {
+        T* q = scratch<T>(QUERIES, rows(tile) * dim_);
+        const size_t bytes = static_cast<size_t>(group_ * dim_) * sizeof(T);
+        for (long i = 0; i < rows(tile); i += group_) memcpy(q + i * dim_, args_.q + place(tile, i), bytes);
+        return q;
+    }
+
+    long place(const QueryTile& tile, long row) const {
+        const long member = row / group_ / tile.count, query = row / group_ % tile.count;
+        const long token = args_.query_starts[tile.sequence + member] + tile.first + query;
+        return (token * args_.heads + tile.kv_head * group_ + row % group_) * dim_;
+    }
+
+    // Turns a row's scores into the softmax weights of its `seen` keys, rounded to T, and zeros up to `panels` panels.
+    void weigh(float* scores, long seen, long panels, T* weights, float& top, float& total) const {
+        for (long i = seen; i < round_up(seen, LANES); ++i) scores[i] = -INFINITY;
+        F most = set1(-INFINITY);
+        for (long i = 0; i < seen; i += LANES) most = max(most, load(scores + i));
+        top = peak(most) * args_.scale;
+        const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : -top);
+        F sums = set1(0.0f);
+        for (long i = 0; i < panels * LANES; i += LANES) {
+            const F weight = i < seen ? exp(fma(load(scores + i), scale, shift)) : set1(0.0f);
+            sums = add(sums, store_rounded(weights + i, weight));
+        }
+        total = sum(sums);
+    }
+
+    const AttentionArgs<T>& args_;
+    const Caches<T>& caches_;
+    const long dim_, group_;
+};
+
+constexpr long QUERY_ROWS = 48;
+
+// One split of the keys for one tile, with where its result goes; the whole of a tile if `split` is WHOLE.
+struct AttentionTask {
+    QueryTile tile;
+    long split;
+    float* memory;
+};
+
+constexpr long WHOLE = -1;
+
+// Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
+// each split is a task of its own, so that a long sequence keeps all threads busy; sequences that follow each other and
+// hold the same blocks there share the task, and read them once.
+template <class T>
+class AttentionPlan {
+  public:
+    explicit AttentionPlan(const AttentionArgs<T>& args)
+        : args_(args), op_(args), group_(args.heads / args.caches.kv_heads), most_(larger(1, QUERY_ROWS / group_)) {}
+
+    template <class Visit>
+    void visit_tasks(const Visit& visit) const {
+        for (long i = 0; i < args_.sequences; ++i)
+            if (!is_small(i))
+                for (long first = 0; first < queries(i); first += most_)
+                    visit_heads({i, 1, 0, first, smaller(most_, queries(i) - first)}, WHOLE, visit);
+        for (long split = 0, found = 1; found > 0; ++split) {
+            found = 0;
+            for (long i = 0, members; i < args_.sequences; i += members) {
+                members = 1;
+                if (!has_split(i, split)) continue;
+                while (i + members < args_.sequences && members * queries(i) < most_ && share(i, i + members, split))
+                    ++members;
+                visit_heads({i, members, 0, 0, queries(i)}, split, visit);
+                found += members;
+            }
+        }
+    }
+
+    bool is_small(long i) const { return queries(i) <= most_; }
+    bool has_split(long i, long split) const { return is_small(i) && split * KV_SPLIT < args_.context_lens[i]; }
+    long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
+    const Attention<T>& op() const { return op_; }
+
+  private:
+    template <class Visit>
+    void visit_heads(QueryTile tile, long split, const Visit& visit) const {
+        for (tile.kv_head = 0; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) visit(tile, split);
+    }
+
+    // Whether two sequences have the same blocks in a split, all of which all their queries see.
+    bool share(long i, long j, long split) const {
+        const long end = (split + 1) * KV_SPLIT, block_size = args_.caches.block_size;
+        if (queries(i) != queries(j) || end > args_.context_lens[i] - queries(i) + 1) return false;
+        if (end > args_.context_lens[j] - queries(j) + 1) return false;
+        const int64_t *left = args_.tables + i * args_.max_blocks, *right = args_.tables + j * args_.max_blocks;
+        const long first = split * KV_SPLIT / block_size, last = (end - 1) / block_size;
+        return memcmp(left + first, right + first, static_cast<size_t>(last + 1 - first) * sizeof(*left)) == 0;
+    }
+
+    const AttentionArgs<T>& args_;
+    const Attention<T> op_;
+    const long group_, most_;
+};
+
+template <class T>
+void attention(const AttentionArgs<T>& args) {
+    const AttentionPlan<T> plan(args);
+    const Attention<T>& op = plan.op();
+    const long D = args.caches.head_dim, kv_heads = args.caches.kv_heads;
+    long count = 0, memory = 0, splits = 0;
+    plan.visit_tasks([&](const QueryTile& tile, long split) {
+        ++count, splits = larger(splits, split + 1);
+        if (split != WHOLE) memory += Partial::size(op.rows(tile), D);
+    });
+    AttentionTask* tasks = scratch<AttentionTask>(ROW, count);
+    float* partials = scratch<float>(INPUT, memory);
+    // For every sequence, key-value head and split: the first row of its part.
+    Partial* parts = scratch<Partial>(OUTPUT, args.sequences * kv_heads * splits);
+    AttentionTask* next = tasks;
+    plan.visit_tasks([&](const QueryTile& tile, long split) {
+        *next++ = {tile, split, partials};
+        if (split == WHOLE) return;
+        const long rows = op.rows(tile);
+        for (long i = 0; i < tile.members; ++i)
+            parts[((tile.sequence + i) * kv_heads + tile.kv_head) * splits + split] =
+                Partial(partials, rows).from(i * rows / tile.members, D);
+        partials += Partial::size(rows, D);
+    });
+    parallel(count, [&](long i) {
+        const AttentionTask &task = tasks[i], &later = tasks[smaller(i + num_threads(), count - 1)];
+        if (task.split == WHOLE)
+            op.run(task.tile, later.tile);
+        else
+            op.reduce(task.tile, task.split, later.tile, larger(0, later.split), Partial(task.memory, op.rows(task.tile)));
+    });
+    parallel(args.sequences * kv_heads, [&](long i) {
+        const long sequence = i / kv_heads;
+        if (!plan.is_small(sequence)) return;
+        const QueryTile tile = {sequence, 1, i % kv_heads, 0, plan.queries(sequence)};
+        const long rows = op.rows(tile);
+        const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
+        clear(state, rows, D);
+        for (long split = 0; plan.has_split(sequence, split); ++split) fold(state, parts[i * splits + split], rows, D);
+        op.finish(tile, state);
+    });
+}

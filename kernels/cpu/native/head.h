@@ -1,0 +1,258 @@
+// The head: logits, log-probs, sampling. A part of kernels.h.
+
+constexpr long CHUNK = 512;
+
+// Logits of `rows` rows from `start` on, for the vocabulary ids [first, first + n): c [rows, CHUNK].
+template <class T>
+void multiply_chunk(const Left<T>& left, const Matrix<T>& weight, long start, long rows, long first, float* c) {
+    const long n = smaller(CHUNK / LANES, weight.panels() - first / LANES);
+    const T* b[MAX_PANELS];
+    for (long i = 0; i < n; ++i) b[i] = weight.panel(first / LANES + i);
+    const T* a = left.data + start * left.stride;
+    const long two_panels = 2 * (weight.panel(1) - weight.panel(0));
+    for (long i = 0; i < n; i += 2) {
+        float* out = c + i * LANES;
+        multiply_all(a, left.stride, rows, b + i, smaller(2, n - i), weight.steps(), two_panels, out, CHUNK);
+    }
+}
+
+template <class T>
+void logits(const Input<T>& x, const Matrix<T>& weight, float* out) {
+    const Left<T> left(x);
+    const long V = weight.rows;
+    for_tiles(x.count, round_up(V, CHUNK) / CHUNK, [&](long start, long rows, long group) {
+        const long first = group * CHUNK, n = smaller(CHUNK, V - first);
+        float* c = scratch<float>(PRODUCT, rows * CHUNK);
+        multiply_chunk(left, weight, start, rows, first, c);
+        for (long row = 0; row < rows; ++row)
+            memcpy(out + (start + row) * V + first, c + row * CHUNK, static_cast<size_t>(n) * sizeof(float));
+    });
+}
+
+// The maximum of n values and the sum of their exponentials relative to it, cut at multiples of CHUNK like those of
+// `head`.
+struct LogSumExp {
+    float peak = -INFINITY, total = 0.0f;
+
+    void add_chunk(const LogSumExp& next) {
+        if (next.peak == -INFINITY) return;
+        const float top = peak > next.peak ? peak : next.peak;
+        float scales[LANES] = {peak - top, next.peak - top};
+        store(scales, exp(load(static_cast<const float*>(scales))));
+        total = total * scales[0] + next.total * scales[1];
+        peak = top;
+    }
+};
+
+inline LogSumExp reduce_chunk(const float* x, long n) {
+    F most = set1(-INFINITY);
+    for (long i = 0; i + LANES <= n; i += LANES) most = max(most, load(x + i));
+    float top = peak(most);
+    for (long i = n / LANES * LANES; i < n; ++i) top = x[i] > top ? x[i] : top;
+    const F shift = set1(top == -INFINITY ? 0.0f : top);
+    F sums = set1(0.0f);
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) sums = add(sums, exp(sub(load(x + i), shift)));
+    if (i < n) {
+        float last[LANES];
+        for (long lane = 0; lane < LANES; ++lane) last[lane] = i + lane < n ? x[i + lane] : -INFINITY;
+        sums = add(sums, exp(sub(load(static_cast<const float*>(last)), shift)));
+    }
+    return {top, sum(sums)};
+}
+
+void log_sum_exp(const float* x, long n, float* peak, float* total) {
+    LogSumExp all;
+    for (long first = 0; first < n; first += CHUNK) all.add_chunk(reduce_chunk(x + first, smaller(CHUNK, n - first)));
+    *peak = all.peak, *total = all.total;
+}
+
+// Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the
+// two halves of the seed. Counter: (id / 4, low and high half of the position, 0); id % 4 chooses the word.
+inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) {
+    static constexpr uint32_t iota[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    c[0] = add(set1(first / 4), load(iota));
+    c[1] = set1(static_cast<uint32_t>(position));
+    c[2] = set1(static_cast<uint32_t>(position >> 32));
+    c[3] = set1(0u);
+    uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+    for (int i = 0; i < 10; ++i, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        U high0, low0, high1, low1;
+        multiply_wide(c[0], 0xD2511F53u, high0, low0);
+        multiply_wide(c[2], 0xCD9E8D57u, high1, low1);
+        c[0] = bit_xor(bit_xor(high1, c[1]), set1(k0));
+        c[2] = bit_xor(bit_xor(high0, c[3]), set1(k1));
+        c[1] = low1;
+        c[3] = low0;
+    }
+}
+
+// For each of those ids a float32 u in (0, 1), in order.
+inline void uniform(uint64_t seed, uint64_t position, uint32_t first, float* out) {
+    U words[4];
+    philox(seed, position, first, words);
+    float u[4][LANES];
+    for (int word = 0; word < 4; ++word) {
+        const F half = add(convert_unsigned(words[word]), set1(0.5f));
+        store(u[word], min(mul(half, set1(0x1p-32f)), set1(1.0f - 0x1p-24f)));
+    }
+    for (long lane = 0; lane < LANES; ++lane)
+        for (int word = 0; word < 4; ++word) out[lane * 4 + word] = u[word][lane];
+}
+
+// The id with the highest value; the lower one of equals. -inf is never the best of anything.
+struct Best {
+    float value;
+    int64_t id;
+
+    void offer(float other, int64_t other_id) {
+        if (other > value || (other == value && other > -INFINITY && other_id < id)) value = other, id = other_id;
+    }
+};
+
+// The highest value that anybody has found for a row so far, for all threads.
+inline float read_bound(const float* bound) {
+    float value;
+    __atomic_load(bound, &value, __ATOMIC_RELAXED);
+    return value;
+}
+inline void raise_bound(float* bound, float value) {
+    float before = read_bound(bound);
+    while (value > before &&
+           !__atomic_compare_exchange(bound, &before, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+// The best of 16 values of the ids [first, first + 16), and of `best`.
+inline Best best_of(F values, long first, Best best) {
+    float lanes[LANES];
+    store(lanes, values);
+    for (long lane = 0; lane < LANES; ++lane) best.offer(lanes[lane], first + lane);
+    return best;
+}
+
+inline bool any_greater(F a, F b) { return peak(select_greater(a, b, set1(1.0f), set1(0.0f))) > 0.0f; }
+
+constexpr long GROUP = 64;
+
+// A chunk's values, filled up with -inf to whole groups.
+struct Padded {
+    float copy[CHUNK];
+    const float* values;
+
+    Padded(const float* x, long n) : values(x) {
+        if (n % GROUP == 0) return;
+        memcpy(copy, x, static_cast<size_t>(n) * sizeof(float));
+        for (long i = n; i < round_up(n, GROUP); ++i) copy[i] = -INFINITY;
+        values = copy;
+    }
+};
+
+// The best of the ids [first, first + n); first is a multiple of CHUNK.
+inline Best greedy_in_chunk(const float* x, long n, long first) {
+    const Padded padded(x, n);
+    Best best = {-INFINITY, first};
+    for (long i = 0; i < n; i += LANES) {
+        const F values = load(padded.values + i);
+        if (any_greater(values, set1(best.value))) best = best_of(values, first + i, best);
+    }
+    return best;
+}
+
+// The same with standard Gumbel noise -ln(-ln(1 - u)) added (Gumbel-max).
+//
+// `bound` is a value that some id of the row is known to reach; ids that cannot reach it are passed over, which changes
+// what a chunk finds but never the best of the row. As -ln(1 - u) >= u, a value x + noise can only reach b if
+// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding.
+inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t position, long first, float* bound) {
+    constexpr float MOST_NOISE = 23.0f;
+    const Padded padded(x, n);
+    Best best = {-INFINITY, first};
+    for (long start = 0; start < n; start += GROUP) {
+        const float* at = padded.values + start;
+        const float reached = read_bound(bound), least = reached - (1e-3f + fabsf(reached) * 0x1p-21f);
+        const F most = max(max(load(at), load(at + 16)), max(load(at + 32), load(at + 48)));
+        if (!any_greater(most, set1(least - MOST_NOISE))) continue;
+        float u[GROUP];
+        uniform(seed, position, static_cast<uint32_t>(first + start), u);
+        for (long i = 0; i < GROUP; i += LANES) {
+            const F values = load(at + i), noise = load(static_cast<const float*>(u + i));
+            if (!any_greater(exp(sub(values, set1(least))), noise)) continue;
+            best = best_of(sub(values, log(exponential(noise))), first + start + i, best);
+        }
+        raise_bound(bound, best.value);
+    }
+    return best;
+}
+
+void sample(const float* x, long n, int64_t seed, int64_t position, int64_t* token) {
+    Best best = {-INFINITY, 0};
+    float bound = -INFINITY;
+    for (long first = 0; first < n; first += CHUNK) {
+        const Best next = sample_in_chunk(
+            x + first, smaller(CHUNK, n - first), static_cast<uint64_t>(seed), static_cast<uint64_t>(position), first,
+            &bound
+        );
+        best.offer(next.value, next.id);
+    }
+    *token = best.id;
+}
+
+// What one chunk of the vocabulary holds for one row. `basis`: the logit that the log-prob is taken of; `scaled`: the
+// one over the temperature.
+struct ChunkResult {
+    LogSumExp sums;
+    Best best;
+    float basis, scaled;
+};
+
+// `bound`: see `sample_in_chunk`.
+template <class T>
+ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound) {
+    float* scaled = scratch<float>(ROW, CHUNK);
+    const F temperature = set1(args.temperatures[row]);
+    for (long i = 0; i < n; i += LANES) store(scaled + i, div(load(raw + i), temperature));
+    const float* basis = args.raw[row] ? raw : scaled;
+    ChunkResult result = {reduce_chunk(basis, n), {-INFINITY, first}, 0.0f, 0.0f};
+    const int64_t target = args.targets[row];
+    if (target == SAMPLE) {
+        const uint64_t seed = static_cast<uint64_t>(args.seeds[row]);
+        result.best = sample_in_chunk(scaled, n, seed, static_cast<uint64_t>(args.positions[row]), first, bound);
+    } else if (target == GREEDY) {
+        result.best = greedy_in_chunk(scaled, n, first);
+    } else if (target >= first && target < first + n) {
+        result.best = {INFINITY, target};
+    }
+    const long at = result.best.id - first;
+    result.basis = basis[at], result.scaled = scaled[at];
+    return result;
+}
+
+template <class T>
+void head(const HeadArgs<T>& args) {
+    const Left<T> left(args.x);
+    const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
+    ChunkResult* results = scratch<ChunkResult>(OUTPUT, args.x.count * chunks);
+    float* bounds = scratch<float>(PARTIALS, args.x.count);
+    for (long row = 0; row < args.x.count; ++row) bounds[row] = -INFINITY;
+    for_tiles(args.x.count, chunks, [&](long start, long rows, long group) {
+        const long first = group * CHUNK, n = smaller(CHUNK, V - first);
+        float* c = scratch<float>(PRODUCT, rows * CHUNK);
+        multiply_chunk(left, args.weight, start, rows, first, c);
+        for (long row = 0; row < rows; ++row)
+            results[(start + row) * chunks + group] =
+                read_chunk(args, start + row, c + row * CHUNK, n, first, bounds + start + row);
+    });
+    for (long row = 0; row < args.x.count; ++row) {
+        const ChunkResult* result = results + row * chunks;
+        LogSumExp all;
+        const ChunkResult* best = result;  // of equals the one with the lower ids
+        for (long i = 0; i < chunks; ++i) {
+            all.add_chunk(result[i].sums);
+            if (result[i].best.value > best->best.value) best = result + i;
+        }
+        args.tokens[row] = best->best.id;
+        args.logprobs[row] = (best->basis - all.peak) - logf(all.total);
+        args.finite[row] = isfinite(best->scaled);
+    }
+}

@@ -1,0 +1,86 @@
+// Numbers: bfloat16, parts of vectors, exp and log. A part of kernels.h.
+
+template <class T>
+inline F rounded(F x);
+template <>
+inline F rounded<float>(F x) { return x; }
+
+// The upper half of each float32, rounded to nearest even, in the lower half of the result.
+inline U bf16_bits(F x) {
+    const U raw = bits(x);
+    const U even = bit_and(shift_right<16>(raw), set1(1u));
+    const U nearest = shift_right<16>(add(raw, add(even, set1(0x7FFFu))));
+    return select_nan(x, set1(0x7FC0u), nearest);
+}
+template <>
+inline F rounded<bf16>(F x) { return floats(shift_left<16>(bf16_bits(x))); }
+inline void store(bf16* p, F x) { store_halves(p, bf16_bits(x)); }
+
+// The first n values; the other lanes are 0.
+template <class T>
+inline F load(const T* p, long n) {
+    if (n >= LANES) return load(p);
+    T part[LANES] = {};
+    memcpy(part, p, static_cast<size_t>(n) * sizeof(T));
+    return load(static_cast<const T*>(part));
+}
+template <class T>
+inline void store(T* p, F x, long n) {
+    if (n >= LANES) return store(p, x);
+    T part[LANES];
+    store(static_cast<T*>(part), x);
+    memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
+}
+
+// Stores x and returns what was stored.
+inline F store_rounded(float* p, F x) {
+    store(p, x);
+    return x;
+}
+inline F store_rounded(bf16* p, F x) {
+    const U half = bf16_bits(x);
+    store_halves(p, half);
+    return floats(shift_left<16>(half));
+}
+
+// e^x to about one unit in the last place: x = n ln 2 + r, and e^r by its Taylor polynomial to the 7th power. The bounds
+// are far beyond what float32 can hold, and let NaN pass.
+inline F exp(F any) {
+    const F x = max(set1(-200.0f), min(set1(200.0f), any));
+    const F n = round(mul(x, set1(1.44269504f)));
+    const F r = fma(n, set1(-1.42860677e-6f), fma(n, set1(-0.693145752f), x));
+    F p = set1(1.0f / 5040);
+    p = fma(p, r, set1(1.0f / 720));
+    p = fma(p, r, set1(1.0f / 120));
+    p = fma(p, r, set1(1.0f / 24));
+    p = fma(p, r, set1(1.0f / 6));
+    p = fma(p, r, set1(0.5f));
+    p = fma(mul(r, r), p, r);
+    return times_power_of_2(add(set1(1.0f), p), n);
+}
+
+// ln x for normal x > 0: x = 2^n m with m in [sqrt(1/2), sqrt(2)), and ln m = 2 atanh((m - 1) / (m + 1)).
+inline F log(F x) {
+    const U shifted = sub(bits(x), set1(0x3F3504F3u));
+    // The exponent with its sign: an arithmetic shift of 32 bits, by way of an offset.
+    const F n = sub(convert_unsigned(shift_right<23>(add(shifted, set1(0x40000000u)))), set1(128.0f));
+    const F m = floats(add(bit_and(shifted, set1(0x007FFFFFu)), set1(0x3F3504F3u)));
+    const F f = sub(m, set1(1.0f));
+    const F s = div(f, add(set1(2.0f), f)), z = mul(s, s);
+    F p = set1(2.0f / 11);
+    p = fma(p, z, set1(2.0f / 9));
+    p = fma(p, z, set1(2.0f / 7));
+    p = fma(p, z, set1(2.0f / 5));
+    p = fma(p, z, set1(2.0f / 3));
+    // 2 atanh(s) = 2 s + s z p, and 2 s = f - s f: small terms first, so that the leading one is rounded last.
+    const F small = fma(n, set1(-1.42860677e-6f), mul(s, sub(mul(z, p), f)));
+    return fma(n, set1(0.693148613f), add(f, small));
+}
+
+// -ln(1 - u) for u in (0, 1), with its full resolution for small u: 1 - u is rounded to y, and the log of y corrected
+// by what the rounding lost.
+inline F exponential(F u) {
+    const F y = sub(set1(1.0f), u);
+    const F lost = sub(sub(set1(1.0f), y), u);
+    return sub(div(sub(set1(0.0f), lost), y), log(y));
+}

@@ -1,0 +1,161 @@
+// Matrix products. A part of kernels.h.
+// 
+// Whatever the shape of a tile, each element of a product has an accumulator of its own, to which the steps over K are
+// added in order. Every KB bytes of K the accumulator starts from zero and is then added to the sum.
+
+constexpr long KB = 512, MAX_PANELS = 32;
+
+template <int M, int N>
+inline void step(F (&acc)[M][N], const float* a, long lda, const float* const* b, long offset) {
+    F right[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) right[n] = load(b[n] + offset);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+        const F left = set1(a[m * lda]);
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = fma(left, right[n], acc[m][n]);
+    }
+}
+
+inline uint32_t pair_at(const bf16* p) {
+    uint32_t pair;
+    memcpy(&pair, p, sizeof(pair));
+    return pair;
+}
+
+#ifdef HAS_DOT_BF16
+template <int M, int N>
+inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, long offset) {
+    __m512bh right[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) right[n] = (__m512bh)_mm512_loadu_si512(b[n] + offset);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+        const __m512bh left = (__m512bh)_mm512_set1_epi32(static_cast<int>(pair_at(a + m * lda)));
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n].v = _mm512_dpbf16_ps(acc[m][n].v, left, right[n]);
+    }
+}
+#else
+inline F lower_half(U pairs) { return floats(shift_left<16>(pairs)); }
+inline F upper_half(U pairs) { return floats(bit_and(pairs, set1(0xFFFF0000u))); }
+
+template <int M, int N>
+inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, long offset) {
+    F right[N][2];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; ++n) {
+        const U pairs = load(reinterpret_cast<const uint32_t*>(b[n] + offset));
+        right[n][0] = lower_half(pairs), right[n][1] = upper_half(pairs);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+        const U pair = set1(pair_at(a + m * lda));
+        const F left[2] = {lower_half(pair), upper_half(pair)};
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = fma(left[1], right[n][1], fma(left[0], right[n][0], acc[m][n]));
+    }
+}
+#endif
+
+// One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from one
+// step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards, a line a step:
+// next[round][n], `next_stride` apart.
+template <class T>
+struct Factors {
+    const T* a;
+    long lda;
+    const T* const* b;
+    long width, stride, rounds, steps;
+    const T* const* next;
+    long next_stride;
+};
+
+template <class T, int M, int N>
+void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride] = factors;
+    F acc[M][N];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) acc[m][n] = set1(0.0f);
+    for (long round = 0; round < rounds; ++round) {
+        const T *const *panels = b + round * width, *const *later = next + round * width;
+        const T* left = a + round * steps * PAIR<T>;
+        for (long s = 0; s < steps; ++s) {
+#pragma GCC unroll 16
+            for (int n = 0; n < N; ++n) __builtin_prefetch(later[n] + s * next_stride);
+            step(acc, left + s * PAIR<T>, lda, panels, s * stride);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 16
+        for (int n = 0; n < N; ++n) {
+            float* out = c + m * ldc + n * LANES;
+            store(out, add_to ? add(load(out), acc[m][n]) : acc[m][n]);
+        }
+}
+
+template <class T>
+using Tile = void (*)(const Factors<T>&, bool, float*, long);
+
+// The tile of M rows, by M - 1.
+template <class T, int N, int... M>
+Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
+    static constexpr Tile<T> tiles[] = {tile<T, M + 1, N>...};
+    return tiles[m - 1];
+}
+
+template <class T, int N>
+void multiply_panels(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
+    constexpr int MOST = ACCUMULATORS / N;
+    const long parts = (m + MOST - 1) / MOST;
+    for (long i = 0; i < parts; ++i) {
+        const long rows = m / parts + (i < m % parts);
+        tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
+        factors.a += rows * factors.lda, c += rows * ldc;
+        factors.next = factors.b, factors.next_stride = factors.stride;  // once is enough
+    }
+}
+
+constexpr int WIDE = ACCUMULATORS >= 24 ? 4 : 2, NARROW = ACCUMULATORS >= 12 ? 2 : 1;
+
+// The same for any number of rows m, and all panels of a round.
+template <class T>
+void multiply(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
+    const long n = factors.width;
+    for (long i = 0, width; i < n; i += width) {
+        width = m * WIDE <= ACCUMULATORS && n - i >= WIDE ? WIDE : n - i >= NARROW ? NARROW : 1;
+        if (width == WIDE)
+            multiply_panels<T, WIDE>(factors, m, add_to, c, ldc);
+        else if (width == NARROW)
+            multiply_panels<T, NARROW>(factors, m, add_to, c, ldc);
+        else
+            multiply_panels<T, 1>(factors, m, add_to, c, ldc);
+        factors.b += width, factors.next += width, c += width * LANES;
+    }
+}
+
+#ifdef HAS_TILES
+#include "tiles_amx.h"
+#endif
+
+// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. `hop`: how far behind a panel stands
+// the one that will be read after it.
+template <class T>
+void multiply_all(
+    const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc
+) {
+    constexpr long STRIDE = LANES * PAIR<T>, BLOCK = KB / static_cast<long>(sizeof(T)) / PAIR<T>;
+    for (long start = 0; start < steps; start += BLOCK) {
+        const T *b[MAX_PANELS], *next[MAX_PANELS];
+        for (long i = 0; i < n; ++i) {
+            b[i] = panels[i] + start * STRIDE;
+            next[i] = start + BLOCK < steps ? b[i] + BLOCK * STRIDE : panels[i] + hop;
+        }
+        const long some = smaller(BLOCK, steps - start);
+        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE}, m, start > 0, c, ldc);
+    }
+}

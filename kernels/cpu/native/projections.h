@@ -1,0 +1,189 @@
+// What a layer does to each token by itself: norms, projections, rotation, the write into the cache. A part of kernels.h.
+
+// n values of x over their root mean square, rounded, times weight; x and out may be the same.
+template <class T>
+void normalize(const T* x, long n, const T* weight, float eps, T* out) {
+    F squares = set1(0.0f);
+    for (long i = 0; i < n; i += LANES) {
+        const F value = load(x + i, n - i);
+        squares = fma(value, value, squares);
+    }
+    const F scale = set1(1.0f / sqrtf(sum(squares) / static_cast<float>(n) + eps));
+    for (long i = 0; i < n; i += LANES) {
+        const F normed = rounded<T>(mul(load(x + i, n - i), scale));
+        store(out + i, mul(normed, load(weight + i, n - i)), n - i);
+    }
+}
+
+constexpr long NORM_ROWS = 16;
+
+template <class T>
+void rmsnorm(const Input<T>& x, T* out, long stride) {
+    parallel(round_up(x.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(x.count, (task + 1) * NORM_ROWS); ++row)
+            normalize(x.data + row * x.columns, x.columns, x.norm, x.eps, out + row * stride);
+    });
+}
+
+template <class T>
+void rmsnorm_rows(const Input<T>& x, T* out) { rmsnorm(x, out, x.columns); }
+
+// The rows of a product's left side: normed, and filled up with zeros to whole steps.
+template <class T>
+struct Left {
+    const T* data;
+    long stride;
+
+    explicit Left(const Input<T>& x) : data(x.data), stride(round_up(x.columns, COLUMN_MULTIPLE<T>)) {
+        if (x.norm == nullptr && stride == x.columns) return;
+        T* rows = scratch<T>(INPUT, x.count * stride);
+        if (x.norm != nullptr) rmsnorm(x, rows, stride);
+        for (long i = 0; i < x.count; ++i) {
+            T* row = rows + i * stride;
+            if (x.norm == nullptr) memcpy(row, x.data + i * x.columns, static_cast<size_t>(x.columns) * sizeof(T));
+            memset(row + x.columns, 0, static_cast<size_t>(stride - x.columns) * sizeof(T));
+        }
+        data = rows;
+    }
+};
+
+constexpr long ROWS = 96;
+
+// Cuts the product of rows [count, K] and `groups` groups of columns into tasks, and calls body(first row, number of
+// rows, group) for each.
+template <class Body>
+void for_tiles(long count, long groups, const Body& body) {
+    const long chunks = round_up(count, ROWS) / ROWS;
+    parallel(chunks * groups, [&](long task) {
+        const long chunk = task / groups;
+        const long start = count * chunk / chunks, end = count * (chunk + 1) / chunks;
+        body(start, end - start, task % groups);
+    });
+}
+
+// Few rows wait for memory and want fewer, longer tasks; many rows want tasks that divide evenly.
+inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 4; }
+
+// From a panel to the one that the same thread will most likely read next, if tasks have `width` panels each.
+template <class T>
+long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
+
+template <class T>
+void linear(const LinearArgs<T>& args) {
+    const Left<T> left(args.x);
+    const long N = args.weight.rows, panels = args.weight.panels(), width = panels_in_group(args.x.count);
+    for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
+        const long first = group * width, n = smaller(width, panels - first), ldc = n * LANES;
+        const T* b[MAX_PANELS];
+        for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
+        float* c = scratch<float>(PRODUCT, rows * ldc);
+        const T* a = left.data + start * left.stride;
+        multiply_all(a, left.stride, rows, b, n, args.weight.steps(), hop(args.weight, width), c, ldc);
+        for (long row = 0; row < rows; ++row)
+            for (long i = 0; i < ldc; i += LANES) {
+                const long column = first * LANES + i, rest = N - column;
+                F x = load(c + row * ldc + i);
+                if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
+                const long at = (start + row) * N + column;
+                if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));
+                store(args.out + at, x, rest);
+            }
+    });
+}
+
+inline F silu_times(F gate, F up) {
+    return mul(div(gate, add(set1(1.0f), exp(sub(set1(0.0f), gate)))), up);
+}
+
+template <class T>
+void gate_up(const GateUpArgs<T>& args) {
+    const Left<T> left(args.x);
+    const long N = args.gate.rows, panels = args.gate.panels(), width = panels_in_group(args.x.count) / 2;
+    for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
+        const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;
+        const T* b[MAX_PANELS];
+        for (long i = 0; i < n; ++i) b[i] = args.gate.panel(first + i), b[n + i] = args.up.panel(first + i);
+        float* c = scratch<float>(PRODUCT, rows * ldc);
+        const T* a = left.data + start * left.stride;
+        multiply_all(a, left.stride, rows, b, 2 * n, args.gate.steps(), hop(args.gate, width), c, ldc);
+        for (long row = 0; row < rows; ++row)
+            for (long i = 0; i < n * LANES; i += LANES) {
+                const float* both = c + row * ldc + i;
+                const F gate = rounded<T>(load(both)), up = rounded<T>(load(both + n * LANES));
+                const long column = first * LANES + i;
+                store(args.out + (start + row) * N + column, silu_times(gate, up), N - column);
+            }
+    });
+}
+
+// Rotates the pairs (i, i + half) of a head.
+template <class In, class Out>
+inline void rotate(const In* x, long half, const float* cosines, const float* sines, Out* out) {
+    for (long i = 0; i < half; i += LANES) {
+        const long rest = half - i;
+        const F low = load(x + i, rest), high = load(x + half + i, rest);
+        const F cosine = load(cosines + i, rest), sine = load(sines + i, rest);
+        store(out + i, sub(mul(low, cosine), mul(high, sine)), rest);
+        store(out + half + i, add(mul(high, cosine), mul(low, sine)), rest);
+    }
+}
+
+template <class T>
+void write_key(const Caches<T>& caches, long slot, long head, const T* key) {
+    T* block = caches.key_block(slot / caches.block_size, head) + slot % caches.block_size * PAIR<T>;
+    for (long i = 0; i < caches.head_dim; i += PAIR<T>)
+        memcpy(block + i * caches.block_size, key + i, sizeof(T) * PAIR<T>);
+}
+
+template <class T>
+void write_value(const Caches<T>& caches, long slot, long head, const T* value) {
+    const long offset = slot % caches.block_size;
+    T* block = caches.value_block(slot / caches.block_size, head);
+    block += offset / PAIR<T> * PAIR<T> * caches.head_dim + offset % PAIR<T>;
+    for (long i = 0; i < caches.head_dim; ++i) block[i * PAIR<T>] = value[i];
+}
+
+template <class T>
+void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int64_t* slots, long count) {
+    for (long i = 0; i < count * caches.kv_heads; ++i) {
+        const long slot = slots[i / caches.kv_heads], head = i % caches.kv_heads;
+        write_key(caches, slot, head, keys + i * caches.head_dim);
+        write_value(caches, slot, head, values + i * caches.head_dim);
+    }
+}
+
+// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`.
+template <class T>
+void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c) {
+    const long D = args.caches.head_dim, half = D / 2;
+    T* values = scratch<T>(ROW, 2 * D + LANES);
+    T* rotated = values + D;
+    const T* bias = args.biases[part];
+    for (long i = 0; i < D; i += LANES) {
+        const F x = load(c + i);
+        store(values + i, bias == nullptr ? x : add(x, load(bias + head * D + i)));
+    }
+    if (part == 2) return write_value(args.caches, args.slots[row], head, values);
+    if (args.norms[part] != nullptr) normalize(values, D, args.norms[part], args.head_eps, values);
+    T* out = part == 0 ? args.q + row * args.weights[0].rows + head * D : rotated;
+    rotate(values, half, args.cosines + row * half, args.sines + row * half, out);
+    if (part == 1) write_key(args.caches, args.slots[row], head, rotated);
+}
+
+template <class T>
+void qkv(const QkvArgs<T>& args) {
+    const Left<T> left(args.x);
+    const long D = args.caches.head_dim, panels = D / LANES;
+    const long heads = args.weights[0].rows / D, kv_heads = args.caches.kv_heads;
+    for_tiles(args.x.count, heads + 2 * kv_heads, [&](long start, long rows, long group) {
+        const long part = group < heads ? 0 : group < heads + kv_heads ? 1 : 2;
+        const long head = part == 0 ? group : (group - heads) % kv_heads;
+        const T* b[MAX_PANELS];
+        for (long i = 0; i < panels; ++i) b[i] = args.weights[part].panel(head * panels + i);
+        float* c = scratch<float>(PRODUCT, rows * D);
+        const T* a = left.data + start * left.stride;
+        const Matrix<T>& weight = args.weights[part];
+        multiply_all(a, left.stride, rows, b, panels, weight.steps(), hop(weight, panels), c, D);
+        for (long row = 0; row < rows; ++row) finish_head(args, part, head, start + row, c + row * D);
+    });
+}

@@ -1,0 +1,95 @@
+"""Which backend an engine runs on, and what it says if that is not the fastest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiny import make_tiny_model
+from trueroll.engine.engine import Engine
+from trueroll.engine.errors import ConfigError
+from trueroll.kernels.cpu import library as native
+from trueroll.kernels.cpu.library import Library, load_library
+
+from .drive import bits, generate, make_engine, run, score, tokens
+
+
+def chosen(engine: Engine) -> tuple[str, str]:
+    return engine.info.backend, engine.info.backend_note
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Library:
+        raise OSError("_native.so was not built")
+
+    monkeypatch.setattr(native, "load_library", fail)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_auto_takes_the_native_kernels(tiny_model: Path, native_library: Library, dtype: str) -> None:
+    engine = make_engine(tiny_model, dtype=dtype)
+    assert chosen(engine) == ("cpu", "")
+    assert engine.info.isa == native_library.instruction_set()
+
+
+def test_a_backend_that_is_asked_for_is_used(tiny_llama: Path, backend: str) -> None:
+    assert chosen(make_engine(tiny_llama, backend=backend)) == (backend, "")
+
+
+def test_without_the_library_auto_falls_back_and_says_why(tiny_llama: Path, no_library: None) -> None:
+    engine, requests = make_engine(tiny_llama), [generate("r", tokens(20), n=2)]
+    note = "native CPU kernels cannot be loaded: _native.so was not built; install a C++ compiler, then trueroll again"
+    assert chosen(engine) == ("reference", note)
+    expected = run(make_engine(tiny_llama, backend="reference"), requests)
+    assert {k: bits(s) for k, s in run(engine, requests).items()} == {k: bits(s) for k, s in expected.items()}
+
+
+def test_without_the_library_cpu_is_refused(tiny_llama: Path, no_library: None) -> None:
+    with pytest.raises(ConfigError, match="backend: .* found cpu: .*_native.so was not built; install a C.. compiler"):
+        make_engine(tiny_llama, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "reason"),
+    [
+        ({}, "float16", "expect float32 or bfloat16, found float16"),
+        (dict(head_dim=20), "float32", "expect a head size that is a multiple of 16 up to 512, found 20"),
+    ],
+)
+def test_what_the_native_kernels_do_not_serve(
+    tmp_path: Path, overrides: dict[str, int], dtype: str, reason: str
+) -> None:
+    model = make_tiny_model("llama", tmp_path, **overrides)
+    backend, note = chosen(make_engine(model, dtype=dtype))
+    assert backend == "reference" and reason in note
+    with pytest.raises(ConfigError, match=f"backend: .* found cpu: .*{reason}"):
+        make_engine(model, dtype=dtype, backend="cpu")
+
+
+def test_the_environment_names_the_instruction_set(
+    tiny_llama: Path, native_library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, scores = tokens(150), []
+    for name in native_library.instruction_sets():
+        monkeypatch.setenv("TRUEROLL_CPU_ISA", name)
+        load_library.cache_clear()
+        engine = make_engine(tiny_llama)
+        assert engine.info.isa == name
+        scores.append(score(engine, ids))
+    assert "portable" in native_library.instruction_sets()
+    for found in scores:
+        np.testing.assert_allclose(found, scores[0], atol=1e-4)
+
+
+def test_an_unknown_instruction_set_is_refused(
+    tiny_llama: Path, native_library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRUEROLL_CPU_ISA", "mmx")
+    load_library.cache_clear()
+    names = ", ".join(native_library.instruction_sets())
+    with pytest.raises(ConfigError, match=f"TRUEROLL_CPU_ISA: expected one of {names}, .* found 'mmx'"):
+        make_engine(tiny_llama)
+    assert chosen(make_engine(tiny_llama, backend="reference")) == ("reference", "")

@@ -1,0 +1,36 @@
+"""Fixtures of the kernel tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trueroll.kernels.ops import Backend
+
+from .backends import IMPLEMENTATIONS, SERVED, Served, served_id
+
+
+@pytest.fixture(params=IMPLEMENTATIONS, ids=str)
+def ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The ops of every implementation, one after the other."""
+    with request.param.chosen() as ops:
+        yield ops
+
+
+@pytest.fixture(params=SERVED, ids=served_id)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """Every implementation with every dtype it serves, one after the other."""
+    implementation, dtype = request.param
+    with implementation.chosen() as ops:
+        yield Served(ops, dtype)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """A test that starts with two threads and may change their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
