@@ -161,9 +161,15 @@ class PrefixCache:
             )
 
     def invalidate(self) -> None:
-        """Forgets every published prefix and begins the next epoch; blocks and references stay as they are."""
+        """Forgets every published prefix and begins the next epoch; blocks and references stay as they are.
+
+        The blocks that it frees of their content are handed out next.
+        """
         self.epoch += 1
         self._key = secrets.token_bytes(32)
+        # Used blocks first, the longest released one ahead: their memory is there, that of others perhaps not yet.
+        for block in reversed([block for block in self._free if block in self._published]):
+            self._free.move_to_end(block, last=False)
         self._index.clear()
         self._published.clear()
         self._claims.clear()

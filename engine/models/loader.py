@@ -8,16 +8,16 @@ copied, and that at most one tensor of it is in memory beside its destination.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
+from ...kernels.ops import Weight
 from ..errors import ModelError
 from .smollm2 import smollm2_folder
 
@@ -89,10 +89,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_checkpoint(folder: Path, destinations: dict[str, torch.Tensor], ignored: Collection[str]) -> None:
+def load_checkpoint(folder: Path, destinations: Mapping[str, Weight], ignored: Collection[str]) -> None:
     """Copy every tensor of the folder's safetensors into `destinations[its name]`, converting dtype and device.
 
-    Destinations may be views into larger tensors; names in `ignored` may be in the checkpoint and are passed over.
+    Names in `ignored` may be in the checkpoint and are passed over.
     Raise ModelError, with nothing copied, if a file is missing or broken, or if a tensor is missing, unknown, in two
     files, or of another shape than its destination.
     """
@@ -140,7 +140,7 @@ def _read_shapes(files: Sequence[Path]) -> dict[str, list[tuple[int, ...]]]:
 def _check_tensors(
     folder: Path,
     found: dict[str, list[tuple[int, ...]]],
-    destinations: dict[str, torch.Tensor],
+    destinations: Mapping[str, Weight],
     ignored: Collection[str],
 ) -> None:
     misshapen = [

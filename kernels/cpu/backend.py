@@ -5,6 +5,8 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, get_num_threads
 
@@ -79,7 +81,7 @@ def qkv(
     head_norms = weights.head_norms or (None, None)
     _library.qkv(
         *(*_rows(x), norm.data_ptr(), eps),
-        *(weight.pointer for weight in (weights.q, weights.k, weights.v)),
+        *(cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)),
         *(*map(_pointer, biases), *map(_pointer, head_norms), eps),
         *(rotation[0].data_ptr(), rotation[1].data_ptr(), slots.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
@@ -152,7 +154,7 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """(threads, whether x is bfloat16, its address, rows, columns)."""
-    return get_num_threads(), x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], x.shape[1]
+    return get_num_threads(), _is_bfloat16(x), x.data_ptr(), x.shape[0], x.shape[1]
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -36,13 +36,19 @@ _SIGNATURES = {
 
 
 class Library:
-    """The loaded library; each function of its C interface is an attribute, without the prefix `trueroll_`."""
+    """The library at a path; each function of its C interface is an attribute, without the prefix `trueroll_`.
+
+    Raise OSError if it cannot be loaded, or lacks a function.
+    """
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        for name, signature in _SIGNATURES.items():
-            function = self._library[f"trueroll_{name}"]
-            function.argtypes = [_TYPES[letter] for letter in signature]
+        try:
+            functions = {name: self._library[f"trueroll_{name}"] for name in _SIGNATURES}
+        except AttributeError as error:
+            raise OSError(f"{path.name} is of another version: {error}") from None
+        for name, function in functions.items():
+            function.argtypes = [_TYPES[letter] for letter in _SIGNATURES[name]]
             function.restype = None
             setattr(self, name, function)
         self._library.trueroll_available.restype = ctypes.c_char_p

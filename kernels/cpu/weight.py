@@ -1,8 +1,9 @@
 """Matrices in the layout that the native products read.
 
 A panel holds 16 rows. For each step along the columns it has the values of its 16 rows side by side: one float32, or
-two bfloat16 of neighbouring columns. Rows are filled up with zeros to whole panels, columns of bfloat16 to a multiple of
-32. The same layout serves every instruction set. Memory belongs to the weight and never moves: `copy_` packs into it.
+two bfloat16 of neighbouring columns. Rows are filled up with zeros to whole panels, columns of bfloat16 to a multiple
+of 32. The same layout serves every instruction set. Memory belongs to the weight and never moves: `copy_` packs into
+it.
 """
 
 from __future__ import annotations

@@ -394,6 +394,19 @@ def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
     cache.check_integrity([table])
 
 
+def test_blocks_without_content_are_handed_out_before_others_that_were_never_used() -> None:
+    cache = PrefixCache(6, 2)
+    tokens = array("i", [1, 2, 3, 4])
+    table = cache.allocate([], 2)
+    cache.publish(cache.new_chain(None), tokens, table, 4)
+    cache.release(table)
+    other = cache.allocate([], 1)
+    assert not set(other) & set(table), "cached blocks go last"
+    cache.release(other)
+    cache.invalidate()
+    assert sorted(cache.allocate([], 3)) == sorted(table + other)
+
+
 def test_a_disabled_cache_finds_claims_and_hashes_nothing() -> None:
     cache = CountingCache(4, 2, enabled=False)
     publish(cache, [1, 2, 3, 4])

@@ -89,12 +89,12 @@ class Driver:
         self._check_progress(before, chunks)
         for sequence in set(self.scheduler.running).difference(before):
             self._check_hits(sequence, epoch)
+        self.steps += bool(self.open)
         self._write(chunks)
         self.scheduler.commit(chunks)
         for chunk in chunks:
             if chunk.reaches_end:
                 self._extend(chunk.sequence)
-        self.steps += 1
         return chunks
 
     def abort(self, target: Sample | Sequence) -> None:

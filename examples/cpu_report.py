@@ -1,0 +1,160 @@
+"""Where the time goes on a CPU: `python examples/cpu_report.py [MODEL [DTYPE]]`.
+
+Measures what the machine can do (matrix products, reading memory), then runs each workload of `trueroll bench` on the
+in-process engine and shows for every op its time, its arithmetic and the memory it must read at least once a step, as
+shares of the machine's limits. What is left of a step is Python: scheduling, bookkeeping, the step's tensors.
+"""
+
+import sys
+import time
+import types
+from collections import Counter, defaultdict
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.loading import LoadedModel, load_model
+from trueroll.engine.request import GenerateRequest, SamplingParams
+from trueroll.kernels.ops import AttentionBatch
+from trueroll.rollout.bench import WORKLOADS, Workload
+
+OPS = ("embedding", "rotation", "qkv", "paged_attention", "linear_add", "gate_up", "rmsnorm", "next_tokens")
+
+
+class Meter:
+    """Wraps the ops of a loaded model; adds up seconds, floating-point operations and bytes of each."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        ops = types.SimpleNamespace(**vars(loaded.backend.ops))
+        for name in OPS:
+            setattr(ops, name, self.timed(name, getattr(ops, name)))
+        loaded.model.ops = ops
+        object.__setattr__(loaded.backend, "ops", ops)
+
+    def timed(self, name: str, op):
+        def run(*arguments):
+            start = time.perf_counter()
+            result = op(*arguments)
+            self.seconds[name] += time.perf_counter() - start
+            flops, num_bytes = COSTS.get(name, no_cost)(*arguments)
+            self.flops[name] += flops
+            self.bytes[name] += num_bytes
+            return result
+
+        return run
+
+    def clear(self) -> None:
+        for counter in (self.seconds, self.flops, self.bytes):
+            counter.clear()
+
+
+def no_cost(*arguments) -> tuple[int, int]:
+    return 0, 0
+
+
+def product_cost(rows: int, *weights) -> tuple[int, int]:
+    elements = sum(weight.shape[0] * weight.shape[1] for weight in weights)
+    return 2 * rows * elements, sum(weight.nbytes for weight in weights)
+
+
+def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale: float) -> tuple[int, int]:
+    starts, lens = batch.query_starts, batch.context_lens
+    queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(queries, lens, strict=True))
+    tables = zip(batch.block_tables.tolist(), lens, strict=True)
+    blocks = {block for table, length in tables for block in table[: -(-length // k_cache.shape[1])]}
+    return 4 * pairs * q.shape[1] * q.shape[2], 2 * len(blocks) * k_cache[0].nbytes
+
+
+COSTS = {
+    "qkv": lambda x, norm, eps, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
+    "linear_add": lambda x, weight, residual: product_cost(len(x), weight),
+    "gate_up": lambda x, norm, eps, gate, up: product_cost(len(x), gate, up),
+    "next_tokens": lambda hidden, weight, wanted: product_cost(len(hidden), weight),
+    "paged_attention": attention_cost,
+}
+
+
+def measure_limits(loaded: LoadedModel) -> tuple[float, float]:
+    """The highest GFLOP/s of a product and GB/s of reading memory seen in a few tries."""
+    ops, dtype = loaded.backend.ops, loaded.model.dtype
+    x = torch.randn(2048, 1024).to(dtype)
+    weight = ops.new_weight(2048, 1024, dtype, torch.device("cpu"))
+    weight.copy_(torch.randn(2048, 1024))
+    product = min(seconds_of(lambda: ops.linear(x, weight)) for _ in range(10))
+    large = ops.new_weight(2**17, 1024, dtype, torch.device("cpu"))
+    large.copy_(torch.zeros(2**17, 1024))
+    reading = min(seconds_of(lambda: ops.linear(x[:1], large)) for _ in range(10))
+    return 2 * 2048 * 2048 * 1024 / product / 1e9, large.nbytes / reading / 1e9
+
+
+def seconds_of(run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, tuple[int, float, Meter]]:
+    """Steps, seconds and costs of the steps that compute prompt tokens, and of those that only decode."""
+    params = SamplingParams(
+        n=workload.n, max_tokens=workload.max_tokens, temperature=workload.temperature, seed=0, ignore_eos=True
+    )
+    engine.invalidate_prefix_cache()
+    for i, prompt in enumerate(workload.prompts(engine.info.vocab_size)):
+        engine.add(GenerateRequest(str(i), prompt, params))
+    phases: dict[str, list] = defaultdict(lambda: [0, 0.0, Counter(), Counter(), Counter()])
+    while engine.has_unfinished:
+        meter.clear()
+        before = engine.stats().computed_prompt_tokens
+        seconds = seconds_of(engine.step)
+        phase = phases["prompts" if engine.stats().computed_prompt_tokens > before else "decode"]
+        phase[0] += 1
+        phase[1] += seconds
+        for total, part in zip(phase[2:], (meter.seconds, meter.flops, meter.bytes), strict=True):
+            total.update(part)
+    return {name: tuple(phase) for name, phase in phases.items()}
+
+
+def make_table(title: str, phase, limits: tuple[float, float]) -> Table:
+    steps, seconds, op_seconds, flops, num_bytes = phase
+    table = Table(title=f"{title}: {steps} steps, {seconds / steps * 1e3:.2f} ms each", title_justify="left")
+    for header in ("op", "ms/step", "share", "GFLOP/s", "of limit", "GB/s", "of limit"):
+        table.add_column(header, justify="left" if header == "op" else "right")
+    rows = [(name, op_seconds[name], flops[name], num_bytes[name]) for name in OPS if op_seconds[name]]
+    rows.append(("Python", seconds - sum(op_seconds.values()), 0, 0))
+    rows.append(("all", seconds, sum(flops.values()), sum(num_bytes.values())))
+    for name, t, f, b in rows:
+        arithmetic, reading = f / t / 1e9, b / t / 1e9
+        table.add_row(
+            name,
+            f"{t / steps * 1e3:.2f}",
+            f"{t / seconds:.0%}",
+            *((f"{arithmetic:.0f}", f"{arithmetic / limits[0]:.0%}") if f else ("", "")),
+            *((f"{reading:.1f}", f"{reading / limits[1]:.0%}") if b else ("", "")),
+        )
+    return table
+
+
+def main(model: str = "smollm2", dtype: str = "auto") -> None:
+    config = EngineConfig(model=model, dtype=dtype)
+    loaded = load_model(config)
+    console = Console(width=100)
+    limits = measure_limits(loaded)
+    console.print(f"{model}, {loaded.dtype_name}, {loaded.backend.name} ({loaded.backend.ops.instruction_set()})")
+    console.print(f"limits: {limits[0]:.0f} GFLOP/s in products, {limits[1]:.1f} GB/s from memory")
+    meter = Meter(loaded)
+    engine = Engine(config, loaded)
+    for workload in (w for group in WORKLOADS.values() for w in group):
+        run_workload(engine, workload, meter)  # memory is touched for the first time
+        for name, phase in run_workload(engine, workload, meter).items():
+            console.print(make_table(f"{workload.name}, {name}", phase, limits))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
