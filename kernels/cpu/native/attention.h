@@ -206,10 +206,10 @@ class Attention {
         top = peak(most) * args_.scale;
         const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : -top);
         F sums = set1(0.0f);
-        for (long i = 0; i < panels * LANES; i += LANES) {
-            const F weight = i < seen ? exp(fma(load(scores + i), scale, shift)) : set1(0.0f);
-            sums = add(sums, store_rounded(weights + i, weight));
-        }
+        long i = 0;
+        for (; i < seen; i += LANES)
+            sums = add(sums, store_rounded(weights + i, exp(fma(load(scores + i), scale, shift))));
+        for (; i < panels * LANES; i += LANES) store(weights + i, set1(0.0f));
         total = sum(sums);
     }
 

@@ -1,20 +1,40 @@
 // Numbers: bfloat16, parts of vectors, exp and log. A part of kernels.h.
 
-template <class T>
-inline F rounded(F x);
-template <>
-inline F rounded<float>(F x) { return x; }
-
-// The upper half of each float32, rounded to nearest even, in the lower half of the result.
-inline U bf16_bits(F x) {
+// bfloat16 is the upper half of a float32, rounded to nearest even.
+#ifdef HAS_DOT_BF16
+inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
+inline void store(bf16* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+#else
+inline U to_bf16(F x) {
     const U raw = bits(x);
     const U even = bit_and(shift_right<16>(raw), set1(1u));
     const U nearest = shift_right<16>(add(raw, add(even, set1(0x7FFFu))));
     return select_nan(x, set1(0x7FC0u), nearest);
 }
+inline F from_bf16(U x) { return floats(shift_left<16>(x)); }
+inline void store(bf16* p, U x) { store_halves(p, x); }
+#endif
+
+inline void store(bf16* p, F x) { store(p, to_bf16(x)); }
+
+template <class T>
+inline F rounded(F x);
 template <>
-inline F rounded<bf16>(F x) { return floats(shift_left<16>(bf16_bits(x))); }
-inline void store(bf16* p, F x) { store_halves(p, bf16_bits(x)); }
+inline F rounded<float>(F x) { return x; }
+template <>
+inline F rounded<bf16>(F x) { return from_bf16(to_bf16(x)); }
+
+// Stores x and returns what was stored.
+inline F store_rounded(float* p, F x) {
+    store(p, x);
+    return x;
+}
+inline F store_rounded(bf16* p, F x) {
+    const auto half = to_bf16(x);
+    store(p, half);
+    return from_bf16(half);
+}
 
 // The first n values; the other lanes are 0.
 template <class T>
@@ -30,17 +50,6 @@ inline void store(T* p, F x, long n) {
     T part[LANES];
     store(static_cast<T*>(part), x);
     memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
-}
-
-// Stores x and returns what was stored.
-inline F store_rounded(float* p, F x) {
-    store(p, x);
-    return x;
-}
-inline F store_rounded(bf16* p, F x) {
-    const U half = bf16_bits(x);
-    store_halves(p, half);
-    return floats(shift_left<16>(half));
 }
 
 // e^x to about one unit in the last place: x = n ln 2 + r, and e^r by its Taylor polynomial to the 7th power. The bounds
