@@ -2,7 +2,7 @@
 #if defined(__x86_64__) || defined(EMULATE_TILES)
 #include "isa.h"
 #ifndef EMULATE_TILES
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
 #endif
 
 namespace trueroll {
@@ -21,4 +21,7 @@ constexpr int ACCUMULATORS = 24;
 
 const InstructionSet amx_bf16 = {"amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample};
 }  // namespace trueroll
+#ifndef EMULATE_TILES
+END_TARGET
+#endif
 #endif

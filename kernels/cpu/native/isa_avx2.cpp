@@ -1,7 +1,7 @@
 // AVX2 with FMA.
 #if defined(__x86_64__)
 #include "isa.h"
-#pragma GCC target("avx2,fma,f16c")
+BEGIN_TARGET("avx2,fma,f16c")
 
 namespace trueroll {
 namespace {
@@ -12,4 +12,5 @@ constexpr int ACCUMULATORS = 6;
 
 const InstructionSet avx2 = {"avx2", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample};
 }  // namespace trueroll
+END_TARGET
 #endif

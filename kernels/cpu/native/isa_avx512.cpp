@@ -1,7 +1,7 @@
 // AVX-512 without bfloat16 instructions: bfloat16 is widened to float32.
 #if defined(__x86_64__)
 #include "isa.h"
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
 
 namespace trueroll {
 namespace {
@@ -12,4 +12,5 @@ constexpr int ACCUMULATORS = 24;
 
 const InstructionSet avx512 = {"avx512", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample};
 }  // namespace trueroll
+END_TARGET
 #endif

@@ -1,7 +1,7 @@
 // AVX-512 with its bfloat16 dot product.
 #if defined(__x86_64__)
 #include "isa.h"
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
 
 namespace trueroll {
 namespace {
@@ -13,4 +13,5 @@ constexpr int ACCUMULATORS = 24;
 
 const InstructionSet avx512_bf16 = {"avx512_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample};
 }  // namespace trueroll
+END_TARGET
 #endif
