@@ -97,8 +97,9 @@ class Sampler:
         for source, mode in ((raw, "raw"), (scaled, "temperature")):
             rows = [i for i, draw in enumerate(draws) if draw.params.logprobs == mode]
             basis[rows] = source[rows]
-        finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1)
-        return token_ids, self.ops.log_probs(basis, token_ids), finite
+        logprobs = self.ops.log_probs(basis, token_ids)
+        finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
+        return token_ids, logprobs, finite
 
     def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
         rows = [i for i, d in enumerate(distributions) if d.has_filters]

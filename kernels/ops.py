@@ -173,7 +173,7 @@ class Backend(Protocol):
         ...
 
     def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """(token ids int64, log-probs float32, whether the token's logit is finite), each [M].
+        """(token ids int64, log-probs float32, whether the token's logit is finite), each [M]; of NaN nothing is.
 
         `hidden` [M, H], `weight` [V, H]. The same as `lm_head`, division, `sample` or the lowest id of the highest
         logits, and `log_probs`, one after the other.
@@ -192,7 +192,7 @@ class Backend(Protocol):
         """float32 logits [M, V] with the tokens that a row's filters drop set to -inf.
 
         `top_k` int64 [M] (-1: off), `top_p` and `min_p` float32 [M]. They apply in that order; the best token always
-        stays.
+        stays, and a row with NaN stays as it is.
         """
         ...
 

@@ -197,7 +197,7 @@ class _EqualQueries:
         scores = _multiply_alike(rows, keys.transpose(2, 3)).masked_fill_(~visible, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0))
-        return peak, weights.sum(-1, keepdim=True), _multiply_alike(weights, values)
+        return peak, weights.sum(-1, keepdim=True), _weighted_values(weights, values, visible)
 
     def _gather(self, start: int, units: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one split for the first `units` sequences: float32 [units, kv_heads, KV_SPLIT, D].
@@ -226,6 +226,16 @@ def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, 
     total = left_total * left_scale + right_total * right_scale
     out = left_out * left_scale + right_out * right_scale
     return peak, torch.where(seen, total, left_total), torch.where(seen, out, left_out)
+
+
+def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """The sums of values [units, heads, KV_SPLIT, D]; a value that is no number reaches only rows that see it."""
+    broken = ~values.isfinite()
+    if not broken.any():
+        return _multiply_alike(weights, values)
+    sums = _multiply_alike(weights, values.masked_fill(broken, 0.0))
+    seen = _multiply_alike(visible.float().expand_as(weights), broken.float())
+    return sums.masked_fill(seen > 0, torch.nan)
 
 
 def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -270,10 +280,11 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     in_top_k = (ranks < top_k[:, None]) | (top_k[:, None] < 0)
     probs = torch.softmax(ordered.masked_fill(~in_top_k, -torch.inf), dim=-1)
     before = probs.cumsum(-1) - probs
-    keep = in_top_k & (before < top_p[:, None]) & (probs >= min_p[:, None] * probs[:, :1])
+    in_top_p = (before < top_p[:, None]) | (top_p[:, None] >= 1.0)
+    keep = in_top_k & in_top_p & (probs >= min_p[:, None] * probs[:, :1])
     keep[:, 0] = True
     dropped = torch.ones_like(keep).scatter_(1, ids, ~keep)
-    return logits.masked_fill(dropped, -torch.inf)
+    return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

@@ -37,13 +37,13 @@ def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     _library.rmsnorm(*_rows(x), weight.data_ptr(), eps, out.data_ptr())
     return out
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _linear(x, weight, bias, None)
+    return _linear(x, weight, None if bias is None else bias.contiguous(), None)
 
 
 def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tens
 
 
 def gate_up(x: Tensor, norm: Tensor, eps: float, gate: PackedWeight, up: PackedWeight) -> Tensor:
-    x, out = x.contiguous(), torch.empty(len(x), gate.shape[0], dtype=x.dtype)
+    x, norm, out = x.contiguous(), norm.contiguous(), torch.empty(len(x), gate.shape[0], dtype=x.dtype)
     _library.gate_up(*_rows(x), norm.data_ptr(), eps, gate.pointer, up.pointer, gate.shape[0], out.data_ptr())
     return out
 
@@ -74,16 +74,17 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    x = x.contiguous()
+    x, norm, slots = x.contiguous(), norm.contiguous(), slots.contiguous()
+    cosines, sines = (part.contiguous() for part in rotation)
     _, block_size, kv_heads, head_dim = k_cache.shape
     q = torch.empty(len(x), weights.q.shape[0] // head_dim, head_dim, dtype=x.dtype)
-    biases = weights.biases or (None, None, None)
-    head_norms = weights.head_norms or (None, None)
+    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else (None,) * 3
+    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else (None,) * 2
     _library.qkv(
         *(*_rows(x), norm.data_ptr(), eps),
         *(cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)),
         *(*map(_pointer, biases), *map(_pointer, head_norms), eps),
-        *(rotation[0].data_ptr(), rotation[1].data_ptr(), slots.data_ptr()),
+        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
         *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
     )

@@ -17,8 +17,8 @@ from .backends import CPU, Served
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equality of bits: distinguishes zeros by sign and takes NaN for equal to itself."""
     assert left.dtype == right.dtype and left.shape == right.shape
-    as_bytes = [x.contiguous().view(-1).view(torch.uint8).numpy() for x in (left, right)]
-    return np.array_equal(*as_bytes)
+    left_bytes, right_bytes = (x.contiguous().view(-1).view(torch.uint8).numpy() for x in (left, right))
+    return np.array_equal(left_bytes, right_bytes)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

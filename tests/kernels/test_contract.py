@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trueroll.kernels.ops import GREEDY, KV_SPLIT, SAMPLE, Wanted
 
-from .backends import IMPLEMENTATIONS, Implementation, Served
+from .backends import SERVED, Implementation, Served, served_id
 from .inputs import Paged, empty_caches, make_qkv, randn, same_bits, stored
 
 ROWS = 100
@@ -171,10 +171,9 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"sample {v}": partial(sample, v, rows) for v, rows in ((1, ROWS), (17, ROWS), (1001, ROWS), (49153, 7))},
 }
 CASES = [
-    pytest.param(implementation, dtype, make, id=f"{name} {implementation} {str(dtype).removeprefix('torch.')}")
-    for implementation in IMPLEMENTATIONS
-    for dtype in implementation.dtypes
-    for name, make in (TYPED_OPS | FLOAT32_OPS if dtype == torch.float32 else TYPED_OPS).items()
+    pytest.param(*served, make, id=f"{name} {served_id(served)}")
+    for served in SERVED
+    for name, make in (TYPED_OPS | FLOAT32_OPS if served[1] == torch.float32 else TYPED_OPS).items()
 ]
 every_op = pytest.mark.parametrize("implementation,dtype,make", CASES)
 
@@ -215,7 +214,7 @@ def test_a_row_does_not_depend_on_what_the_others_hold(row_op: RowOp) -> None:
             if x.is_floating_point():
                 x[~kept] = extreme(x.dtype)
         for found, before in zip(row_op(*rows), expected, strict=True):
-            assert same_bits(found[kept], before[kept]), f"the others hold {x.flatten()[0]}"
+            assert same_bits(found[kept], before[kept]), f"the others hold {extreme(torch.float32)}"
 
 
 @every_op
@@ -250,13 +249,13 @@ def test_a_product_does_not_depend_on_the_number_of_rows(served: Served, threads
     weight = stored(served.ops, randn(130, 513, dtype=served.dtype, seed=1))
     x = randn(4097, 513, dtype=served.dtype)
     everything = served.ops.linear(x, weight)
-    for count in (1, 2, 3, 12, 13, 95, 96, 97, 4096):
+    for count in (1, 2, 3, 12, 13, 15, 16, 17, 32, 33, 95, 96, 97, 4096):
         for start in {0, 1000 % (4098 - count), 4097 - count}:
             rows = slice(start, start + count)
             assert same_bits(served.ops.linear(x[rows], weight), everything[rows]), f"{count} rows from {start}"
 
 
-HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256)]
+HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256), (2, 1, 512), (50, 1, 48)]
 
 
 @pytest.mark.parametrize("heads,kv_heads,size", HEADS)
@@ -298,6 +297,24 @@ def test_attention_does_not_depend_on_threads(served: Served, two_threads: None)
     torch.set_num_threads(2)
     for alone, together in zip(last, paged.attend(last), strict=True):
         assert same_bits(paged.attend([alone])[0], together)
+
+
+@pytest.mark.parametrize("block_size", [2, 16, 24, 256])
+def test_attention_does_not_depend_on_who_shares_blocks(served: Served, block_size: int) -> None:
+    """Native kernels read the blocks that neighbours share once for all of them."""
+    lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
+    paged = Paged(served, lens, heads=4, kv_heads=2, block_size=block_size)
+    shared = 256 // block_size
+    for i, length in enumerate(lens):
+        same = min(shared, length // block_size)
+        paged.tables[i, :same] = paged.tables[0, :same]
+    members = list(range(len(lens)))
+    for length in (1, 2, 23, 24, 25):
+        chunks = [(i, n - length, n) for i, n in enumerate(lens)]
+        alone = [paged.attend([chunk])[0] for chunk in chunks]
+        for order in (members, members[::-1], members * 3):
+            for i, out in zip(order, paged.attend([chunks[i] for i in order]), strict=True):
+                assert same_bits(out, alone[i]), f"{chunks[i]} among {len(order)}"
 
 
 @pytest.mark.parametrize("place", [_shifted, _strided])

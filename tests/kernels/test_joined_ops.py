@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted
+from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
 
 from .backends import Served
 from .inputs import activated, empty_caches, make_qkv, randn, same_bits, stored
@@ -70,11 +70,11 @@ def test_gate_up(served: Served, n: int, k: int) -> None:
 
 def wanted(targets: Tensor) -> Wanted:
     rows = torch.arange(len(targets))
-    temperatures = torch.tensor([1.0, 0.5, 1.7])[rows % 3]
+    temperatures = torch.tensor([1.0, 0.5, 1.7, 1e-30, 1e6])[rows % 5]
     return Wanted(targets, temperatures, rows % 2 == 0, rows * 2**57 - 5, rows * 2**28 + 3)
 
 
-def step_by_step(ops: Backend, hidden: Tensor, weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+def step_by_step(ops: Backend, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
     logits = ops.lm_head(hidden, weight)
     scaled = logits / wanted.temperatures[:, None]
     drawn = ops.sample(scaled, wanted.seeds, wanted.positions)
@@ -119,6 +119,20 @@ def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
     unused = torch.zeros(len(groups), dtype=torch.int64)
     asked = Wanted(unused + GREEDY, torch.ones(len(groups)), unused.bool(), unused, unused)
     assert served.ops.next_tokens(hidden, weight, asked)[0].tolist() == [group[0] for group in groups]
+
+
+def test_next_tokens_takes_the_first_of_infinite_logits(served: Served, two_threads: None) -> None:
+    """Several threads look for a row's best token; which of them comes first must not matter."""
+    rows = randn(528, 32, dtype=served.dtype, seed=1)
+    rows[[100, 520], 0] = torch.inf  # in two parts of the vocabulary; the second is short and soon done
+    weight, hidden = stored(served.ops, rows), randn(ROWS, 32, dtype=served.dtype)
+    hidden[:, 0] = 1.0
+    assert served.ops.lm_head(hidden, weight).isposinf().sum(1).eq(2).all()
+    asked = wanted(torch.tensor([SAMPLE, GREEDY] * ROWS)[:ROWS])
+    assert served.ops.sample(served.ops.lm_head(hidden, weight), asked.seeds, asked.positions).eq(100).all()
+    for _ in range(20):
+        tokens, logprobs, finite = served.ops.next_tokens(hidden, weight, asked)
+        assert tokens.eq(100).all() and logprobs.isnan().all() and not finite.any()
 
 
 def test_next_tokens_never_passes_off_a_row_with_nan(served: Served) -> None:

@@ -65,15 +65,13 @@ const std::vector<const InstructionSet*>& available() {
 
 const InstructionSet* chosen = available()[0];
 
-// A row's logits by descending value, ties by ascending id, taken one after the other.
+// A row's logits, none of them NaN, by descending value, ties by ascending id, taken one after the other.
 class Ranking {
   public:
     Ranking(const float* logits, long n) : logits_(logits), ids_(static_cast<size_t>(n)) {
         for (long i = 0; i < n; ++i) ids_[static_cast<size_t>(i)] = i;
         std::make_heap(ids_.begin(), ids_.end(), worse());
     }
-
-    bool empty() const { return ids_.empty(); }
 
     long next() {
         std::pop_heap(ids_.begin(), ids_.end(), worse());
@@ -85,9 +83,7 @@ class Ranking {
   private:
     struct Worse {
         const float* logits;
-        // NaN ranks last, so that the order stays a strict one.
-        float key(long id) const { return std::isnan(logits[id]) ? -INFINITY : logits[id]; }
-        bool operator()(long a, long b) const { return key(a) != key(b) ? key(a) < key(b) : a > b; }
+        bool operator()(long a, long b) const { return logits[a] != logits[b] ? logits[a] < logits[b] : a > b; }
     };
     Worse worse() const { return {logits_}; }
 
@@ -95,31 +91,32 @@ class Ranking {
     std::vector<long> ids_;
 };
 
-// Sets the logits of a row that its filters drop to -inf. `scratch`: n floats.
-void filter_row(float* logits, long n, long top_k, float top_p, float min_p, float* scratch) {
-    Ranking ranking(logits, n);
-    const long most = top_k < 0 ? n : smaller(top_k, n);
-    std::vector<long> kept;
-    while (top_k >= 0 && static_cast<long>(kept.size()) < most) kept.push_back(ranking.next());
+// Sets the logits of a row that its filters drop to -inf; a row with NaN stays as it is. `kept`: memory for n floats.
+void filter_row(float* logits, long n, long top_k, float top_p, float min_p, float* kept) {
     float peak, total;
+    chosen->log_sum_exp(logits, n, &peak, &total);
+    if (std::isnan(total)) return;
+    Ranking ranking(logits, n);
+    std::vector<long> ids;
+    const long most = top_k < 0 ? n : larger(1, smaller(top_k, n));
     if (top_k >= 0) {
-        for (size_t i = 0; i < kept.size(); ++i) scratch[i] = logits[kept[i]];
-        chosen->log_sum_exp(scratch, most, &peak, &total);
-    } else {
-        chosen->log_sum_exp(logits, n, &peak, &total);
+        while (static_cast<long>(ids.size()) < most) ids.push_back(ranking.next());
+        for (size_t i = 0; i < ids.size(); ++i) kept[i] = logits[ids[i]];
+        chosen->log_sum_exp(kept, most, &peak, &total);
     }
     float before = 0.0f, best = 0.0f;
-    size_t i = 0;
-    for (; static_cast<long>(i) < most; ++i) {
-        if (i == kept.size()) kept.push_back(ranking.next());
-        const float probability = std::exp(logits[kept[i]] - peak) / total;
-        if (i == 0) best = probability;
-        if (i > 0 && !(before < top_p && probability >= min_p * best)) break;
+    size_t count = 0;
+    for (; static_cast<long>(count) < most; ++count) {
+        if (count == ids.size()) ids.push_back(ranking.next());
+        const float probability = std::exp(logits[ids[count]] - peak) / total;
+        if (count == 0) best = probability;
+        const bool stays = (top_p >= 1.0f || before < top_p) && probability >= min_p * best;
+        if (count > 0 && !stays) break;
         before += probability;
     }
-    for (size_t j = 0; j < i; ++j) scratch[j] = logits[kept[j]];
+    for (size_t i = 0; i < count; ++i) kept[i] = logits[ids[i]];
     std::fill(logits, logits + n, -INFINITY);
-    for (size_t j = 0; j < i; ++j) logits[kept[j]] = scratch[j];
+    for (size_t i = 0; i < count; ++i) logits[ids[i]] = kept[i];
 }
 
 template <class T>

@@ -82,6 +82,8 @@ class Attention {
         const long start = split * KV_SPLIT, n = rows(tile), D = dim_;
         const long keys = smaller(KV_SPLIT, context(tile) - start), panels = round_up(keys, LANES) / LANES;
         const Split at(*this, tile, start, keys);
+        const long seen_by_all = position(tile, 0, 0) + 1 - start;
+        if (seen_by_all < keys && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
         const Factors<T> scoring = {
@@ -106,6 +108,19 @@ class Attention {
             weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
         };
         multiply(weighing, n, false, out.out, D);
+    }
+
+    // The same with a tile of its own for each query, so that none meets a value that is no number at a later place:
+    // a weight of 0 would pass it on.
+    void reduce_one_by_one(const QueryTile& tile, long split, const Partial& out) const {
+        for (long i = 0; i < tile.count; ++i) {
+            const QueryTile query = {tile.sequence, 1, tile.kv_head, tile.first + i, 1};
+            const Partial part = out.from(i * group_, dim_);
+            if (context(query) > split * KV_SPLIT)
+                reduce(query, split, query, split, part);
+            else
+                clear(part, group_, dim_);
+        }
     }
 
     void finish(const QueryTile& tile, const Partial& state) const {
@@ -137,6 +152,14 @@ class Attention {
                 if (!aligned || tokens < LANES)
                     values[i] = copy_values(caches, table, tile.kv_head, token, tokens, copies + LANES * D);
             }
+        }
+
+        // Whether the values of the first `panels` panels are numbers.
+        bool all_finite(long panels, long count) const {
+            F zero = set1(0.0f);
+            for (long i = 0; i < panels; ++i)
+                for (long j = 0; j < count; j += LANES) zero = fma(load(values[i] + j), set1(0.0f), zero);
+            return sum(zero) == 0.0f;
         }
 
         static T* copy_keys(const Caches<T>& caches, const int64_t* table, long head, long token, long n, T* out) {
@@ -204,13 +227,15 @@ class Attention {
         F most = set1(-INFINITY);
         for (long i = 0; i < seen; i += LANES) most = max(most, load(scores + i));
         top = peak(most) * args_.scale;
-        const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : -top);
+        const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : top);
         F sums = set1(0.0f);
         long i = 0;
+        // Not joined into one rounding: for huge scores the largest would not come out as e^0.
         for (; i < seen; i += LANES)
-            sums = add(sums, store_rounded(weights + i, exp(fma(load(scores + i), scale, shift))));
+            sums = add(sums, store_rounded(weights + i, exp(sub(mul(load(scores + i), scale), shift))));
         for (; i < panels * LANES; i += LANES) store(weights + i, set1(0.0f));
         total = sum(sums);
+        if (total != total) top = total;  // a maximum may pass over what is no number
     }
 
     const AttentionArgs<T>& args_;

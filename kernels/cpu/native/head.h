@@ -58,7 +58,8 @@ inline LogSumExp reduce_chunk(const float* x, long n) {
         for (long lane = 0; lane < LANES; ++lane) last[lane] = i + lane < n ? x[i + lane] : -INFINITY;
         sums = add(sums, exp(sub(load(static_cast<const float*>(last)), shift)));
     }
-    return {top, sum(sums)};
+    const float total = sum(sums);
+    return {total == total ? top : total, total};  // a maximum may pass over what is no number
 }
 
 void log_sum_exp(const float* x, long n, float* peak, float* total) {
@@ -170,7 +171,8 @@ inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t posi
     Best best = {-INFINITY, first};
     for (long start = 0; start < n; start += GROUP) {
         const float* at = padded.values + start;
-        const float reached = read_bound(bound), least = reached - (1e-3f + fabsf(reached) * 0x1p-21f);
+        const float reached = read_bound(bound);
+        const float least = reached < INFINITY ? reached - (1e-3f + fabsf(reached) * 0x1p-21f) : -INFINITY;
         const F most = max(max(load(at), load(at + 16)), max(load(at + 32), load(at + 48)));
         if (!any_greater(most, set1(least - MOST_NOISE))) continue;
         float u[GROUP];
@@ -253,6 +255,6 @@ void head(const HeadArgs<T>& args) {
         }
         args.tokens[row] = best->best.id;
         args.logprobs[row] = (best->basis - all.peak) - logf(all.total);
-        args.finite[row] = isfinite(best->scaled);
+        args.finite[row] = isfinite(best->scaled) && all.total == all.total;
     }
 }

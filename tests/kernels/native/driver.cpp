@@ -1,0 +1,307 @@
+// Calls every function of the native kernels' C interface with heap buffers of exactly the size that its arguments say,
+// at odd sizes, for every instruction set and type, with one thread and with two; for builds with sanitizers.
+//
+// Ends with 0 if results are the same bits for both numbers of threads, and for values that are no numbers as well.
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+extern "C" {
+const char* trueroll_available(long);
+int trueroll_choose(const char*);
+void trueroll_pack(long, int, const void*, void*, long, long);
+void trueroll_unpack(long, int, const void*, void*, long, long);
+void trueroll_embedding(int, const int64_t*, long, const void*, long, long, void*);
+void trueroll_linear(
+    long, int, const void*, long, long, const void*, float, const void*, long, const void*, const void*, void*
+);
+void trueroll_logits(long, int, const void*, long, long, const void*, long, float*);
+void trueroll_gate_up(
+    long, int, const void*, long, long, const void*, float, const void*, const void*, long, void*
+);
+void trueroll_qkv(
+    long, int, const void*, long, long, const void*, float, const void*, const void*, const void*, const void*,
+    const void*, const void*, const void*, const void*, float, const float*, const float*, const int64_t*, long, long,
+    long, long, void*, void*, void*
+);
+void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
+void trueroll_attention(
+    long, int, const void*, long, const void*, const void*, long, long, long, long, const int64_t*, const int64_t*,
+    const int64_t*, long, float, void*
+);
+void trueroll_head(
+    long, int, const void*, long, long, const void*, long, const float*, const uint8_t*, const int64_t*,
+    const int64_t*, const int64_t*, int64_t*, float*, uint8_t*
+);
+void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
+void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
+void trueroll_sample(long, const float*, long, long, const int64_t*, const int64_t*, int64_t*);
+void trueroll_filter(long, float*, long, long, const int64_t*, const float*, const float*);
+}
+
+namespace {
+
+uint32_t state = 1;
+
+float random_value() {
+    state = state * 1664525u + 1013904223u;
+    return static_cast<float>(static_cast<int32_t>(state)) * 0x1p-30f;
+}
+
+// Activations, weights or caches: float32 or bfloat16 in memory of exactly their size.
+class Values {
+  public:
+    Values(int bfloat16, long count, float wild = 0.0f) : bytes_(static_cast<size_t>(count) * (bfloat16 ? 2 : 4)) {
+        for (long i = 0; i < count; ++i) {
+            const float value = i % 13 == 5 && wild != 0.0f ? wild : random_value();
+            uint32_t bits;
+            std::memcpy(&bits, &value, 4);
+            if (bfloat16) bits >>= 16;
+            std::memcpy(bytes_.data() + i * (bfloat16 ? 2 : 4), &bits, bfloat16 ? 2 : 4);
+        }
+    }
+    void* data() { return bytes_.data(); }
+    const std::vector<char>& bytes() const { return bytes_; }
+
+  private:
+    std::vector<char> bytes_;
+};
+
+long round_up(long n, long multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+std::vector<int64_t> counting(long count, int64_t first, int64_t step) {
+    std::vector<int64_t> numbers(static_cast<size_t>(count));
+    for (int64_t& number : numbers) {
+        number = first;
+        first = static_cast<int64_t>(static_cast<uint64_t>(first) + static_cast<uint64_t>(step));
+    }
+    return numbers;
+}
+
+// All results so far, as one number.
+class Digest {
+  public:
+    void add(const void* data, size_t bytes) {
+        const unsigned char* p = static_cast<const unsigned char*>(data);
+        for (size_t i = 0; i < bytes; ++i) hash_ = (hash_ ^ p[i]) * 0x100000001B3u;
+    }
+    void add(const Values& values) { add(values.bytes().data(), values.bytes().size()); }
+    template <class T>
+    void add(const std::vector<T>& values) { add(values.data(), values.size() * sizeof(T)); }
+    uint64_t value() const { return hash_; }
+
+  private:
+    uint64_t hash_ = 0xCBF29CE484222325u;
+};
+
+struct Run {
+    long threads;
+    int bfloat16;
+    float wild;  // a value among the activations, or 0
+    Digest* digest;
+
+    Values random(long count, bool activation = true) const { return Values(bfloat16, count, activation ? wild : 0); }
+
+    Values packed(long rows, long columns) const {
+        Values dense = random(rows * columns, false), back = random(rows * columns, false);
+        Values weight(bfloat16, round_up(rows, 16) * round_up(columns, bfloat16 ? 32 : 1));
+        trueroll_pack(threads, bfloat16, dense.data(), weight.data(), rows, columns);
+        trueroll_unpack(threads, bfloat16, weight.data(), back.data(), rows, columns);
+        if (dense.bytes() != back.bytes()) std::abort();
+        return weight;
+    }
+
+    void products(long rows, long k, long n) const {
+        Values x = random(rows * k), norm = random(k, false), bias = random(n, false), residual = random(rows * n);
+        Values weight = packed(n, k), up = packed(n, k), out = random(rows * n), normed = random(rows * k);
+        trueroll_rmsnorm(threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, normed.data());
+        digest->add(normed);
+        for (void* b : {static_cast<void*>(nullptr), bias.data()})
+            for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
+                trueroll_linear(
+                    threads, bfloat16, x.data(), rows, k, b ? norm.data() : nullptr, 1e-5f, weight.data(), n, b, r,
+                    out.data()
+                );
+                digest->add(out);
+            }
+        trueroll_gate_up(
+            threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, weight.data(), up.data(), n, out.data()
+        );
+        digest->add(out);
+        std::vector<int64_t> ids = counting(rows, 0, 1);
+        for (int64_t& id : ids) id %= n;
+        trueroll_embedding(bfloat16, ids.data(), rows, weight.data(), n, k, normed.data());
+        digest->add(normed);
+    }
+
+    void head(long rows, long k, long vocab) const {
+        Values x = random(rows * k), weight = packed(vocab, k);
+        std::vector<float> logits(static_cast<size_t>(rows * vocab)), logprobs(static_cast<size_t>(rows));
+        std::vector<float> temperatures(logprobs.size(), 0.7f), top_p(logprobs.size(), 0.9f);
+        std::vector<float> min_p(logprobs.size(), 0.01f);
+        std::vector<uint8_t> raw(logprobs.size()), finite(logprobs.size());
+        std::vector<int64_t> seeds = counting(rows, -5, 1l << 57), positions = counting(rows, 3, 1l << 31);
+        std::vector<int64_t> targets = counting(rows, 0, 1), tokens(logprobs.size()), top_k(logprobs.size(), -1);
+        for (size_t i = 0; i < targets.size(); ++i) {
+            raw[i] = i % 2, targets[i] = i % 3 == 0 ? -1 : i % 3 == 1 ? -2 : targets[i] % vocab;
+            if (i % 2) top_k[i] = 1 + static_cast<int64_t>(i) * 5;
+        }
+        trueroll_head(
+            threads, bfloat16, x.data(), rows, k, weight.data(), vocab, temperatures.data(), raw.data(), seeds.data(),
+            positions.data(), targets.data(), tokens.data(), logprobs.data(), finite.data()
+        );
+        digest->add(tokens), digest->add(logprobs), digest->add(finite);
+        trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, logits.data());
+        digest->add(logits);
+        trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), logprobs.data());
+        trueroll_sample(threads, logits.data(), rows, vocab, seeds.data(), positions.data(), tokens.data());
+        trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
+        digest->add(logprobs), digest->add(tokens), digest->add(logits);
+    }
+
+    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
+    // but the last.
+    void layer(long block_size, long heads, long kv_heads, long size, bool extras) const {
+        const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 3, 60};
+        const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
+        std::vector<int64_t> starts(lens.size() + 1), tables(lens.size() * static_cast<size_t>(max_blocks)), old, fresh;
+        std::partial_sum(counts.begin(), counts.end(), starts.begin() + 1);
+        long blocks = 0;
+        for (size_t i = 0; i < lens.size(); ++i)
+            for (long token = 0; token < lens[i]; ++token) {
+                const long block = token / block_size;
+                int64_t* table = tables.data() + static_cast<long>(i) * max_blocks;
+                const bool shared = i == 1 && (block + 1) * block_size < lens[i];
+                if (token % block_size == 0) table[block] = shared ? tables[static_cast<size_t>(block)] : blocks++;
+                (token < lens[i] - counts[i] ? old : fresh).push_back(table[block] * block_size + token % block_size);
+            }
+        const long rows = static_cast<long>(fresh.size()), written = static_cast<long>(old.size());
+        const long k = 33, width = kv_heads * size;
+        Values keys(bfloat16, blocks * block_size * width), values(bfloat16, blocks * block_size * width);
+        Values old_keys = random(written * width), old_values = random(written * width);
+        trueroll_write_kv(
+            bfloat16, old_keys.data(), old_values.data(), old.data(), written, keys.data(), values.data(), block_size,
+            kv_heads, size
+        );
+        Values x = random(rows * k), norm = random(k, false);
+        Values q = random(rows * heads * size), out = random(rows * heads * size);
+        Values wq = packed(heads * size, k), wk = packed(width, k), wv = packed(width, k);
+        Values bq = random(heads * size, false), bk = random(width, false), bv = random(width, false);
+        Values q_norm = random(size, false), k_norm = random(size, false);
+        std::vector<float> cosines(static_cast<size_t>(rows * size / 2), 0.6f), sines(cosines.size(), 0.8f);
+        const auto extra = [&](Values& vector) { return extras ? vector.data() : nullptr; };
+        trueroll_qkv(
+            threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, wq.data(), wk.data(), wv.data(), extra(bq),
+            extra(bk), extra(bv), extra(q_norm), extra(k_norm), 1e-5f, cosines.data(), sines.data(), fresh.data(),
+            heads, kv_heads, size, block_size, q.data(), keys.data(), values.data()
+        );
+        trueroll_attention(
+            threads, bfloat16, q.data(), heads, keys.data(), values.data(), block_size, kv_heads, size, sequences,
+            starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, out.data()
+        );
+        digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
+    }
+
+    void some() const {
+        products(13, 130, 33), head(5, 33, 1001), layer(24, 3, 1, 80, true), layer(16, 2, 2, 64, false);
+    }
+
+    void everything() const {
+        for (long rows : {1, 2, 7, 13, 33, 97}) products(rows, 130, 33);
+        products(3, 1, 1), products(5, 7, 17), products(2, 600, 70), products(3, 64, 48);
+        for (long vocab : {1, 17, 513, 1001}) head(7, 33, vocab);
+        head(101, 32, 40);
+        layer(2, 4, 2, 16, false), layer(64, 6, 2, 32, true);
+        some();
+    }
+};
+
+uint64_t digest_of(long threads, int bfloat16, float wild) {
+    Digest digest;
+    state = 1;
+    const Run run = {threads, bfloat16, wild, &digest};
+    wild == 0.0f ? run.everything() : run.some();
+    return digest.value();
+}
+
+void check(bool good, const char* what, const std::string& name) {
+    if (good) return;
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), what);
+    std::exit(1);
+}
+
+// Two threads of the process that call at the same time, with different numbers of threads.
+void call_at_once(const std::string& name) {
+    std::vector<int64_t> seeds = counting(40, 0, 1), found[2];
+    const std::vector<float> logits(40 * 1001, 1.0f);
+    std::vector<std::thread> callers;
+    for (long caller = 0; caller < 2; ++caller)
+        callers.emplace_back([&, caller] {
+            found[caller].resize(40);
+            for (int i = 0; i < 10; ++i)
+                trueroll_sample(caller + 1, logits.data(), 40, 1001, seeds.data(), seeds.data(), found[caller].data());
+        });
+    for (std::thread& caller : callers) caller.join();
+    check(found[0] == found[1], "two callers at the same time found different tokens", name);
+}
+
+// A forked process has none of the pool's threads and must start its own.
+void call_after_fork(const std::string& name) {
+    const std::vector<float> logits(40 * 1001, 1.0f);
+    std::vector<int64_t> seeds = counting(40, 0, 1), before(40), after(40);
+    trueroll_sample(2, logits.data(), 40, 1001, seeds.data(), seeds.data(), before.data());
+    const pid_t child = fork();
+    if (child == 0) {
+        trueroll_sample(2, logits.data(), 40, 1001, seeds.data(), seeds.data(), after.data());
+        _exit(before == after ? 0 : 1);
+    }
+    int status = 1;
+    waitpid(child, &status, 0);
+    check(status == 0, "the forked process failed", name);
+}
+
+// What a sanitizer has to find: two threads that write to the same place, and a norm that is one value too short.
+void misuse() {
+    const std::vector<int64_t> ids(4096);
+    std::vector<float> weight(16 * 17, 1.0f), out(4096 * 17);
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 2; ++caller)
+        callers.emplace_back([&] { trueroll_embedding(0, ids.data(), 4096, weight.data(), 1, 17, out.data()); });
+    for (std::thread& caller : callers) caller.join();
+    const std::vector<float> norm(16, 1.0f);
+    trueroll_rmsnorm(1, 0, out.data(), 1, 17, norm.data(), 1e-5f, out.data() + 17);
+}
+
+}  // namespace
+
+// Arguments: `misuse`, or the instruction sets to leave out.
+int main(int count, char** arguments) {
+    if (count == 2 && std::strcmp(arguments[1], "misuse") == 0) return misuse(), 0;
+    for (long i = 0; trueroll_available(i) != nullptr; ++i) {
+        const std::string name = trueroll_available(i);
+        bool wanted = true;
+        for (int argument = 1; argument < count; ++argument) wanted = wanted && name != arguments[argument];
+        if (!wanted) continue;
+        check(trueroll_choose(name.c_str()), "not there", name);
+        for (int bfloat16 : {0, 1})
+            for (float wild : {0.0f, NAN, INFINITY, 3e38f})
+                check(
+                    digest_of(1, bfloat16, wild) == digest_of(2, bfloat16, wild), "other bits with two threads", name
+                );
+        call_at_once(name);
+#if !defined(__SANITIZE_THREAD__)
+        call_after_fork(name);
+#endif
+        std::puts(name.c_str());
+    }
+}

@@ -1,0 +1,50 @@
+"""Builds of the native kernels' sources with other flags than the installed library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trueroll.kernels.cpu.library import Library
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(output: Path, flags: Sequence[str], more_sources: Sequence[Path] = ()) -> None:
+    """Compiles and links the sources of pyproject.toml, with its flags and then these.
+
+    With emulated tiles: the instruction set `amx_bf16` then runs on any machine. Objects go beside `output`.
+    """
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
+    flags = [*settings["extra-compile-args"], *flags, "-fPIC", "-DEMULATE_TILES"]
+
+    def compiled(source: Path) -> str:
+        target = str(output.with_name(f"{source.stem}.o"))
+        _run(["g++", *flags, "-c", str(source), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, [*(ROOT / source for source in settings["sources"]), *more_sources]))
+    _run(["g++", *flags, *settings["extra-link-args"], *objects, "-o", str(output)])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@cache
+def emulated_library() -> Library:
+    """The library with emulated tiles, beside the installed one. Built once for a run of the tests."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "emulated.so"
+        build(path, ["-O1", "-shared"])
+        library = Library(path)
+    assert library.instruction_sets()[0] == "amx_bf16"
+    return library

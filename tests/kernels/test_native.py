@@ -1,0 +1,56 @@
+"""The native kernels under sanitizers: no access beyond a buffer, no undefined behaviour, no race.
+
+The driver calls everything in the C interface with buffers of exactly the sizes that the interface asks for, with every
+instruction set of the machine and with emulated tiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trueroll.kernels.cpu.library import load_library
+
+from .native_build import build
+
+DRIVER = Path(__file__).parent / "native" / "driver.cpp"
+
+
+def run(driver: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([driver, *arguments], capture_output=True, text=True, preexec_fn=_keep_addresses_in_order)
+
+
+def _keep_addresses_in_order() -> None:
+    """ThreadSanitizer does not start where a kernel places memory too much at random; this turns that off."""
+    ctypes.CDLL(None).personality(0x0040000)
+
+
+def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(tmp_path: Path) -> None:
+    flags = ["-O1", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+    build(tmp_path / "driver", flags, [DRIVER])
+    misused = run(tmp_path / "driver", "misuse")
+    assert misused.returncode != 0 and "heap-buffer-overflow" in misused.stderr, "the sanitizer finds what is wrong"
+    done = run(tmp_path / "driver")
+    assert done.returncode == 0, done.stderr
+    assert {"amx_bf16", *load_library().instruction_sets()} == set(done.stdout.split())
+
+
+def test_no_race_between_threads(tmp_path: Path) -> None:
+    """With one instruction set: how threads share the work is the same for all of them."""
+    build(tmp_path / "driver", ["-O1", "-g1", "-fsanitize=thread"], [DRIVER])
+    misused = run(tmp_path / "driver", "misuse")
+    assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds what is wrong"
+    done = run(tmp_path / "driver", "amx_bf16", "avx512_bf16", "avx512", "avx2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["portable"]
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    library = load_library()
+    before = library.instruction_set()
+    with pytest.raises(ValueError, match="expected one of .*portable.*, found 'sse2'"):
+        library.choose("sse2")
+    assert library.instruction_set() == before
