@@ -60,7 +60,7 @@ class Sampler:
         for indices, compute in [(plain, self._draw_plain), *((part, self._draw_changed) for part in parts)]:
             some = [draws[i] for i in indices]
             if some:
-                columns = (column.tolist() for column in compute(hidden[[draw.row for draw in some]], some))
+                columns = (column.tolist() for column in compute(hidden, some))
                 for i, draw, token, logprob, is_finite in zip(indices, some, *columns, strict=True):
                     drawn[i] = Drawn(token, None if draw.params.logprobs is None else logprob, is_finite)
         return [drawn[i] for i in range(len(draws))]
@@ -70,7 +70,8 @@ class Sampler:
         temperatures = torch.full(token_ids.shape, _divisor(distribution), device=hidden.device)
         if not distribution.has_filters:
             unused = torch.zeros_like(token_ids)
-            wanted = Wanted(token_ids, temperatures, unused.bool(), unused, unused)
+            rows = torch.arange(len(token_ids), device=hidden.device)
+            wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
             return self.ops.next_tokens(hidden, self.head, wanted)[1]
         scores = []
         for start in range(0, len(token_ids), _LOGITS_ROWS):
@@ -86,7 +87,7 @@ class Sampler:
     def _draw_changed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
         """The steps of `next_tokens`, with banned tokens and filters between them."""
         wanted = _wanted(draws, hidden.device)
-        raw = self.ops.lm_head(hidden, self.head)
+        raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
         processed = self._filter(_ban(scaled, draws), [draw.params for draw in draws])
         token_ids = processed.argmax(-1)
@@ -119,6 +120,7 @@ class Sampler:
 def _wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
     params = [draw.params for draw in draws]
     return Wanted(
+        rows=torch.tensor([draw.row for draw in draws], device=device),
         targets=torch.tensor([GREEDY if p.is_greedy else SAMPLE for p in params], device=device),
         temperatures=torch.tensor([_divisor(p) for p in params], dtype=torch.float32, device=device),
         raw=torch.tensor([p.logprobs == "raw" for p in params], device=device),

@@ -68,13 +68,15 @@ SAMPLE, GREEDY = -1, -2
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `next_tokens` does with each of M rows.
+    """What `next_tokens` is asked for, M times.
 
-    `targets` int64: SAMPLE, GREEDY, or the token whose log-prob is asked for. `temperatures` float32: divide the
-    logits, 1 for greedy rows. `raw` bool: the log-prob is that of the logits as they are, not over the temperature.
-    `seeds` (the bits of an unsigned 64-bit number) and `positions`, int64: read for SAMPLE rows only.
+    `rows` int64: the hidden state that it reads, which others may read too. `targets` int64: SAMPLE, GREEDY, or the
+    token whose log-prob is asked for. `temperatures` float32: divide the logits, 1 for greedy rows. `raw` bool: the
+    log-prob is that of the logits as they are, not over the temperature. `seeds` (the bits of an unsigned 64-bit
+    number) and `positions`, int64: read for SAMPLE rows only.
     """
 
+    rows: Tensor
     targets: Tensor
     temperatures: Tensor
     raw: Tensor
@@ -175,8 +177,8 @@ class Backend(Protocol):
     def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """(token ids int64, log-probs float32, whether the token's logit is finite), each [M]; of NaN nothing is.
 
-        `hidden` [M, H], `weight` [V, H]. The same as `lm_head`, division, `sample` or the lowest id of the highest
-        logits, and `log_probs`, one after the other.
+        `hidden` [any number, H], `weight` [V, H]. The same as `lm_head`, division, `sample` or the lowest id of the
+        highest logits, and `log_probs`, one after the other.
         """
         ...
 

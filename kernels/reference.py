@@ -9,6 +9,7 @@ vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import fields
 from typing import cast
 
 import torch
@@ -251,15 +252,14 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
 
 
 def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    rows = (hidden, wanted.targets, wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions)
-    tiles = zip(*(x.split(LOGITS_TILE) for x in rows), strict=True)
-    results = [_next_tokens(tile[0], weight, Wanted(*tile[1:])) for tile in tiles]
+    columns = (getattr(wanted, field.name).split(LOGITS_TILE) for field in fields(Wanted))
+    results = [_next_tokens(hidden, weight, Wanted(*tile)) for tile in zip(*columns, strict=True)]
     token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, logprobs, finite
 
 
 def _next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    logits = lm_head(hidden, weight)
+    logits = lm_head(hidden[wanted.rows], weight)
     scaled = logits / wanted.temperatures[:, None]
     token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)
     rows = (wanted.targets == SAMPLE).nonzero().flatten()

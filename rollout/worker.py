@@ -424,8 +424,8 @@ def _explain(cause: BaseException, was_loading: bool) -> TruerollError:
 
 def load_engine(config: EngineConfig) -> Engine:
     """The real engine. Imports torch only now, so that a worker answers health while that happens."""
-    # Read when torch is imported. Its threads spin for long while they wait for each other, which makes the ops that run
-    # in torch several times slower where a trainer wants the same cores; this short a spin does so less.
+    # Read when torch is imported. Its threads spin for long while they wait for each other, which makes the ops that
+    # run in torch several times slower where a trainer wants the same cores; this short a spin does so less.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from ..engine.engine import Engine as RealEngine

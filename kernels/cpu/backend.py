@@ -111,12 +111,13 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, count = hidden.contiguous(), len(hidden)
-    inputs = (wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions, wanted.targets)
+    hidden, count = hidden.contiguous(), len(wanted.rows)
+    inputs = (wanted.rows, wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions, wanted.targets)
     inputs = [column.contiguous() for column in inputs]
     tokens, logprobs, finite = (torch.empty(count, dtype=t) for t in (torch.int64, torch.float32, torch.bool))
     _library.head(
-        *(*_rows(hidden), weight.pointer, weight.shape[0]),
+        *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), hidden.shape[1]),
+        *(weight.pointer, weight.shape[0], count),
         *(column.data_ptr() for column in (*inputs, tokens, logprobs, finite)),
     )
     return tokens, logprobs, finite

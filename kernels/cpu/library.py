@@ -28,7 +28,7 @@ _SIGNATURES = {
     "write_kv": "ippplpplll",
     "attention": "liplppllllppplfp",
     "logits": "lipllplp",
-    "head": "lipllplpppppppp",
+    "head": "liplpllppppppppp",
     "log_probs": "lpllpp",
     "filter": "lpllppp",
     "sample": "lpllppp",

@@ -126,7 +126,11 @@ def next_tokens(vocab_size: int, rows: int, served: Served) -> RowOp:
         some_seeds(rows),
         some_positions(rows),
     )
-    return RowOp(lambda hidden, *wanted: served.ops.next_tokens(hidden, weight, Wanted(*wanted)), inputs)
+
+    def next_tokens(hidden, *wanted):
+        return served.ops.next_tokens(hidden, weight, Wanted(torch.arange(len(hidden)), *wanted))
+
+    return RowOp(next_tokens, inputs)
 
 
 def log_probs(vocab_size: int, rows: int, served: Served) -> RowOp:

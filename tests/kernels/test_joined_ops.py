@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -71,7 +73,7 @@ def test_gate_up(served: Served, n: int, k: int) -> None:
 def wanted(targets: Tensor) -> Wanted:
     rows = torch.arange(len(targets))
     temperatures = torch.tensor([1.0, 0.5, 1.7, 1e-30, 1e6])[rows % 5]
-    return Wanted(targets, temperatures, rows % 2 == 0, rows * 2**57 - 5, rows * 2**28 + 3)
+    return Wanted(rows, targets, temperatures, rows % 2 == 0, rows * 2**57 - 5, rows * 2**28 + 3)
 
 
 def step_by_step(ops: Backend, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,6 +107,15 @@ def test_next_tokens_scores_what_it_drew(served: Served) -> None:
         assert torch.equal(again, drawn) and same_bits(scores, logprobs)
 
 
+def test_several_draws_may_read_one_hidden_state(served: Served) -> None:
+    hidden, weight = randn(4, 64, dtype=served.dtype), stored(served.ops, randn(300, 64, dtype=served.dtype, seed=1))
+    rows = torch.tensor([2, 0, 2, 2, 3])
+    asked = wanted(torch.tensor([SAMPLE, GREEDY, SAMPLE, 17, SAMPLE]))
+    apart = served.ops.next_tokens(hidden[rows], weight, asked)
+    together = served.ops.next_tokens(hidden, weight, dataclasses.replace(asked, rows=rows))
+    assert all(same_bits(left, right) for left, right in zip(together, apart, strict=True))
+
+
 def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
     """Ids that different lanes, panels and chunks of the native kernels hold."""
     rows = randn(1500, 64, dtype=served.dtype, seed=1)
@@ -117,7 +128,7 @@ def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
     for row, group in zip(logits, groups, strict=True):
         assert (row == row.max()).nonzero().flatten().tolist() == group, "the highest logits are equal"
     unused = torch.zeros(len(groups), dtype=torch.int64)
-    asked = Wanted(unused + GREEDY, torch.ones(len(groups)), unused.bool(), unused, unused)
+    asked = Wanted(torch.arange(len(groups)), unused + GREEDY, torch.ones(len(groups)), unused.bool(), unused, unused)
     assert served.ops.next_tokens(hidden, weight, asked)[0].tolist() == [group[0] for group in groups]
 
 

@@ -295,16 +295,17 @@ EXPORT void trueroll_attention(
 }
 
 EXPORT void trueroll_head(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const float* temperatures,
-    const uint8_t* raw, const int64_t* seeds, const int64_t* positions, const int64_t* targets, int64_t* tokens,
+    long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
+    const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions, const int64_t* targets, int64_t* tokens,
     float* logprobs, uint8_t* finite
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Input<T> input = {as<const T>(x), count, k, nullptr, 0.0f};
+        const Matrix<T> weight = {as<T>(w), n, k};
         chosen->ops(type).head(
-            {input, {as<T>(w), n, k}, temperatures, raw, seeds, positions, targets, tokens, logprobs, finite}
+            {as<const T>(hidden), weight, count, rows, temperatures, raw, seeds, positions, targets, tokens, logprobs,
+             finite}
         );
     });
 }

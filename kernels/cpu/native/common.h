@@ -103,12 +103,14 @@ struct AttentionArgs {
 
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
-// `targets`: the token whose log-prob is asked for, or SAMPLE or GREEDY. Log-probs are of logits / temperature, or of
+// For each of `count` wishes: `rows`: the hidden state in `hidden` that it reads. `targets`: the token whose log-prob is asked for, or SAMPLE or GREEDY. Log-probs are of logits / temperature, or of
 // the logits as they are where `raw`.
 template <class T>
 struct HeadArgs {
-    Input<T> x;
+    const T* hidden;
     Matrix<T> weight;
+    long count;
+    const int64_t* rows;
     const float* temperatures;
     const uint8_t* raw;
     const int64_t *seeds, *positions, *targets;

@@ -232,12 +232,16 @@ ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long
 
 template <class T>
 void head(const HeadArgs<T>& args) {
-    const Left<T> left(args.x);
+    const size_t K = static_cast<size_t>(args.weight.columns);
+    T* hidden = scratch<T>(QUERIES, args.count * args.weight.columns);
+    for (long i = 0; i < args.count; ++i)
+        memcpy(hidden + static_cast<size_t>(i) * K, args.hidden + static_cast<size_t>(args.rows[i]) * K, K * sizeof(T));
+    const Left<T> left({hidden, args.count, args.weight.columns, nullptr, 0.0f});
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
-    ChunkResult* results = scratch<ChunkResult>(OUTPUT, args.x.count * chunks);
-    float* bounds = scratch<float>(PARTIALS, args.x.count);
-    for (long row = 0; row < args.x.count; ++row) bounds[row] = -INFINITY;
-    for_tiles(args.x.count, chunks, [&](long start, long rows, long group) {
+    ChunkResult* results = scratch<ChunkResult>(OUTPUT, args.count * chunks);
+    float* bounds = scratch<float>(PARTIALS, args.count);
+    for (long row = 0; row < args.count; ++row) bounds[row] = -INFINITY;
+    for_tiles(args.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
         multiply_chunk(left, args.weight, start, rows, first, c);
@@ -245,7 +249,7 @@ void head(const HeadArgs<T>& args) {
             results[(start + row) * chunks + group] =
                 read_chunk(args, start + row, c + row * CHUNK, n, first, bounds + start + row);
     });
-    for (long row = 0; row < args.x.count; ++row) {
+    for (long row = 0; row < args.count; ++row) {
         const ChunkResult* result = results + row * chunks;
         LogSumExp all;
         const ChunkResult* best = result;  // of equals the one with the lower ids

@@ -40,7 +40,7 @@ void trueroll_attention(
     const int64_t*, long, float, void*
 );
 void trueroll_head(
-    long, int, const void*, long, long, const void*, long, const float*, const uint8_t*, const int64_t*,
+    long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
     const int64_t*, const int64_t*, int64_t*, float*, uint8_t*
 );
 void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
@@ -156,9 +156,10 @@ struct Run {
             raw[i] = i % 2, targets[i] = i % 3 == 0 ? -1 : i % 3 == 1 ? -2 : targets[i] % vocab;
             if (i % 2) top_k[i] = 1 + static_cast<int64_t>(i) * 5;
         }
+        const std::vector<int64_t> order(counting(rows, rows - 1, -1));
         trueroll_head(
-            threads, bfloat16, x.data(), rows, k, weight.data(), vocab, temperatures.data(), raw.data(), seeds.data(),
-            positions.data(), targets.data(), tokens.data(), logprobs.data(), finite.data()
+            threads, bfloat16, x.data(), k, weight.data(), vocab, rows, order.data(), temperatures.data(), raw.data(),
+            seeds.data(), positions.data(), targets.data(), tokens.data(), logprobs.data(), finite.data()
         );
         digest->add(tokens), digest->add(logprobs), digest->add(finite);
         trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, logits.data());
