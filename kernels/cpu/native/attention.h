@@ -87,7 +87,7 @@ class Attention {
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
         const Factors<T> scoring = {
-            queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>
+            queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>, 0
         };
         multiply(scoring, n, false, scores, KV_SPLIT);
         for (long row = 0; row < n; ++row) {
@@ -105,7 +105,7 @@ class Attention {
             }
         }
         const Factors<T> weighing = {
-            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
+            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride, 0
         };
         multiply(weighing, n, false, out.out, D);
     }
@@ -231,8 +231,10 @@ class Attention {
         F sums = set1(0.0f);
         long i = 0;
         // Not joined into one rounding: for huge scores the largest would not come out as e^0.
-        for (; i < seen; i += LANES)
-            sums = add(sums, store_rounded(weights + i, exp(sub(mul(load(scores + i), scale), shift))));
+        for (; i < seen; i += LANES) {
+            const F x = sub(mul(load(scores + i), scale), shift);
+            sums = add(sums, store_rounded(weights + i, exp(x)));
+        }
         for (; i < panels * LANES; i += LANES) store(weights + i, set1(0.0f));
         total = sum(sums);
         if (total != total) top = total;  // a maximum may pass over what is no number

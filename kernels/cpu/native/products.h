@@ -60,8 +60,8 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 #endif
 
 // One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from one
-// step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards, a line a step:
-// next[round][n], `next_stride` apart.
+// step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards: at each step
+// the line at next[round][n] + next_offset + step * next_stride.
 template <class T>
 struct Factors {
     const T* a;
@@ -69,12 +69,12 @@ struct Factors {
     const T* const* b;
     long width, stride, rounds, steps;
     const T* const* next;
-    long next_stride;
+    long next_stride, next_offset;
 };
 
 template <class T, int M, int N>
 void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride] = factors;
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset] = factors;
     F acc[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
@@ -85,7 +85,7 @@ void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
         const T* left = a + round * steps * PAIR<T>;
         for (long s = 0; s < steps; ++s) {
 #pragma GCC unroll 16
-            for (int n = 0; n < N; ++n) __builtin_prefetch(later[n] + s * next_stride);
+            for (int n = 0; n < N; ++n) __builtin_prefetch(later[n] + next_offset + s * next_stride);
             step(acc, left + s * PAIR<T>, lda, panels, s * stride);
         }
     }
@@ -112,11 +112,14 @@ template <class T, int N>
 void multiply_panels(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
     const long parts = (m + MOST - 1) / MOST;
+    // Each tile fetches its share, so that fetching takes as long as computing.
+    const long stride = factors.next_stride;
+    factors.next_stride = (stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
+        factors.next_offset = i * factors.steps * stride / parts;
         const long rows = m / parts + (i < m % parts);
         tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
         factors.a += rows * factors.lda, c += rows * ldc;
-        factors.next = factors.b, factors.next_stride = factors.stride;  // once is enough
     }
 }
 
@@ -156,6 +159,6 @@ void multiply_all(
             next[i] = start + BLOCK < steps ? b[i] + BLOCK * STRIDE : panels[i] + hop;
         }
         const long some = smaller(BLOCK, steps - start);
-        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE}, m, start > 0, c, ldc);
+        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE, 0}, m, start > 0, c, ldc);
     }
 }

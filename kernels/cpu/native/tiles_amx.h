@@ -28,7 +28,7 @@ inline void configure_tiles(long upper, long lower, long steps) {
 // One block of accumulators over steps [first, first + count * height) of every round.
 template <bool LOWER, bool RIGHT>
 void tile_block(const Factors<bf16>& factors, long first, long count, long height, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride] = factors;
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset] = factors;
     const long row_bytes = lda * 2, step_bytes = stride * 2, out_bytes = ldc * 4;
     float* lower = c + TILE_ROWS * ldc;
     if (add_to) {
