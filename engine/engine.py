@@ -4,7 +4,7 @@ Owns the open requests and joins scheduler, model runner and sampler. One thread
 locked.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step` or from `abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend and dtype alone. A
+`step` or from `abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend, instruction set and dtype alone. A
 prompt that several samples or several requests share is computed once. An exception from `step` is final: the engine's
 state is then undefined.
 """
@@ -308,10 +308,12 @@ class Engine:
                 ended.append(self._finish_sample(sample, reason))
             else:
                 going_on.append(sample)
+        copies: list[tuple[int, int]] = []
         for sample in going_on[1:]:
-            fork, copies = self._scheduler.fork(sequence, sample.order)
-            self._runner.copy_blocks(copies)
+            fork, its_copies = self._scheduler.fork(sequence, sample.order)
+            copies += its_copies
             self._continue(sample, fork)
+        self._runner.copy_blocks(copies)
         if going_on:
             self._continue(going_on[0], sequence)
         else:

@@ -60,7 +60,11 @@ class EngineInfo:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Raise ConfigError for a device or a backend that is not there, ModelError for a model that cannot be loaded."""
+    """The model and its backend.
+
+    Raise ConfigError for a device or a backend that is not there or cannot serve the model, ModelError for a model that
+    cannot be loaded.
+    """
     device = _device(config.device)
     folder = resolve_model(config.model)
     raw = read_config(folder)

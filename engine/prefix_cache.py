@@ -12,8 +12,8 @@ cache salt), keyed by a secret of this process that changes with every epoch. On
 and the parent are compared as well: a hash alone never decides.
 
 Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a free block
-can be hit until it is handed out again; `invalidate` drops the index and nothing else, and what was computed under an
-earlier epoch is never published afterwards.
+can be hit until it is handed out again; `invalidate` drops the index, puts the free blocks that it emptied first in
+line, and changes nothing else; what was computed under an earlier epoch is never published afterwards.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ class PrefixCache:
     def invalidate(self) -> None:
         """Forgets every published prefix and begins the next epoch; blocks and references stay as they are.
 
-        The blocks that it frees of their content are handed out next.
+        Free blocks that held a prefix are handed out next, the longest released one first: their memory has been used,
+        that of others perhaps never.
         """
         self.epoch += 1
         self._key = secrets.token_bytes(32)
-        # Used blocks first, the longest released one ahead: their memory is there, that of others perhaps not yet.
         for block in reversed([block for block in self._free if block in self._published]):
             self._free.move_to_end(block, last=False)
         self._index.clear()

@@ -44,7 +44,7 @@ class Drawn:
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows without filters and banned tokens go to `next_tokens`, which keeps no logits; the others take the same steps
+    Rows with neither filters nor banned tokens go to `next_tokens`, which keeps no logits; the others take the same steps
     one by one.
     """
 
@@ -94,10 +94,8 @@ class Sampler:
         rows = (wanted.targets == SAMPLE).nonzero().flatten()
         if len(rows):
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
-        basis = processed.clone()
-        for source, mode in ((raw, "raw"), (scaled, "temperature")):
-            rows = [i for i, draw in enumerate(draws) if draw.params.logprobs == mode]
-            basis[rows] = source[rows]
+        sources = {"raw": raw, "temperature": scaled}
+        basis = torch.stack([sources.get(draw.params.logprobs, processed)[i] for i, draw in enumerate(draws)])
         logprobs = self.ops.log_probs(basis, token_ids)
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
         return token_ids, logprobs, finite

@@ -101,12 +101,16 @@ class Weight(Protocol):
         ...
 
     def to_dense(self) -> Tensor:
-        """A tensor [rows, columns] with the values of now."""
+        """A tensor [rows, columns] with the same values, perhaps the weight itself."""
         ...
 
 
 class Backend(Protocol):
-    """The functions every backend offers. M: rows, H: hidden size, V: vocabulary size, D: head size."""
+    """The functions every backend offers. M: rows, H: hidden size, V: vocabulary size, D: head size.
+
+    The floating-point tensors, weights and caches of a call share one dtype and device where nothing else is said. Ids,
+    slots and blocks must exist, and the block size is even: nothing of this is checked.
+    """
 
     def instruction_set(self) -> str:
         """What the backend computes with on this machine, for logs and health."""
@@ -133,7 +137,10 @@ class Backend(Protocol):
         ...
 
     def gate_up(self, x: Tensor, norm: Tensor, eps: float, gate: Weight, up: Weight) -> Tensor:
-        """silu(linear(h, gate)) * linear(h, up) for h = rmsnorm(x, norm, eps): [M, I]; SiLU in float32."""
+        """silu(linear(h, gate)) * linear(h, up) for h = rmsnorm(x, norm, eps), gate and up [I, H]: [M, I].
+
+        SiLU and its product with the other half are computed in float32 and rounded once.
+        """
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -175,7 +182,7 @@ class Backend(Protocol):
         ...
 
     def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """(token ids int64, log-probs float32, whether the token's logit is finite), each [M]; of NaN nothing is.
+        """(token ids int64, log-probs float32, whether the logit is finite and the log-prob a number), each [M].
 
         `hidden` [any number, H], `weight` [V, H]. The same as `lm_head`, division, `sample` or the lowest id of the
         highest logits, and `log_probs`, one after the other.
@@ -220,7 +227,8 @@ class SelectedBackend:
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
     """The backend called `name`, or the best one for the device and the model if `name` is `auto`.
 
-    Raise ValueError if there is no such backend, or if it cannot serve the model.
+    Raise ValueError if there is no such backend, if it cannot serve the model, or if TRUEROLL_CPU_ISA names an
+    instruction set that this machine does not have.
     """
     from . import cpu, reference
 

@@ -267,7 +267,8 @@ def _next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor
         token_ids[rows] = sample(scaled[rows], wanted.seeds[rows], wanted.positions[rows])
     basis = torch.where(wanted.raw[:, None], logits, scaled)
     finite = scaled.gather(1, token_ids[:, None]).isfinite().squeeze(1)
-    return token_ids, log_probs(basis, token_ids), finite
+    logprobs = log_probs(basis, token_ids)
+    return token_ids, logprobs, finite & ~logprobs.isnan()
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Measures how fast a model is served, in this process, and how fast transformers' `generate` does the same work.
 
-Owns the workloads. Every figure comes from one run after a short warm-up; how noisy the machine is, it does not say.
+Owns the workloads. Every figure comes from one run after one that is not counted; how noisy the machine is, it does not
+say.
 Promises that both sides do the same: model, dtype, threads, prompts, samples, number of new tokens, temperature.
 """
 
@@ -90,8 +91,8 @@ class Timing:
 
 
 def measure(workload: Workload, system: str, run: Callable[[Workload], Timing]) -> Measurement:
-    """Warms up, then runs the workload, then once more to the first token."""
-    run(dataclasses.replace(workload, num_prompts=1, n=1, max_tokens=2))
+    """Runs the workload twice, as the first time is slower: memory is new. Then once more, to the first token."""
+    run(workload)
     timing = run(workload)
     first = run(dataclasses.replace(workload, max_tokens=1))
     return Measurement(

@@ -52,9 +52,7 @@ def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     x, out = x.contiguous(), torch.empty(len(x), weight.shape[0], dtype=x.dtype)
-    _library.linear(
-        *_rows(x), None, 0.0, weight.pointer, weight.shape[0], _pointer(bias), _pointer(residual), out.data_ptr()
-    )
+    _library.linear(*_rows(x), weight.pointer, weight.shape[0], _pointer(bias), _pointer(residual), out.data_ptr())
     return out
 
 
@@ -83,7 +81,7 @@ def qkv(
     _library.qkv(
         *(*_rows(x), norm.data_ptr(), eps),
         *(cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)),
-        *(*map(_pointer, biases), *map(_pointer, head_norms), eps),
+        *(*map(_pointer, biases), *map(_pointer, head_norms)),
         *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
         *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),

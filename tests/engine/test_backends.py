@@ -57,6 +57,7 @@ def test_without_the_library_cpu_is_refused(tiny_llama: Path, no_library: None) 
     [
         ({}, "float16", "expect float32 or bfloat16, found float16"),
         (dict(head_dim=20), "float32", "expect a head size that is a multiple of 16 up to 512, found 20"),
+        (dict(head_dim=528), "float32", "expect a head size that is a multiple of 16 up to 512, found 528"),
     ],
 )
 def test_what_the_native_kernels_do_not_serve(

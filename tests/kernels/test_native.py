@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trueroll.kernels.cpu.library import load_library
+from trueroll.kernels.cpu.library import Library, load_library
 
 from .native_build import build
 
@@ -54,3 +54,11 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of .*portable.*, found 'sse2'"):
         library.choose("sse2")
     assert library.instruction_set() == before
+
+
+def test_a_library_without_the_functions_is_refused(tmp_path: Path) -> None:
+    source, path = tmp_path / "empty.cpp", tmp_path / "empty.so"
+    source.write_text("int nothing;")
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    with pytest.raises(OSError, match="empty.so is of another version"):
+        Library(path)

@@ -137,7 +137,7 @@ void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
         for (long k = 0; k < weight.columns; ++k) out[i * weight.columns + k] = weight.at(ids[i], k);
 }
 
-// Rows [0, rows) of a plain matrix whose rows are `stride` apart into a packed one; the padding is set to zero.
+// A plain matrix [rows, columns] into a packed one; the padding is set to zero.
 template <class T>
 void pack(const T* rows, const Matrix<T>& out) {
     const long K = out.columns, steps = out.steps();
@@ -208,13 +208,13 @@ EXPORT void trueroll_embedding(int bfloat16, const int64_t* ids, long count, con
 }
 
 EXPORT void trueroll_linear(
-    long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* w, long n,
-    const void* bias, const void* residual, void* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
+    const void* residual, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Input<T> input = {as<const T>(x), count, k, as<const T>(norm), eps};
+        const Input<T> input = {as<const T>(x), count, k, nullptr, 0.0f};
         const Matrix<T> weight = {as<T>(w), n, k};
         chosen->ops(type).linear({input, weight, as<const T>(bias), as<const T>(residual), as<T>(out)});
     });
@@ -245,7 +245,7 @@ EXPORT void trueroll_gate_up(
 EXPORT void trueroll_qkv(
     long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* wq,
     const void* wk, const void* wv, const void* bq, const void* bk, const void* bv, const void* q_norm,
-    const void* k_norm, float head_eps, const float* cosines, const float* sines, const int64_t* slots, long heads,
+    const void* k_norm, const float* cosines, const float* sines, const int64_t* slots, long heads,
     long kv_heads, long head_dim, long block_size, void* q, void* keys, void* values
 ) {
     const Call call(threads);
@@ -258,7 +258,7 @@ EXPORT void trueroll_qkv(
         args.weights[2] = {as<T>(wv), kv_heads * head_dim, k};
         args.biases[0] = as<const T>(bq), args.biases[1] = as<const T>(bk), args.biases[2] = as<const T>(bv);
         args.norms[0] = as<const T>(q_norm), args.norms[1] = as<const T>(k_norm);
-        args.head_eps = head_eps, args.cosines = cosines, args.sines = sines, args.slots = slots;
+        args.cosines = cosines, args.sines = sines, args.slots = slots;
         args.q = as<T>(q);
         args.caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
         chosen->ops(type).qkv(args);
@@ -316,7 +316,7 @@ EXPORT void trueroll_rmsnorm(
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).rmsnorm({as<const T>(x), count, k, as<const T>(weight), eps}, as<T>(out));
+        chosen->ops(type).rmsnorm({as<const T>(x), count, k, as<const T>(weight), eps}, as<T>(out), k);
     });
 }
 

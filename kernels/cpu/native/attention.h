@@ -263,7 +263,7 @@ template <class T>
 class AttentionPlan {
   public:
     explicit AttentionPlan(const AttentionArgs<T>& args)
-        : args_(args), op_(args), group_(args.heads / args.caches.kv_heads), most_(larger(1, QUERY_ROWS / group_)) {}
+        : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)) {}
 
     template <class Visit>
     void visit_tasks(const Visit& visit) const {
@@ -307,7 +307,7 @@ class AttentionPlan {
 
     const AttentionArgs<T>& args_;
     const Attention<T> op_;
-    const long group_, most_;
+    const long most_;
 };
 
 template <class T>
@@ -320,10 +320,10 @@ void attention(const AttentionArgs<T>& args) {
         ++count, splits = larger(splits, split + 1);
         if (split != WHOLE) memory += Partial::size(op.rows(tile), D);
     });
-    AttentionTask* tasks = scratch<AttentionTask>(ROW, count);
-    float* partials = scratch<float>(INPUT, memory);
+    AttentionTask* tasks = scratch<AttentionTask>(TASKS, count);
+    float* partials = scratch<float>(RESULTS, memory);
     // For every sequence, key-value head and split: the first row of its part.
-    Partial* parts = scratch<Partial>(OUTPUT, args.sequences * kv_heads * splits);
+    Partial* parts = scratch<Partial>(PARTS, args.sequences * kv_heads * splits);
     AttentionTask* next = tasks;
     plan.visit_tasks([&](const QueryTile& tile, long split) {
         *next++ = {tile, split, partials};

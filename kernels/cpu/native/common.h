@@ -3,7 +3,7 @@
 //
 // A packed matrix [rows, columns] is stored in panels of 16 rows. A panel holds, for each step over the columns, the
 // values of its 16 rows side by side: one float32, or a pair of bfloat16 of neighbouring columns. Rows are filled up to
-// a multiple of 16 and columns to one of `column_multiple`, with zeros.
+// a multiple of 16 and columns to one of COLUMN_MULTIPLE, with zeros.
 #pragma once
 
 #include <stddef.h>
@@ -16,7 +16,7 @@ struct bf16 {
 };
 
 constexpr long LANES = 16;
-constexpr long KV_SPLIT = 128;
+constexpr long KV_SPLIT = 128;  // as in kernels/ops.py
 
 template <class T>
 constexpr long PAIR = sizeof(T) == 2 ? 2 : 1;
@@ -82,8 +82,7 @@ struct QkvArgs {
     Input<T> x;
     Matrix<T> weights[3];
     const T* biases[3];  // or null
-    const T* norms[2];   // of the heads of q and k, or null
-    float head_eps;
+    const T* norms[2];   // of the heads of q and k, or null; with the eps of x
     const float *cosines, *sines;  // [count, head_dim / 2]
     const int64_t* slots;
     T* q;
@@ -101,10 +100,11 @@ struct AttentionArgs {
     float scale;
 };
 
+// As in kernels/ops.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
-// For each of `count` wishes: `rows`: the hidden state in `hidden` that it reads. `targets`: the token whose log-prob is asked for, or SAMPLE or GREEDY. Log-probs are of logits / temperature, or of
-// the logits as they are where `raw`.
+// What is asked for, `count` times. `rows`: which row of `hidden` it reads. `targets`: SAMPLE, GREEDY, or the token whose
+// log-prob is asked for. `raw`: the log-prob is of the logits as they are, not over the temperature.
 template <class T>
 struct HeadArgs {
     const T* hidden;
@@ -128,7 +128,7 @@ struct Ops {
     void (*write_kv)(const Caches<T>&, const T* keys, const T* values, const int64_t* slots, long count);
     void (*attention)(const AttentionArgs<T>&);
     void (*head)(const HeadArgs<T>&);
-    void (*rmsnorm)(const Input<T>&, T* out);
+    void (*rmsnorm)(const Input<T>&, T* out, long stride);
 };
 
 struct InstructionSet {
@@ -164,7 +164,9 @@ class Call {
 };
 
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
-enum Purpose { INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, OUTPUT, NUM_PURPOSES };
+enum Purpose {
+    INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, TASKS, PARTS, RESULTS, BOUNDS, HIDDEN, NUM_PURPOSES
+};
 void* scratch_bytes(Purpose purpose, size_t bytes);
 
 template <class T>

@@ -1,6 +1,7 @@
 // The head: logits, log-probs, sampling. A part of kernels.h.
 
 constexpr long CHUNK = 512;
+static_assert(CHUNK / LANES <= MAX_PANELS, "a chunk is one product");
 
 // Logits of `rows` rows from `start` on, for the vocabulary ids [first, first + n): c [rows, CHUNK].
 template <class T>
@@ -233,13 +234,13 @@ ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long
 template <class T>
 void head(const HeadArgs<T>& args) {
     const size_t K = static_cast<size_t>(args.weight.columns);
-    T* hidden = scratch<T>(QUERIES, args.count * args.weight.columns);
+    T* hidden = scratch<T>(HIDDEN, args.count * args.weight.columns);
     for (long i = 0; i < args.count; ++i)
         memcpy(hidden + static_cast<size_t>(i) * K, args.hidden + static_cast<size_t>(args.rows[i]) * K, K * sizeof(T));
     const Left<T> left({hidden, args.count, args.weight.columns, nullptr, 0.0f});
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
-    ChunkResult* results = scratch<ChunkResult>(OUTPUT, args.count * chunks);
-    float* bounds = scratch<float>(PARTIALS, args.count);
+    ChunkResult* results = scratch<ChunkResult>(RESULTS, args.count * chunks);
+    float* bounds = scratch<float>(BOUNDS, args.count);
     for (long row = 0; row < args.count; ++row) bounds[row] = -INFINITY;
     for_tiles(args.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);

@@ -1,5 +1,5 @@
-// What the ops need from outside. Nothing here may define a function that several translation units share: the linker
-// would keep one copy, compiled for whichever instruction set came first.
+// What the ops need from outside. All of it is included before BEGIN_TARGET, so that functions which several translation
+// units share, and of which the linker keeps one copy, are compiled for any machine.
 #pragma once
 
 #include <math.h>

@@ -2,7 +2,7 @@
 #if defined(__x86_64__) || defined(EMULATE_TILES)
 #include "isa.h"
 #ifndef EMULATE_TILES
-BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma,f16c")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,avx2,fma")
 #endif
 
 namespace trueroll {

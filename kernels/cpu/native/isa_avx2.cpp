@@ -1,7 +1,7 @@
 // AVX2 with FMA.
 #if defined(__x86_64__)
 #include "isa.h"
-BEGIN_TARGET("avx2,fma,f16c")
+BEGIN_TARGET("avx2,fma")
 
 namespace trueroll {
 namespace {

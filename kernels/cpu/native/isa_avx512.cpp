@@ -1,7 +1,7 @@
 // AVX-512 without bfloat16 instructions: bfloat16 is widened to float32.
 #if defined(__x86_64__)
 #include "isa.h"
-BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,f16c")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")
 
 namespace trueroll {
 namespace {

@@ -1,7 +1,7 @@
 // AVX-512 with its bfloat16 dot product.
 #if defined(__x86_64__)
 #include "isa.h"
-BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")
+BEGIN_TARGET("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma")
 
 namespace trueroll {
 namespace {

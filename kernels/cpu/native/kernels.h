@@ -1,6 +1,6 @@
 // The ops, written once over 16 lanes. Each isa_*.cpp includes this file in a namespace of its own, after the vector
 // type F (16 float32), the integer type U (16 uint32) and ACCUMULATORS, the number of F that fit into registers beside
-// the operands of a product.
+// the operands of a product. HAS_DOT_BF16 and HAS_TILES say which instructions for bfloat16 there are.
 //
 // Why a row's result does not depend on other rows: products add up each element by itself, in one order (products.h);
 // attention reduces each split of the keys row by row and folds the splits in order (attention.h); everything else is
@@ -14,5 +14,5 @@
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
-    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, head<T>, rmsnorm_rows<T>,
+    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, head<T>, rmsnorm<T>,
 };

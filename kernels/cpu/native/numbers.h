@@ -1,6 +1,7 @@
 // Numbers: bfloat16, parts of vectors, exp and log. A part of kernels.h.
 
-// bfloat16 is the upper half of a float32, rounded to nearest even.
+// bfloat16 is the upper half of a float32, rounded to nearest even. The machine's own instructions, where used, take
+// denormal numbers for zero.
 #ifdef HAS_DOT_BF16
 inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
 inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }

@@ -18,7 +18,7 @@
 namespace trueroll {
 namespace {
 
-// About 20 microseconds: longer than the pause between two ops of a model, shorter than anybody would notice.
+// 20 to 100 microseconds, by how long the CPU pauses: longer than the pause between two ops of a model, shorter than anybody would notice.
 constexpr int SPINS = 2000;
 
 void relax() {
@@ -31,7 +31,6 @@ void relax() {
 
 class Pool {
   public:
-    // Tasks of the newest job that nobody has claimed yet, below the job's number.
     void run(long tasks, void (*function)(const void*, long), const void* context) {
         function_ = function, context_ = context, tasks_ = tasks;
         finished_.store(0, std::memory_order_relaxed);
@@ -100,6 +99,7 @@ class Pool {
     std::condition_variable wake_;
     std::atomic<bool> stopping_{false};
     std::atomic<int> sleepers_{0};
+    // The newest job's number, and below it how many of its tasks nobody has claimed yet.
     alignas(64) std::atomic<uint64_t> ticket_{0};
     alignas(64) std::atomic<long> finished_{0};
     void (*function_)(const void*, long) = nullptr;

@@ -1,9 +1,12 @@
 // Matrix products. A part of kernels.h.
-// 
+//
 // Whatever the shape of a tile, each element of a product has an accumulator of its own, to which the steps over K are
-// added in order. Every KB bytes of K the accumulator starts from zero and is then added to the sum.
+// added in order.
 
-constexpr long KB = 512, MAX_PANELS = 32;
+// Steps of a packed matrix that are multiplied before the next ones are read.
+constexpr long BLOCK = 128;
+// The most panels in one product: those of a head of 512, or of a chunk of the vocabulary.
+constexpr long MAX_PANELS = 32;
 
 template <int M, int N>
 inline void step(F (&acc)[M][N], const float* a, long lda, const float* const* b, long offset) {
@@ -145,13 +148,14 @@ void multiply(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
 #include "tiles_amx.h"
 #endif
 
-// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. `hop`: how far behind a panel stands
+// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. Each BLOCK of steps is summed from zero
+// and then added to the sum before it; AMX goes on with that sum. `hop`: how far behind a panel stands
 // the one that will be read after it.
 template <class T>
 void multiply_all(
     const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc
 ) {
-    constexpr long STRIDE = LANES * PAIR<T>, BLOCK = KB / static_cast<long>(sizeof(T)) / PAIR<T>;
+    constexpr long STRIDE = LANES * PAIR<T>;
     for (long start = 0; start < steps; start += BLOCK) {
         const T *b[MAX_PANELS], *next[MAX_PANELS];
         for (long i = 0; i < n; ++i) {

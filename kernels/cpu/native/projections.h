@@ -1,4 +1,5 @@
-// What a layer does to each token by itself: norms, projections, rotation, the write into the cache. A part of kernels.h.
+// What a layer does to each token by itself: norms, projections, rotation, the write into the cache. A part of
+// kernels.h.
 
 // n values of x over their root mean square, rounded, times weight; x and out may be the same.
 template <class T>
@@ -24,9 +25,6 @@ void rmsnorm(const Input<T>& x, T* out, long stride) {
             normalize(x.data + row * x.columns, x.columns, x.norm, x.eps, out + row * stride);
     });
 }
-
-template <class T>
-void rmsnorm_rows(const Input<T>& x, T* out) { rmsnorm(x, out, x.columns); }
 
 // The rows of a product's left side: normed, and filled up with zeros to whole steps.
 template <class T>
@@ -156,7 +154,7 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
 template <class T>
 void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c) {
     const long D = args.caches.head_dim, half = D / 2;
-    T* values = scratch<T>(ROW, 2 * D + LANES);
+    T* values = scratch<T>(ROW, 2 * D);
     T* rotated = values + D;
     const T* bias = args.biases[part];
     for (long i = 0; i < D; i += LANES) {
@@ -164,7 +162,7 @@ void finish_head(const QkvArgs<T>& args, long part, long head, long row, const f
         store(values + i, bias == nullptr ? x : add(x, load(bias + head * D + i)));
     }
     if (part == 2) return write_value(args.caches, args.slots[row], head, values);
-    if (args.norms[part] != nullptr) normalize(values, D, args.norms[part], args.head_eps, values);
+    if (args.norms[part] != nullptr) normalize(values, D, args.norms[part], args.x.eps, values);
     T* out = part == 0 ? args.q + row * args.weights[0].rows + head * D : rotated;
     rotate(values, half, args.cosines + row * half, args.sines + row * half, out);
     if (part == 1) write_key(args.caches, args.slots[row], head, rotated);

@@ -35,16 +35,10 @@ inline U load(const uint32_t* p) {
     const __m256i* q = reinterpret_cast<const __m256i*>(p);
     return {{_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)}};
 }
-inline void store(uint32_t* p, U x) {
-    __m256i* q = reinterpret_cast<__m256i*>(p);
-    _mm256_storeu_si256(q, x.v[0]);
-    _mm256_storeu_si256(q + 1, x.v[1]);
-}
 inline U add(U a, U b) { return BOTH(_mm256_add_epi32(a.v[i], b.v[i])); }
 inline U sub(U a, U b) { return BOTH(_mm256_sub_epi32(a.v[i], b.v[i])); }
 inline U bit_xor(U a, U b) { return BOTH(_mm256_xor_si256(a.v[i], b.v[i])); }
 inline U bit_and(U a, U b) { return BOTH(_mm256_and_si256(a.v[i], b.v[i])); }
-inline U bit_or(U a, U b) { return BOTH(_mm256_or_si256(a.v[i], b.v[i])); }
 template <int N>
 inline U shift_left(U a) { return BOTH(_mm256_slli_epi32(a.v[i], N)); }
 template <int N>
@@ -71,7 +65,6 @@ inline F times_power_of_2(F x, F n) {
 inline F select_greater(F a, F b, F x, F y) {
     return BOTH(_mm256_blendv_ps(y.v[i], x.v[i], _mm256_cmp_ps(a.v[i], b.v[i], _CMP_GT_OQ)));
 }
-inline U select_greater(F a, F b, U x, U y) { return bits(select_greater(a, b, floats(x), floats(y))); }
 inline U select_nan(F a, U x, U y) {
     return BOTH(_mm256_blendv_epi8(y.v[i], x.v[i], _mm256_castps_si256(_mm256_cmp_ps(a.v[i], a.v[i], _CMP_UNORD_Q))));
 }

@@ -22,12 +22,10 @@ inline F times_power_of_2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 
 inline U set1(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline U load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void store(uint32_t* p, U x) { _mm512_storeu_si512(p, x.v); }
 inline U add(U a, U b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline U sub(U a, U b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline U bit_xor(U a, U b) { return {_mm512_xor_si512(a.v, b.v)}; }
 inline U bit_and(U a, U b) { return {_mm512_and_si512(a.v, b.v)}; }
-inline U bit_or(U a, U b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int N>
 inline U shift_left(U a) { return {_mm512_slli_epi32(a.v, N)}; }
 template <int N>
@@ -36,13 +34,9 @@ inline U shift_right(U a) { return {_mm512_srli_epi32(a.v, N)}; }
 inline U bits(F x) { return {_mm512_castps_si512(x.v)}; }
 inline F floats(U x) { return {_mm512_castsi512_ps(x.v)}; }
 inline F convert_unsigned(U x) { return {_mm512_cvtepu32_ps(x.v)}; }
-inline F convert_signed(U x) { return {_mm512_cvtepi32_ps(x.v)}; }
 
 inline F select_greater(F a, F b, F x, F y) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
-}
-inline U select_greater(F a, F b, U x, U y) {
-    return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
 }
 inline U select_nan(F a, U x, U y) {
     return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), y.v, x.v)};

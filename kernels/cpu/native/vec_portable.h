@@ -7,36 +7,34 @@ struct U {
     uint32_t v[16];
 };
 
-#define LANES(type, expression) \
+#define EACH_LANE(type, expression) \
     type out; \
     for (int i = 0; i < 16; ++i) out.v[i] = expression; \
     return out
 
-inline F set1(float x) { LANES(F, x); }
-inline F load(const float* p) { LANES(F, p[i]); }
+inline F set1(float x) { EACH_LANE(F, x); }
+inline F load(const float* p) { EACH_LANE(F, p[i]); }
 inline void store(float* p, F x) { memcpy(p, x.v, sizeof(x.v)); }
-inline F add(F a, F b) { LANES(F, a.v[i] + b.v[i]); }
-inline F sub(F a, F b) { LANES(F, a.v[i] - b.v[i]); }
-inline F mul(F a, F b) { LANES(F, a.v[i] * b.v[i]); }
-inline F div(F a, F b) { LANES(F, a.v[i] / b.v[i]); }
-inline F fma(F a, F b, F c) { LANES(F, a.v[i] * b.v[i] + c.v[i]); }
-inline F max(F a, F b) { LANES(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-inline F min(F a, F b) { LANES(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
+inline F add(F a, F b) { EACH_LANE(F, a.v[i] + b.v[i]); }
+inline F sub(F a, F b) { EACH_LANE(F, a.v[i] - b.v[i]); }
+inline F mul(F a, F b) { EACH_LANE(F, a.v[i] * b.v[i]); }
+inline F div(F a, F b) { EACH_LANE(F, a.v[i] / b.v[i]); }
+inline F fma(F a, F b, F c) { EACH_LANE(F, a.v[i] * b.v[i] + c.v[i]); }
+inline F max(F a, F b) { EACH_LANE(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
+inline F min(F a, F b) { EACH_LANE(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 // Exact for |x| < 2^22, which is all that exp asks for.
-inline F round(F x) { LANES(F, (x.v[i] + 12582912.0f) - 12582912.0f); }
+inline F round(F x) { EACH_LANE(F, (x.v[i] + 12582912.0f) - 12582912.0f); }
 
-inline U set1(uint32_t x) { LANES(U, x); }
-inline U load(const uint32_t* p) { LANES(U, p[i]); }
-inline void store(uint32_t* p, U x) { memcpy(p, x.v, sizeof(x.v)); }
-inline U add(U a, U b) { LANES(U, a.v[i] + b.v[i]); }
-inline U sub(U a, U b) { LANES(U, a.v[i] - b.v[i]); }
-inline U bit_xor(U a, U b) { LANES(U, a.v[i] ^ b.v[i]); }
-inline U bit_and(U a, U b) { LANES(U, a.v[i] & b.v[i]); }
-inline U bit_or(U a, U b) { LANES(U, a.v[i] | b.v[i]); }
+inline U set1(uint32_t x) { EACH_LANE(U, x); }
+inline U load(const uint32_t* p) { EACH_LANE(U, p[i]); }
+inline U add(U a, U b) { EACH_LANE(U, a.v[i] + b.v[i]); }
+inline U sub(U a, U b) { EACH_LANE(U, a.v[i] - b.v[i]); }
+inline U bit_xor(U a, U b) { EACH_LANE(U, a.v[i] ^ b.v[i]); }
+inline U bit_and(U a, U b) { EACH_LANE(U, a.v[i] & b.v[i]); }
 template <int N>
-inline U shift_left(U a) { LANES(U, a.v[i] << N); }
+inline U shift_left(U a) { EACH_LANE(U, a.v[i] << N); }
 template <int N>
-inline U shift_right(U a) { LANES(U, a.v[i] >> N); }
+inline U shift_right(U a) { EACH_LANE(U, a.v[i] >> N); }
 
 inline U bits(F x) {
     U out;
@@ -48,8 +46,7 @@ inline F floats(U x) {
     memcpy(out.v, x.v, sizeof(x.v));
     return out;
 }
-inline F convert_signed(U x) { LANES(F, static_cast<float>(static_cast<int32_t>(x.v[i]))); }
-inline F convert_unsigned(U x) { LANES(F, static_cast<float>(x.v[i])); }
+inline F convert_unsigned(U x) { EACH_LANE(F, static_cast<float>(x.v[i])); }
 inline F times_power_of_2(F x, F n) {
     // In two exact steps, so that results beyond the range of one factor come out right.
     const F bounded = max(set1(-250.0f), min(set1(250.0f), n));
@@ -66,9 +63,8 @@ inline F times_power_of_2(F x, F n) {
     return mul(mul(x, power(first)), power(second));
 }
 
-inline F select_greater(F a, F b, F x, F y) { LANES(F, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
-inline U select_greater(F a, F b, U x, U y) { LANES(U, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
-inline U select_nan(F a, U x, U y) { LANES(U, a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
+inline F select_greater(F a, F b, F x, F y) { EACH_LANE(F, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
+inline U select_nan(F a, U x, U y) { EACH_LANE(U, a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
 
 inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
     for (int i = 0; i < 16; ++i) {
@@ -99,4 +95,4 @@ inline float peak(F x) {
     return x.v[0];
 }
 
-#undef LANES
+#undef EACH_LANE

@@ -23,7 +23,7 @@ void trueroll_pack(long, int, const void*, void*, long, long);
 void trueroll_unpack(long, int, const void*, void*, long, long);
 void trueroll_embedding(int, const int64_t*, long, const void*, long, long, void*);
 void trueroll_linear(
-    long, int, const void*, long, long, const void*, float, const void*, long, const void*, const void*, void*
+    long, int, const void*, long, long, const void*, long, const void*, const void*, void*
 );
 void trueroll_logits(long, int, const void*, long, long, const void*, long, float*);
 void trueroll_gate_up(
@@ -31,8 +31,8 @@ void trueroll_gate_up(
 );
 void trueroll_qkv(
     long, int, const void*, long, long, const void*, float, const void*, const void*, const void*, const void*,
-    const void*, const void*, const void*, const void*, float, const float*, const float*, const int64_t*, long, long,
-    long, long, void*, void*, void*
+    const void*, const void*, const void*, const void*, const float*, const float*, const int64_t*, long, long, long,
+    long, void*, void*, void*
 );
 void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
 void trueroll_attention(
@@ -129,8 +129,7 @@ struct Run {
         for (void* b : {static_cast<void*>(nullptr), bias.data()})
             for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
                 trueroll_linear(
-                    threads, bfloat16, x.data(), rows, k, b ? norm.data() : nullptr, 1e-5f, weight.data(), n, b, r,
-                    out.data()
+                    threads, bfloat16, x.data(), rows, k, weight.data(), n, b, r, out.data()
                 );
                 digest->add(out);
             }
@@ -203,7 +202,7 @@ struct Run {
         const auto extra = [&](Values& vector) { return extras ? vector.data() : nullptr; };
         trueroll_qkv(
             threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, wq.data(), wk.data(), wv.data(), extra(bq),
-            extra(bk), extra(bv), extra(q_norm), extra(k_norm), 1e-5f, cosines.data(), sines.data(), fresh.data(),
+            extra(bk), extra(bv), extra(q_norm), extra(k_norm), cosines.data(), sines.data(), fresh.data(),
             heads, kv_heads, size, block_size, q.data(), keys.data(), values.data()
         );
         trueroll_attention(
