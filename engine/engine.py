@@ -4,9 +4,9 @@ Owns the open requests and joins scheduler, model runner and sampler. One thread
 locked.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step` or from `abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend, instruction set and dtype alone. A
-prompt that several samples or several requests share is computed once. An exception from `step` is final: the engine's
-state is then undefined.
+`step` or from `abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend, instruction set
+and dtype alone. A prompt that several samples or several requests share is computed once. An exception from `step` is
+final: the engine's state is then undefined.
 """
 
 from __future__ import annotations

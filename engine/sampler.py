@@ -44,8 +44,8 @@ class Drawn:
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows with neither filters nor banned tokens go to `next_tokens`, which keeps no logits; the others take the same steps
-    one by one.
+    Rows with neither filters nor banned tokens go to `next_tokens`, which keeps no logits; the others take the same
+    steps one by one.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
@@ -94,8 +94,8 @@ class Sampler:
         rows = (wanted.targets == SAMPLE).nonzero().flatten()
         if len(rows):
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
-        sources = {"raw": raw, "temperature": scaled}
-        basis = torch.stack([sources.get(draw.params.logprobs, processed)[i] for i, draw in enumerate(draws)])
+        sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
+        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
         logprobs = self.ops.log_probs(basis, token_ids)
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
         return token_ids, logprobs, finite

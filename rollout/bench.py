@@ -8,6 +8,7 @@ Promises that both sides do the same: model, dtype, threads, prompts, samples, n
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
 import time
@@ -190,6 +191,7 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
         _check_can_plot()
     loaded = load_model(config)
     systems = _make_systems(config, plan, loaded)
+    gc.freeze()  # as a worker does
     measurements = []
     for workload in plan.workloads:
         for name, system in systems.items():

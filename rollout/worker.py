@@ -12,6 +12,7 @@ fails or the worker is told to end; no received bytes end the process.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import queue
@@ -430,4 +431,6 @@ def load_engine(config: EngineConfig) -> Engine:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from ..engine.engine import Engine as RealEngine
 
-    return RealEngine(config)
+    engine = RealEngine(config)
+    gc.freeze()  # a collection that walks through all of torch and transformers would take as long as two steps
+    return engine
