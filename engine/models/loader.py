@@ -99,10 +99,15 @@ def load_checkpoint(folder: Path, destinations: Mapping[str, Weight], ignored: C
     files = _checkpoint_files(folder)
     _check_tensors(folder, _read_shapes(files), destinations, ignored)
     for file in files:
-        with _open(file) as checkpoint:
-            for name in checkpoint.keys():
-                if name in destinations:
-                    destinations[name].copy_(checkpoint.get_tensor(name))
+        for name in _read_names(file) & destinations.keys():
+            # Opened anew for each tensor: what was read of an open file stays in memory.
+            with _open(file) as checkpoint:
+                destinations[name].copy_(checkpoint.get_tensor(name))
+
+
+def _read_names(file: Path) -> set[str]:
+    with _open(file) as checkpoint:
+        return set(checkpoint.keys())
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
