@@ -6,6 +6,7 @@ step, as shares of these. What is left of a step is Python: scheduling, bookkeep
 """
 
 import dataclasses
+import gc
 import sys
 import time
 import types
@@ -156,6 +157,7 @@ def main(model: str = "smollm2", dtype: str = "auto") -> None:
     console.print(f"seen at best: {best[0]:.0f} GFLOP/s in products, {best[1]:.1f} GB/s from memory")
     meter = Meter(loaded)
     engine = Engine(config, meter.loaded)
+    gc.freeze()  # as a worker does
     for workload in (w for group in WORKLOADS.values() for w in group):
         run_workload(engine, workload, meter)  # memory is touched for the first time
         for name, phase in run_workload(engine, workload, meter).items():
