@@ -40,7 +40,7 @@ class EngineConfig(BaseModel):
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
     enable_prefix_caching: bool = True
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     def __init__(self, **values: Any) -> None:
         try:

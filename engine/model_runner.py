@@ -12,6 +12,8 @@ from ..kernels.ops import AttentionBatch
 from .models.dense import DenseModel
 from .sequence import Chunk
 
+_CACHE_LINE = 64
+
 
 class ModelRunner:
     """A loaded model with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
@@ -59,9 +61,12 @@ class ModelRunner:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy leaves zeroed pages to the system, so a block takes memory only once it is used.
+    # numpy leaves zeroed pages to the system, so a block takes memory only once it is used. Its memory does not begin at
+    # a cache line, which a block should.
     num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(num_bytes + _CACHE_LINE, np.uint8))
+    start = -memory.data_ptr() % _CACHE_LINE
+    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def _pad(tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -67,7 +67,7 @@ class Sampler:
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
-        temperatures = torch.full(token_ids.shape, _divisor(distribution), device=hidden.device)
+        temperatures = torch.full(token_ids.shape, _divisor(distribution), dtype=torch.float32, device=hidden.device)
         if not distribution.has_filters:
             unused = torch.zeros_like(token_ids)
             rows = torch.arange(len(token_ids), device=hidden.device)

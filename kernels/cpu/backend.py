@@ -122,13 +122,13 @@ def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[T
 
 
 def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
-    hidden, out = hidden.contiguous(), torch.empty(len(hidden), weight.shape[0])
+    hidden, out = hidden.contiguous(), torch.empty(len(hidden), weight.shape[0], dtype=torch.float32)
     _library.logits(*_rows(hidden), weight.pointer, weight.shape[0], out.data_ptr())
     return out
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(len(logits))
+    logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(len(logits), dtype=torch.float32)
     _library.log_probs(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), out.data_ptr())
     return out
 

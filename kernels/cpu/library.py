@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+# The number that trueroll_interface returns: raised there and here whenever an argument changes.
+_INTERFACE = 1
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "lippll",
@@ -44,6 +46,8 @@ class Library:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         try:
+            if self._library.trueroll_interface() != _INTERFACE:
+                raise AttributeError("its functions take other arguments")
             functions = {name: self._library[f"trueroll_{name}"] for name in _SIGNATURES}
         except AttributeError as error:
             raise OSError(f"{path.name} is of another version: {error}") from None
@@ -84,7 +88,9 @@ def load_library() -> Library:
     """
     path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
-        raise OSError(f"{path.name} was not built, which needs a C++ compiler when trueroll is installed")
+        raise OSError(
+            f"{path.name} was not built, which needs a C++ compiler that knows AMX (GCC 11, Clang 12 or newer) when trueroll is installed"
+        )
     library = Library(path)
     if wanted := os.environ.get(ISA_VARIABLE):
         library.choose(wanted)

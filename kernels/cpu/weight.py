@@ -25,7 +25,11 @@ class PackedWeight:
         multiple = COLUMN_MULTIPLE[dtype]
         padded = -(-rows // PANEL_ROWS) * PANEL_ROWS, -(-columns // multiple) * multiple
         self.data = torch.empty(padded, dtype=dtype)
-        self.pointer = self.data.data_ptr()
+
+    @property
+    def pointer(self) -> int:
+        """Its address."""
+        return self.data.data_ptr()
 
     @property
     def nbytes(self) -> int:

@@ -172,6 +172,9 @@ EXPORT const char* trueroll_available(long i) {
     return i < static_cast<long>(available().size()) ? available()[static_cast<size_t>(i)]->name : nullptr;
 }
 
+// Raised whenever a function's arguments change, so that a library of another version is not called.
+EXPORT long trueroll_interface() { return 1; }
+
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
 // Takes the instruction set of this name for all later calls; false if there is none.

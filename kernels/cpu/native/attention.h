@@ -285,7 +285,9 @@ class AttentionPlan {
     }
 
     bool is_small(long i) const { return queries(i) <= most_; }
-    bool has_split(long i, long split) const { return is_small(i) && split * KV_SPLIT < args_.context_lens[i]; }
+    bool has_split(long i, long split) const {
+        return queries(i) > 0 && is_small(i) && split * KV_SPLIT < args_.context_lens[i];
+    }
     long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
     const Attention<T>& op() const { return op_; }
 

@@ -155,12 +155,15 @@ void parallel(long tasks, const Body& body) {
 
 long num_threads();
 
-// Held during a call into the library: one call at a time, on `threads` threads.
+// Held during a call into the library: one call at a time, on `threads` threads, with the default treatment of floats.
 class Call {
   public:
     explicit Call(long threads);
     ~Call();
     Call(const Call&) = delete;
+
+  private:
+    const unsigned float_mode_;
 };
 
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.

@@ -154,10 +154,25 @@ long num_threads() { return pool->size(); }
 
 void* scratch_bytes(Purpose purpose, size_t bytes) { return buffers[purpose].at_least(bytes); }
 
-Call::Call(long threads) {
+#if defined(__x86_64__)
+unsigned read_float_mode() { return __builtin_ia32_stmxcsr(); }
+void set_float_mode(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
+constexpr unsigned DEFAULT_FLOAT_MODE = 0x1F80;
+#else
+unsigned read_float_mode() { return 0; }
+void set_float_mode(unsigned) {}
+constexpr unsigned DEFAULT_FLOAT_MODE = 0;
+#endif
+
+// The caller may flush denormal numbers, which is a property of each thread; the pool's threads begin with its creator's.
+Call::Call(long threads) : float_mode_(read_float_mode()) {
     caller->lock();
+    set_float_mode(DEFAULT_FLOAT_MODE);
     pool->resize(threads);
 }
-Call::~Call() { caller->unlock(); }
+Call::~Call() {
+    set_float_mode(float_mode_);
+    caller->unlock();
+}
 
 }  // namespace trueroll

@@ -1,0 +1,45 @@
+"""Settings of the process that a trainer may change do not reach the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trueroll.kernels.cpu.weight import PackedWeight
+
+from .backends import Served
+from .inputs import randn, same_bits, stored
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16], ids=str)
+def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_logits_and_log_probs_are_float32_whatever_the_default_dtype(served: Served, default_dtype: None) -> None:
+    weight = stored(served.ops, randn(100, 32, dtype=served.dtype, seed=1))
+    logits = served.ops.lm_head(randn(3, 32, dtype=served.dtype), weight)
+    logprobs = served.ops.log_probs(logits, torch.tensor([1, 2, 99]))
+    assert logits.dtype == logprobs.dtype == torch.float32
+    expected = torch.log_softmax(logits, -1)[torch.arange(3), torch.tensor([1, 2, 99])]
+    assert (logprobs - expected).abs().max() < 1e-5
+
+
+def test_bits_do_not_depend_on_which_thread_flushes_denormals(two_threads: None) -> None:
+    from trueroll.kernels.cpu import backend
+
+    x, rows = torch.randn(64, 512) * 1e-20, torch.randn(2048, 512) * 1e-20
+    weight = PackedWeight(2048, 512, torch.float32)
+    weight.copy_(rows)
+    expected = backend.linear(x, weight)
+    assert ((expected != 0) & (expected.abs() < torch.finfo(torch.float32).tiny)).any(), "some are denormal"
+    torch.set_flush_denormal(True)
+    try:
+        results = [backend.linear(x, weight) for _ in range(20)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert all(same_bits(result, expected) for result in results)
