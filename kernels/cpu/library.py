@@ -89,7 +89,8 @@ def load_library() -> Library:
     path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
         raise OSError(
-            f"{path.name} was not built, which needs a C++ compiler that knows AMX (GCC 11, Clang 12 or newer) when trueroll is installed"
+            f"{path.name} was not built, which needs a C++ compiler that knows AMX (GCC 11, Clang 12 or newer) when "
+            "trueroll is installed"
         )
     library = Library(path)
     if wanted := os.environ.get(ISA_VARIABLE):
