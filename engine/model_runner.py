@@ -61,8 +61,8 @@ class ModelRunner:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy leaves zeroed pages to the system, so a block takes memory only once it is used. They do not begin at a cache
-    # line, as a block should.
+    # numpy leaves zeroed pages to the system, so a block takes memory only once it is used. The caches shall begin at a
+    # cache line, which that memory does not.
     num_bytes = int(np.prod(shape)) * dtype.itemsize
     memory = torch.from_numpy(np.zeros(num_bytes + _CACHE_LINE, np.uint8))
     start = -memory.data_ptr() % _CACHE_LINE

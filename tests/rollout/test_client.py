@@ -216,7 +216,15 @@ def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: Fa
     assert engine.stats().samples_finished == {"abort": 1, "length": 2}
 
 
-def test_an_interrupt_aborts_the_call(client: RolloutClient, engine: FakeEngine) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process started in the background may have been told to ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_aborts_the_call(client: RolloutClient, engine: FakeEngine, interruptible: None) -> None:
     engine.flow.clear()
     main_thread = threading.main_thread().ident
     assert main_thread == threading.get_ident()
