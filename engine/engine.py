@@ -1,20 +1,22 @@
 """The engine: requests in, finished samples out, one `step` at a time.
 
-Owns the open requests and joins scheduler, model runner and sampler. One thread owns the engine: nothing here is
-locked.
+Owns the open requests and the version of the weights, and joins scheduler, model runner, sampler and weights. One
+thread owns the engine: nothing here is locked.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step` or from `abort`. A sample's bits are a function of weights, prompt, parameters, seed, backend, instruction set
-and dtype alone. A prompt that several samples or several requests share is computed once. An exception from `step` is
-final: the engine's state is then undefined.
+`step`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
+parameters, seed, backend, instruction set and dtype alone; the weights that produced each token are on record, and none
+is computed from KV that other weights left. A prompt that several samples or several requests share is computed once.
+An exception from `step` is final: the engine's state is then undefined.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,22 +30,21 @@ from .prefix_cache import PrefixCache
 from .request import (
     FinishReason,
     GenerateRequest,
+    InFlight,
     Output,
     Request,
     SampleOutput,
     ScoreOutput,
     ScoreRequest,
-    WeightSpan,
+    Tag,
     derive_seed,
 )
+from .sample import Sample, Score
 from .sampler import Draw, Drawn, Sampler
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, load_tokenizer
-
-_NOT_FINITE = (
-    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
-)
+from .weights import Staging
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class EngineStats:
 
     `prefix_queries`: prompt tokens of generate requests; `prefix_hits`: those of them found in the cache or shared with
     a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after
-    a preemption too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of finished samples.
-    `deferred_admissions`: how often a request waited a step for a prefix that another one was computing. `evictions`:
-    cached blocks that were reused for something else. `blocks_cached`: free blocks whose prefix is still indexed;
-    `blocks_empty`: the other free ones.
+    a preemption or a recompute too. `computed_tokens`: those and the decoded ones. `generated_tokens`: tokens of
+    finished samples. `preemptions`: how often a running sequence gave its blocks to an older one; `recomputed`: how
+    often one lost them to a commit of weights or to a sleep. `deferred_admissions`: how often a request waited a step
+    for a prefix that another one was computing. `evictions`: cached blocks that were reused for something else.
+    `blocks_cached`: free blocks whose prefix is still indexed; `blocks_empty`: the other free ones.
     """
 
     steps: int
@@ -67,40 +69,13 @@ class EngineStats:
     computed_prompt_tokens: int
     generated_tokens: int
     preemptions: int
+    recomputed: int
     deferred_admissions: int
     evictions: int
     blocks_in_use: int
     blocks_cached: int
     blocks_empty: int
     samples_finished: dict[str, int]
-
-
-@dataclass(eq=False, slots=True)
-class _Sample:
-    """One completion in the making. `joined`: its prompt is computed by another request."""
-
-    request: GenerateRequest
-    index: int
-    order: tuple[int, int]
-    seed: int
-    sequence: Sequence
-    joined: bool
-    stop_strings: StopStrings | None
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
-
-
-@dataclass(eq=False, slots=True)
-class _Score:
-    """A score request in the making; `logprobs` float32 [num_tokens - 1] fills up as chunks are computed."""
-
-    request: ScoreRequest
-    sequence: Sequence
-    logprobs: np.ndarray
 
 
 class Engine:
@@ -113,15 +88,17 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.weight_version = 0
         self._loaded = load_model(config) if loaded is None else loaded
+        self.weights = self._loaded.weights
+        self.weight_version = 0
         self.info = describe(config, self._loaded)
         self._runner = ModelRunner(self._loaded.model, self.info.num_blocks, config.block_size)
         self._sampler = Sampler(self._loaded.backend.ops, self._loaded.model.head)
         self._cache = PrefixCache(self.info.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
-        self._open: dict[str, dict[int, _Sample] | _Score] = {}
+        self._open: dict[str, dict[int, Sample] | Score] = {}
         self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
+        self._asleep: set[Tag] = set()
         self._arrivals = 0
         self._steps = 0
         self._joined_tokens = 0
@@ -146,9 +123,8 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends one sample, or all unfinished ones, with what they have. Raise UnknownRequestError if there is none."""
         entry = self._open.get(request_id)
-        if isinstance(entry, _Score) and index is None:
-            self._scheduler.finish(entry.sequence)
-            return [self._finish_score(entry, "abort")]
+        if isinstance(entry, Score) and index is None:
+            return self._abort_sequence(entry.sequence)
         if not isinstance(entry, dict) or (index is not None and index not in entry):
             what = f"request {request_id!r}" + ("" if index is None else f", sample {index}")
             raise UnknownRequestError(f"abort: expected a running request or sample, found none for {what}")
@@ -157,6 +133,7 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished."""
+        self._check_awake()
         chunks = self._scheduler.schedule()
         if not chunks:
             return []
@@ -165,6 +142,73 @@ class Engine:
         self._steps += 1
         ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]).tolist()
         return self._record_scores(chunks, ends, hidden) + self._draw(chunks, ends, hidden)
+
+    def commit_weights(self, staging: Staging, version: int, in_flight: InFlight) -> list[Output]:
+        """Serves what was staged from the next step on; returns the outputs of aborted samples.
+
+        `in_flight`: running requests have their KV computed anew and keep their tokens, while scores begin again
+        (`recompute`), end with what they have (`abort`), or must not exist, waiting ones neither (`drain`).
+        Raise RuntimeError for that or while the weights sleep, ValueError for an incomplete staging; then nothing
+        changed.
+        """
+        if "weights" in self._asleep:
+            raise RuntimeError("engine: expected weights that are awake for a commit; wake them up first")
+        self._check_drained(in_flight)
+        self.weights.commit(staging)
+        self.weight_version = version
+        return self.interrupt(in_flight)
+
+    def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
+        """Gives the memory of `tags` back until `wake_up`; returns the outputs of aborted samples.
+
+        `level` 1 keeps the weights on the host, 2 drops them: then a commit must follow the `wake_up`. Cached prefixes
+        are forgotten in any case. `in_flight` is that of `commit_weights`; if only the weights sleep, requests that
+        `recompute` applies to keep their blocks. Raise RuntimeError, with nothing changed, where a commit would.
+        """
+        if "kv_cache" in tags or in_flight == "abort":
+            outputs = self.interrupt(in_flight)
+        else:
+            self._check_drained(in_flight)
+            self.invalidate_prefix_cache()
+            outputs = []
+        if "kv_cache" in tags:
+            self._runner.arena.drop(keep=False)
+        if "weights" in tags:
+            self.weights.sleep(level)
+        self._asleep.update(tags)
+        return outputs
+
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        """Takes the memory of `tags` again; weights that were dropped are not whole before the next commit."""
+        if "kv_cache" in tags:
+            self._runner.arena.restore()
+        if "weights" in tags:
+            self.weights.wake_up()
+        self._asleep.difference_update(tags)
+
+    def interrupt(self, in_flight: InFlight) -> list[Output]:
+        """Forgets cached prefixes and takes the blocks of all that run; returns the outputs of aborted samples.
+
+        `in_flight` is that of `commit_weights`. Raise RuntimeError, with nothing changed, for an unfinished `drain`.
+        """
+        self._check_drained(in_flight)
+        self.invalidate_prefix_cache()
+        if in_flight != "abort":
+            self._scheduler.recompute_running()
+            return []
+        outputs: list[Output] = []
+        for sequence in self._scheduler.started():
+            outputs += self._abort_sequence(sequence)
+        return outputs
+
+    def memory(self) -> dict[str, int]:
+        """The bytes held now by weights, KV cache and staged weights; 0 for what sleeps elsewhere or is dropped."""
+        weights = self.weights
+        return {
+            "weights": weights.num_held,
+            "kv_cache": self._runner.arena.num_held,
+            "staging": weights.num_held_by_stagings,
+        }
 
     def invalidate_prefix_cache(self) -> None:
         """Makes sure that no later request reuses KV computed until now; running requests keep theirs."""
@@ -188,6 +232,7 @@ class Engine:
             computed_prompt_tokens=scheduler.stats.computed_prompt_tokens,
             generated_tokens=self._generated_tokens,
             preemptions=scheduler.stats.preemptions,
+            recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
             evictions=cache.evictions,
             blocks_in_use=cache.num_blocks - cache.num_free,
@@ -195,6 +240,22 @@ class Engine:
             blocks_empty=cache.num_free - num_cached,
             samples_finished=dict(self._finished),
         )
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"engine: expected all memory for a step, found {sorted(self._asleep)} asleep")
+        if not self.weights.is_whole:
+            raise RuntimeError("engine: expected whole weights for a step, found none; commit a full set of them")
+
+    def _check_drained(self, in_flight: InFlight) -> None:
+        if in_flight == "drain" and self._open:
+            raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._open)}")
+
+    def _abort_sequence(self, sequence: Sequence) -> list[Output]:
+        if sequence.scores is None:
+            return [self._abort_sample(sample) for sample in sequence.samples.copy()]
+        self._scheduler.finish(sequence)
+        return [self._finish_score(sequence.scores, "abort")]
 
     def _add_group(self, request: GenerateRequest) -> None:
         params = request.params
@@ -206,7 +267,7 @@ class Engine:
         tokenizer = load_tokenizer(self._loaded.folder) if params.stop else None
         sequence, joined = self._prompt_sequence(request)
         samples = [
-            _Sample(
+            Sample(
                 request,
                 i,
                 (self._arrivals, i),
@@ -238,7 +299,7 @@ class Engine:
         tokens = array("i", request.token_ids[:-1].tolist())
         chain = self._cache.new_chain(request.cache_salt)
         sequence = Sequence((self._arrivals, 0), tokens, len(tokens), chain, request.cache_salt)
-        score = _Score(request, sequence, np.zeros(len(tokens), np.float32))
+        score = Score(request, sequence, np.zeros(len(tokens), np.float32))
         sequence.scores = score
         self._scheduler.add(sequence)
         self._open[request.id] = score
@@ -272,7 +333,7 @@ class Engine:
                     outputs.append(self._finish_score(score, "stop"))
         return outputs
 
-    def _score_chunk(self, score: _Score, chunk: Chunk, hidden: Tensor) -> None:
+    def _score_chunk(self, score: Score, chunk: Chunk, hidden: Tensor) -> None:
         targets = torch.from_numpy(score.request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
         logprobs = self._sampler.score(hidden, targets.to(hidden.device), score.request.distribution)
         score.logprobs[chunk.start : chunk.end] = logprobs.cpu().numpy()
@@ -291,18 +352,18 @@ class Engine:
             outputs += self._extend(sequence, [(sample, next(drawn)) for sample in sequence.samples])
         return outputs
 
-    def _next_draw(self, sample: _Sample, row: int) -> Draw:
+    def _next_draw(self, sample: Sample, row: int) -> Draw:
         params = sample.request.params
         too_early = len(sample.token_ids) < params.min_tokens
         banned = self._ending_tokens(sample) if too_early else frozenset()
         return Draw(row, params, sample.seed, sample.sequence.num_tokens, banned)
 
-    def _extend(self, sequence: Sequence, drawn: list[tuple[_Sample, Drawn]]) -> list[Output]:
+    def _extend(self, sequence: Sequence, drawn: list[tuple[Sample, Drawn]]) -> list[Output]:
         """Gives each sample its token. Of those that go on, the first keeps the sequence, the others get forks."""
         if sequence.num_tokens == sequence.num_prompt_tokens:
             self._close_prompt(sequence)
         ended: list[Output] = []
-        going_on: list[_Sample] = []
+        going_on: list[Sample] = []
         for sample, token in drawn:
             if reason := self._append(sample, token):
                 ended.append(self._finish_sample(sample, reason))
@@ -320,24 +381,22 @@ class Engine:
             self._scheduler.finish(sequence)
         return ended
 
-    def _continue(self, sample: _Sample, sequence: Sequence) -> None:
+    def _continue(self, sample: Sample, sequence: Sequence) -> None:
         sequence.samples, sample.sequence = [sample], sequence
         sequence.tokens.append(sample.token_ids[-1])
 
-    def _append(self, sample: _Sample, drawn: Drawn) -> FinishReason | None:
+    def _append(self, sample: Sample, drawn: Drawn) -> FinishReason | None:
         """Records a token; returns why the sample ends with it, if it does."""
         if not drawn.is_finite:
             return "error"
         params = sample.request.params
-        sample.token_ids.append(drawn.token_id)
-        if drawn.logprob is not None:
-            sample.logprobs.append(drawn.logprob)
+        sample.append(drawn.token_id, drawn.logprob, self.weight_version)
         matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
         if len(sample.token_ids) > params.min_tokens and (matched or drawn.token_id in self._ending_tokens(sample)):
             return "stop"
         return "length" if len(sample.token_ids) == params.max_tokens else None
 
-    def _ending_tokens(self, sample: _Sample) -> frozenset[int]:
+    def _ending_tokens(self, sample: Sample) -> frozenset[int]:
         params = sample.request.params
         eos = () if params.ignore_eos else self.info.eos_token_ids
         return frozenset(eos).union(params.stop_token_ids)
@@ -348,7 +407,7 @@ class Engine:
         if self._prompts.get(key) is sequence:
             del self._prompts[key]
 
-    def _abort_sample(self, sample: _Sample) -> Output:
+    def _abort_sample(self, sample: Sample) -> Output:
         sequence = sample.sequence
         sequence.samples.remove(sample)
         if not sequence.samples:
@@ -356,7 +415,7 @@ class Engine:
             self._scheduler.finish(sequence)
         return self._finish_sample(sample, "abort")
 
-    def _finish_sample(self, sample: _Sample, reason: FinishReason) -> SampleOutput:
+    def _finish_sample(self, sample: Sample, reason: FinishReason) -> SampleOutput:
         group = self._open[sample.request.id]
         assert isinstance(group, dict)
         del group[sample.index]
@@ -364,23 +423,8 @@ class Engine:
             del self._open[sample.request.id]
         self._finished[reason] += 1
         self._generated_tokens += len(sample.token_ids)
-        has_logprobs = sample.request.params.logprobs is not None
-        return SampleOutput(
-            request_id=sample.request.id,
-            index=sample.index,
-            token_ids=np.array(sample.token_ids, np.int32),
-            logprobs=np.array(sample.logprobs, np.float32) if has_logprobs else None,
-            finish_reason=reason,
-            seed=sample.seed,
-            num_cached_tokens=sample.num_cached_tokens,
-            weight_versions=self._spans(len(sample.token_ids)),
-            error=_NOT_FINITE if reason == "error" else None,
-        )
+        return sample.output(reason)
 
-    def _finish_score(self, score: _Score, reason: FinishReason) -> ScoreOutput:
+    def _finish_score(self, score: Score, reason: FinishReason) -> ScoreOutput:
         del self._open[score.request.id]
-        logprobs = score.logprobs if reason == "stop" else score.logprobs[:0]
-        return ScoreOutput(score.request.id, logprobs, reason, self._spans(len(logprobs)))
-
-    def _spans(self, num_tokens: int) -> tuple[WeightSpan, ...]:
-        return (WeightSpan(self.weight_version, 0, num_tokens),) if num_tokens else ()
+        return score.output(reason, self.weight_version)

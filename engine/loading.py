@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,23 +14,32 @@ from .config import EngineConfig
 from .errors import ConfigError, ModelError
 from .models.dense import DenseConfig, DenseModel
 from .models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
+from .weights import WeightStore
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, the backend it runs on, and what its folder says beside the weights."""
+    """A model ready to run, the backend it runs on, and what its folder says beside the weights.
+
+    Several engines can share one as long as none of them commits other weights or lets them sleep.
+    """
 
     folder: Path
-    model: DenseModel
+    weights: WeightStore
     backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
 
     @property
+    def model(self) -> DenseModel:
+        """The decoder with the live weights."""
+        return self.weights.model
+
+    @property
     def dtype_name(self) -> str:
         """Of weights and KV cache, such as `bfloat16`."""
-        return str(self.model.dtype).removeprefix("torch.")
+        return self.weights.dtype
 
 
 @dataclass(frozen=True)
@@ -74,13 +84,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     dtype = _dtype(config, folder, model_config.dtype)
     backend = _backend(config.backend, device, dtype, model_config.head_dim)
     try:
-        model = DenseModel(model_config, dtype, device, backend.ops)
-    except RuntimeError as error:  # torch's word for too little memory
+        weights = WeightStore(partial(DenseModel, model_config, backend.ops), dtype, device)
+    except (RuntimeError, MemoryError) as error:  # torch says the first
         raise ModelError(
             f"{folder}: expected weights that fit into memory, found: {error}; use a smaller one"
         ) from None
-    load_checkpoint(folder, model.checkpoint_tensors(), model.ignored_tensors())
-    return LoadedModel(folder, model, backend, eos_token_ids)
+    load_checkpoint(folder, weights.tensors, weights.ignored | weights.tied.keys())
+    return LoadedModel(folder, weights, backend, eos_token_ids)
 
 
 def _backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:

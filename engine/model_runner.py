@@ -1,30 +1,34 @@
-"""Runs the model on the chunks of a step. Owns the weights and the KV tensors; knows nothing of requests."""
+"""Runs the model on the chunks of a step. Owns the KV tensors; knows nothing of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.ops import AttentionBatch
-from .models.dense import DenseModel
+from .memory import bytes_needed, new_arena
+from .models.dense import DenseModel, Empty
 from .sequence import Chunk
-
-_CACHE_LINE = 64
 
 
 class ModelRunner:
-    """A loaded model with a paged KV cache of `num_blocks` blocks of `block_size` tokens."""
+    """A loaded model with a paged KV cache of `num_blocks` blocks of `block_size` tokens, all of it in `arena`."""
 
     def __init__(self, model: DenseModel, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
         shape = (num_blocks, block_size, model.config.num_kv_heads, model.config.head_dim)
-        self.kv_caches = [
-            (_zeros(shape, model.dtype, model.device), _zeros(shape, model.dtype, model.device)) for _ in model.layers
-        ]
+
+        def build(empty: Empty) -> list[tuple[Tensor, Tensor]]:
+            return [(empty(*shape), empty(*shape)) for _ in model.layers]
+
+        # Small pages, so that a block takes memory only once it is used.
+        self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
+        self.kv_caches = build(partial(self.arena.empty, model.dtype))
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -56,17 +60,6 @@ class ModelRunner:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy leaves zeroed pages to the system, so a block takes memory only once it is used. The caches shall begin at a
-    # cache line, which that memory does not.
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes + _CACHE_LINE, np.uint8))
-    start = -memory.data_ptr() % _CACHE_LINE
-    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def _pad(tables: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,6 +16,8 @@ from .errors import InvalidRequestError
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
+InFlight: TypeAlias = Literal["drain", "recompute", "abort"]
+Tag: TypeAlias = Literal["weights", "kv_cache"]
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]

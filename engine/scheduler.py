@@ -33,13 +33,18 @@ class Admission(Enum):
 
 @dataclass
 class SchedulerStats:
-    """Lifetime counters. `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission."""
+    """Lifetime counters.
+
+    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `preemptions`: how often a
+    running sequence gave its blocks to an older one; `recomputed`: how often one lost them to `recompute_running`.
+    """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     preemptions: int = 0
+    recomputed: int = 0
     deferred_admissions: int = 0
 
 
@@ -127,6 +132,18 @@ class Scheduler:
         (self.running if sequence.table else self.waiting).remove(sequence)
         self._release(sequence)
 
+    def recompute_running(self) -> None:
+        """Takes all blocks from every running sequence; they wait, and are computed anew when their turn comes."""
+        self.stats.recomputed += len(self.running)
+        for sequence in self.running.copy():
+            self._suspend(sequence)
+
+    def started(self) -> list[Sequence]:
+        """The sequences that run, and those that wait after they got decoded tokens."""
+        return self.running + [
+            sequence for sequence in self.waiting if sequence.num_tokens > sequence.num_prompt_tokens
+        ]
+
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every block is accounted for by the running sequences alone."""
         if any(sequence.table for sequence in self.waiting):
@@ -151,12 +168,15 @@ class Scheduler:
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
-        """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
         plan.remove(sequence)
+        self._suspend(sequence)
+        self.stats.preemptions += 1
+
+    def _suspend(self, sequence: Sequence) -> None:
+        """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
         self.running.remove(sequence)
         self._release(sequence)
         self.add(sequence)
-        self.stats.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.unclaim(sequence.chain)

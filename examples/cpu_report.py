@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections import Counter, defaultdict
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -91,10 +92,10 @@ def measure_best(loaded: LoadedModel) -> tuple[float, float]:
     """The highest GFLOP/s of a product and GB/s of reading memory seen in a few tries."""
     ops, dtype = loaded.backend.ops, loaded.model.dtype
     x = torch.randn(2048, 1024).to(dtype)
-    weight = ops.new_weight(2048, 1024, dtype, torch.device("cpu"))
+    weight = ops.new_weight(2048, 1024, partial(torch.empty, dtype=dtype))
     weight.copy_(torch.randn(2048, 1024))
     product = min(seconds_of(lambda: ops.linear(x, weight)) for _ in range(10))
-    large = ops.new_weight(2**17, 1024, dtype, torch.device("cpu"))
+    large = ops.new_weight(2**17, 1024, partial(torch.empty, dtype=dtype))
     large.copy_(torch.zeros(2**17, 1024))
     reading = min(seconds_of(lambda: ops.linear(x[:1], large)) for _ in range(10))
     return 2 * 2048 * 2048 * 1024 / product / 1e9, large.nbytes / reading / 1e9

@@ -18,10 +18,10 @@ dimension. An op that joins several steps gives the bits of those steps one by o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -96,8 +96,19 @@ class Weight(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def copy_(self, source: Tensor, /) -> object:
-        """Stores a tensor of the same shape, converted to the weight's dtype."""
+    def copy_(self, source: Tensor | Self, /) -> object:
+        """Stores a tensor of the same shape, converted to the weight's dtype, or a weight of the same layout."""
+        ...
+
+    def put_(self, index: Tensor, source: Tensor, /) -> object:
+        """Overwrites the elements at flat indices (int64 [n]) into [rows, columns] with `source` [n] of its dtype."""
+        ...
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Self:
+        """Rows [start, start + length) as a weight that shares this one's memory. `dim` is 0.
+
+        `start` is a multiple of 16, and `length` too unless the rows reach the end.
+        """
         ...
 
     def to_dense(self) -> Tensor:
@@ -116,8 +127,11 @@ class Backend(Protocol):
         """What the backend computes with on this machine, for logs and health."""
         ...
 
-    def new_weight(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Weight:
-        """An uninitialized matrix for the products below."""
+    def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
+        """An uninitialized matrix for the products below, in memory from `empty(*shape)`.
+
+        `empty` makes uninitialized tensors of one dtype on one device, each beginning at a multiple of 64 bytes.
+        """
         ...
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:

@@ -9,6 +9,7 @@ vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import fields
 from typing import cast
 
@@ -29,8 +30,8 @@ def instruction_set() -> str:
     return f"torch {torch.backends.cpu.get_cpu_capability()}"
 
 
-def new_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(rows, columns, dtype=dtype, device=device)
+def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
+    return empty(rows, columns)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

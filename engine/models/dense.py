@@ -1,15 +1,15 @@
 """A dense decoder: one description that covers Llama, Qwen2 and Qwen3 checkpoints.
 
-Owns the weights, each in the layout its backend wants, under the names of the checkpoint (`checkpoint_tensors`). Owns
-no KV cache and keeps no state between calls.
+Owns the weights' layout, each as its backend wants it, under the names of the checkpoint (`checkpoint_tensors`); their
+memory is given to it. Owns no KV cache and keeps no state between calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...kernels.ops import AttentionBatch, Backend, Qkv, Weight
 from ..errors import ModelError
+
+Empty: TypeAlias = Callable[..., Tensor]
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -122,26 +124,23 @@ def _rope(folder: Path, config: Any) -> tuple[Tensor, float]:
 
 
 class _Layer:
-    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device, backend: Backend) -> None:
+    def __init__(self, config: DenseConfig, backend: Backend, empty: Empty) -> None:
         hidden, size = config.hidden_size, config.head_dim
 
-        def vector(length: int) -> Tensor:
-            return torch.empty(length, dtype=dtype, device=device)
-
         def matrix(rows: int, columns: int) -> Weight:
-            return backend.new_weight(rows, columns, dtype, device)
+            return backend.new_weight(rows, columns, empty)
 
         q_size, kv_size = config.num_heads * size, config.num_kv_heads * size
-        self.input_norm = vector(hidden)
+        self.input_norm = empty(hidden)
         self.qkv = Qkv(
             matrix(q_size, hidden),
             matrix(kv_size, hidden),
             matrix(kv_size, hidden),
-            (vector(q_size), vector(kv_size), vector(kv_size)) if config.qkv_bias else None,
-            (vector(size), vector(size)) if config.qk_norm else None,
+            (empty(q_size), empty(kv_size), empty(kv_size)) if config.qkv_bias else None,
+            (empty(size), empty(size)) if config.qk_norm else None,
         )
         self.o = matrix(hidden, q_size)
-        self.post_norm = vector(hidden)
+        self.post_norm = empty(hidden)
         self.gate = matrix(config.intermediate_size, hidden)
         self.up = matrix(config.intermediate_size, hidden)
         self.down = matrix(hidden, config.intermediate_size)
@@ -168,17 +167,21 @@ class _Layer:
 
 
 class DenseModel:
-    """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass."""
+    """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass.
 
-    def __init__(self, config: DenseConfig, dtype: torch.dtype, device: torch.device, backend: Backend) -> None:
-        self.config, self.dtype, self.device, self.ops = config, dtype, device, backend
+    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device. It is called in
+    the same order for the same config and backend.
+    """
+
+    def __init__(self, config: DenseConfig, backend: Backend, empty: Empty) -> None:
+        self.config, self.ops = config, backend
         embedding_shape = (config.vocab_size, config.hidden_size)
-        self.embed = backend.new_weight(*embedding_shape, dtype, device)
-        self.layers = [_Layer(config, dtype, device, backend) for _ in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        tied = config.tie_word_embeddings
-        self.head = self.embed if tied else backend.new_weight(*embedding_shape, dtype, device)
-        self.inv_freq = config.inv_freq.to(device)
+        self.embed = backend.new_weight(*embedding_shape, empty)
+        self.layers = [_Layer(config, backend, empty) for _ in range(config.num_layers)]
+        self.norm = empty(config.hidden_size)
+        self.head = self.embed if config.tie_word_embeddings else backend.new_weight(*embedding_shape, empty)
+        self.dtype, self.device = self.norm.dtype, self.norm.device
+        self.inv_freq = config.inv_freq.to(self.device)
 
     def checkpoint_tensors(self) -> dict[str, Weight]:
         """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""
@@ -189,10 +192,13 @@ class DenseModel:
             tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
         return tensors
 
-    def ignored_tensors(self) -> set[str]:
-        """Names a checkpoint may have beside `checkpoint_tensors`: copies, and constants computed here."""
-        names = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers))}
-        return names | ({"lm_head.weight"} if self.config.tie_word_embeddings else set())
+    def tied_tensors(self) -> dict[str, str]:
+        """Names a checkpoint may have beside `checkpoint_tensors`, for copies of them: of which."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+
+    def ignored_tensors(self) -> frozenset[str]:
+        """Names a checkpoint may have beside those, for constants that are computed here."""
+        return frozenset(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
 
     @property
     def num_bytes(self) -> int:

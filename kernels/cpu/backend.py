@@ -5,6 +5,7 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -23,8 +24,8 @@ def instruction_set() -> str:
     return _library.instruction_set()
 
 
-def new_weight(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> PackedWeight:
-    return PackedWeight(rows, columns, dtype)
+def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
+    return PackedWeight.new(rows, columns, empty)
 
 
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:

@@ -2,11 +2,12 @@
 
 A panel holds 16 rows. For each step along the columns it has the values of its 16 rows side by side: one float32, or
 two bfloat16 of neighbouring columns. Rows are filled up with zeros to whole panels, columns of bfloat16 to a multiple
-of 32. The same layout serves every instruction set. Memory belongs to the weight and never moves: `copy_` packs into
-it.
+of 32. The same layout serves every instruction set. A weight's memory never moves: `copy_` packs into it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,16 +16,20 @@ from .library import load_library
 
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
+_PAIR = {torch.float32: 1, torch.bfloat16: 2}
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16, uninitialized until something is copied into it."""
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: its panels, [padded rows, padded columns] in size."""
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size((rows, columns)), dtype
-        multiple = COLUMN_MULTIPLE[dtype]
-        padded = -(-rows // PANEL_ROWS) * PANEL_ROWS, -(-columns // multiple) * multiple
-        self.data = torch.empty(padded, dtype=dtype)
+    def __init__(self, rows: int, columns: int, data: Tensor) -> None:
+        self.shape, self.dtype, self.data = torch.Size((rows, columns)), data.dtype, data
+
+    @classmethod
+    def new(cls, rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
+        """One that is uninitialized until something is copied into it, in memory from `empty(*shape)`."""
+        multiple = COLUMN_MULTIPLE[empty(0).dtype]
+        return cls(rows, columns, empty(_whole_panels(rows), -(-columns // multiple) * multiple))
 
     @property
     def pointer(self) -> int:
@@ -36,12 +41,35 @@ class PackedWeight:
         """The memory it takes, padding included."""
         return self.data.nbytes
 
-    def copy_(self, source: Tensor) -> None:
-        """Packs a tensor of the same shape, on any device and of any dtype. Raise ValueError for another shape."""
+    def copy_(self, source: Tensor | PackedWeight) -> None:
+        """Stores a weight, or packs a tensor on any device and of any dtype. Raise ValueError for another shape."""
         if source.shape != self.shape:
             raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
+        if isinstance(source, PackedWeight):
+            self.data.copy_(source.data)
+            return
         rows = source.to("cpu", self.dtype).contiguous()
         load_library().pack(*self._arguments(rows.data_ptr(), self.pointer))
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Overwrites the elements at flat indices (int64) into [rows, columns]. Raise IndexError if one is outside."""
+        rows, columns = self.shape
+        pair, row = _PAIR[self.dtype], torch.arange(rows)
+        # Where a row begins, and how far from there a column is: a step holds `pair` columns of each row of a panel.
+        starts = row // PANEL_ROWS * (PANEL_ROWS * self.data.shape[1]) + row % PANEL_ROWS * pair
+        column = torch.arange(columns)
+        distances = column // pair * (PANEL_ROWS * pair) + column % pair
+        row = index // columns
+        self.data.put_(starts[row] + distances[index.sub(row, alpha=columns)], source)
+
+    def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
+        """Rows [start, start + length), sharing memory. Raise ValueError unless they are whole panels or the last."""
+        end = start + length
+        if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
+            raise ValueError(f"weight: expected rows in multiples of {PANEL_ROWS}, found [{start}, {end}) of dim {dim}")
+        if not 0 <= start <= end <= self.shape[0]:
+            raise ValueError(f"weight: expected rows within [0, {self.shape[0]}), found [{start}, {end})")
+        return PackedWeight(length, self.shape[1], self.data.narrow(0, start, _whole_panels(length)))
 
     def to_dense(self) -> Tensor:
         """A plain tensor [rows, columns] with the same values."""
@@ -51,3 +79,7 @@ class PackedWeight:
 
     def _arguments(self, source: int, destination: int) -> tuple[int, ...]:
         return (torch.get_num_threads(), self.dtype == torch.bfloat16, source, destination, *self.shape)
+
+
+def _whole_panels(rows: int) -> int:
+    return -(-rows // PANEL_ROWS) * PANEL_ROWS

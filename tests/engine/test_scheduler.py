@@ -110,6 +110,17 @@ class Driver:
         self.holds.pop(sequence, None)
         self.scheduler.finish(sequence)
 
+    def recompute(self) -> None:
+        """All that runs is computed anew, as after a change of the weights."""
+        running = self.scheduler.running.copy()
+        self.needed_steps += sum(sequence.num_tokens for sequence in running)
+        self.scheduler.recompute_running()
+        assert not self.scheduler.running and self.cache.num_free == self.cache.num_blocks
+        assert self.scheduler.started() == [s for s in self.scheduler.waiting if s.num_tokens > s.num_prompt_tokens]
+        for sequence in running:
+            del self.holds[sequence]
+        self.seen["recompute"] += bool(running)
+
     def step_until(self, condition: Callable[[], bool]) -> list[Chunk]:
         """The last step's chunks. The least progress is a token per step, of all samples with their prompts."""
         chunks: list[Chunk] = []
@@ -271,11 +282,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, number: int) -> None:
         self.driver.abort(self.driver.open[number % len(self.driver.open)])
 
-    @rule(really=st.sampled_from([True, False, False, False]))
-    def invalidate(self, really: bool) -> None:
-        if really:
+    @rule(event=st.sampled_from(["invalidate", "recompute", "both"] + 9 * ["neither"]))
+    def lose(self, event: str) -> None:
+        if event in ("invalidate", "both"):
             self.driver.cache.invalidate()
             self.seen["invalidate while running"] += bool(self.driver.scheduler.running)
+        if event in ("recompute", "both"):
+            self.driver.recompute()
 
     @invariant()
     def check(self) -> None:
@@ -302,6 +315,7 @@ EVENTS = {
     "fork with a copy",
     "fork that waits",
     "invalidate while running",
+    "recompute",
     "deferred",
     "eviction",
 }

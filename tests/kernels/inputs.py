@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from trueroll.kernels.ops import AttentionBatch, Backend, Qkv, Weight
 
-from .backends import CPU, Served
+from .backends import Served
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -27,7 +28,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 def stored(ops: Backend, matrix: Tensor) -> Weight:
     """A matrix [rows, columns] in the backend's layout."""
-    weight = ops.new_weight(*matrix.shape, matrix.dtype, CPU)
+    weight = ops.new_weight(*matrix.shape, partial(torch.empty, dtype=matrix.dtype))
     weight.copy_(matrix)
     return weight
 

@@ -13,6 +13,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "common.h"
 
@@ -137,17 +140,39 @@ void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
         for (long k = 0; k < weight.columns; ++k) out[i * weight.columns + k] = weight.at(ids[i], k);
 }
 
+// The first steps of a whole panel, as many as return, in blocks of four: 4 bytes of each row are one step.
+template <class T>
+long pack_blocks(const T* rows, long columns, T* panel) {
+    long step = 0;
+#if defined(__SSE2__)
+    const auto load = [&](long row) {
+        return _mm_castsi128_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * columns + step * PAIR<T>)));
+    };
+    for (; (step + 4) * PAIR<T> <= columns; step += 4)
+        for (long lane = 0; lane < LANES; lane += 4) {
+            __m128 a = load(lane), b = load(lane + 1), c = load(lane + 2), d = load(lane + 3);
+            _MM_TRANSPOSE4_PS(a, b, c, d);
+            float* out = reinterpret_cast<float*>(panel + (step * LANES + lane) * PAIR<T>);
+            _mm_storeu_ps(out, a), _mm_storeu_ps(out + LANES, b);
+            _mm_storeu_ps(out + 2 * LANES, c), _mm_storeu_ps(out + 3 * LANES, d);
+        }
+#endif
+    return step;
+}
+
 // A plain matrix [rows, columns] into a packed one; the padding is set to zero.
 template <class T>
 void pack(const T* rows, const Matrix<T>& out) {
     const long K = out.columns, steps = out.steps();
     parallel(out.panels(), [&](long p) {
         T* panel = out.panel(p);
-        for (long step = 0; step < steps; ++step)
-            for (long lane = 0; lane < LANES; ++lane, panel += PAIR<T>)
+        const bool is_whole = (p + 1) * LANES <= out.rows;
+        for (long step = is_whole ? pack_blocks(rows + p * LANES * K, K, panel) : 0; step < steps; ++step)
+            for (long lane = 0; lane < LANES; ++lane)
                 for (long i = 0; i < PAIR<T>; ++i) {
                     const long row = p * LANES + lane, column = step * PAIR<T> + i;
-                    panel[i] = row < out.rows && column < K ? rows[row * K + column] : T{};
+                    panel[(step * LANES + lane) * PAIR<T> + i] =
+                        row < out.rows && column < K ? rows[row * K + column] : T{};
                 }
     });
 }

@@ -1,0 +1,177 @@
+"""Memory that can be given back while the tensors in it stay what they are.
+
+An arena is one mapping from which tensors are carved. It owns the mapping; whoever carved a tensor says what it holds.
+Promises: a tensor begins at a multiple of 64 bytes; memory that was dropped is back with the system when `drop`
+returns; tensors outlive `drop` and `restore`, on the host at the same addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+_HUGE_PAGE = 2 * 2**20
+_MOVE_FLAGS = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP
+_CANNOT_MOVE = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
+
+
+def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
+    """The size of an arena in which `build(empty)`, which asks for its tensors with `empty(*shape)`, finds room."""
+    total = 0
+
+    def empty(*shape: int) -> Tensor:
+        nonlocal total
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        total += _aligned(tensor.nbytes)
+        return tensor
+
+    build(empty)
+    return total
+
+
+def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
+    """An arena on a device. `huge_pages`: all of it will be used; otherwise host memory is taken as it is touched.
+
+    Raise MemoryError or RuntimeError if there is not so much.
+    """
+    if device.type == "cpu" and sys.platform == "linux":
+        return HostArena(num_bytes, huge_pages)
+    return DeviceArena(num_bytes, device)
+
+
+class Arena(ABC):
+    """`memory`: its bytes, uint8. They are zero at first, and after a `restore` of what was not kept."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._layout: list[tuple[int, int]] = []
+        self._is_held = True
+
+    @property
+    def num_held(self) -> int:
+        """The bytes of its device that it holds now, alignment included. Host pages count before they are touched."""
+        return self._memory.nbytes if self._is_held else 0
+
+    def empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """The next tensor."""
+        start = _aligned(sum(self._layout[-1])) if self._layout else 0
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if start + num_bytes > self._memory.nbytes:
+            raise MemoryError(f"arena: expected at most {self._memory.nbytes} bytes, asked for {start + num_bytes}")
+        self._layout.append((start, num_bytes))
+        return self._memory[start : start + num_bytes].view(dtype).view(shape)
+
+    def take(self, other: Arena) -> None:
+        """Moves the content of another arena here, which is undefined afterwards.
+
+        Raise ValueError unless the same tensors were carved from both.
+        """
+        if other._layout != self._layout or other._memory.shape != self._memory.shape:
+            raise ValueError("arena: expected one with the same tensors, found another layout")
+        if not self._move(other):
+            self._memory.copy_(other._memory)
+
+    @abstractmethod
+    def drop(self, keep: bool) -> None:
+        """Gives the device's memory back. `keep`: what it holds stays on the host, and comes back with `restore`.
+
+        What was dropped before without `keep` stays lost.
+        """
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Takes the memory again."""
+
+    def _move(self, other: Arena) -> bool:
+        """Moves the other's content without copying it, if that is possible."""
+        return False
+
+
+class HostArena(Arena):
+    """Pages of the host. Kept content simply stays where it is."""
+
+    def __init__(self, num_bytes: int, huge_pages: bool) -> None:
+        try:
+            self._mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"expected {num_bytes} bytes of memory: {error}") from None
+        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        # Huge pages begin at multiples of their size, and pages move whole only if both ends do.
+        self._start = -whole.data_ptr() % _HUGE_PAGE
+        super().__init__(whole[self._start : self._start + num_bytes])
+        if huge_pages:
+            with suppress(OSError):  # a system without them
+                self._advise(mmap.MADV_HUGEPAGE)
+
+    def drop(self, keep: bool) -> None:
+        if not keep:
+            self._advise(mmap.MADV_DONTNEED)
+            self._is_held = False
+
+    def restore(self) -> None:
+        self._is_held = True
+
+    def _move(self, other: Arena) -> bool:
+        return isinstance(other, HostArena) and _move_pages(
+            other._memory.data_ptr(), self._memory.data_ptr(), self._memory.nbytes
+        )
+
+    def _advise(self, advice: int) -> None:
+        self._mapping.madvise(advice, self._start, self._memory.nbytes)
+
+
+class DeviceArena(Arena):
+    """One allocation of torch's, on any device. Restored memory may lie elsewhere; its tensors follow it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        super().__init__(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        self._kept: Tensor | None = None
+
+    def drop(self, keep: bool) -> None:
+        if not keep:
+            self._kept = None
+        elif self._is_held:
+            self._kept = self._memory.to("cpu", copy=True)
+        self._memory.untyped_storage().resize_(0)
+        self._is_held = False
+        if self._memory.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self) -> None:
+        if self._is_held:
+            return
+        self._memory.untyped_storage().resize_(self._memory.nbytes)
+        self._is_held = True
+        if self._kept is None:
+            self._memory.zero_()
+        else:
+            self._memory.copy_(self._kept)
+            self._kept = None
+
+
+def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
+    """Puts the source's pages in the destination's place; the source stays mapped, empty. False if that is not known
+    here: then nothing changed. Raise OSError if it failed: then nothing may be mapped at the destination.
+    """
+    mremap = ctypes.CDLL(None, use_errno=True).mremap
+    mremap.restype = ctypes.c_void_p
+    mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    if mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
+        return True
+    if ctypes.get_errno() in _CANNOT_MOVE:
+        return False
+    raise OSError(ctypes.get_errno(), "mremap: cannot move the pages of an arena")
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

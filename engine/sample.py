@@ -1,0 +1,82 @@
+"""What an accepted request is while it is open: samples that grow, or scores that fill up, and what becomes of them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
+from .sequence import Sequence
+from .stop_strings import StopStrings
+
+_NOT_FINITE = (
+    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
+)
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One completion in the making.
+
+    `joined`: its prompt is computed by another request. `versions`: each version of the weights that produced tokens of
+    it, and how many tokens there were before.
+    """
+
+    request: GenerateRequest
+    index: int
+    order: tuple[int, int]
+    seed: int
+    sequence: Sequence
+    joined: bool
+    stop_strings: StopStrings | None
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
+
+    def append(self, token_id: int, logprob: float | None, version: int) -> None:
+        """Records a token that the weights of `version` produced."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.token_ids)))
+        self.token_ids.append(token_id)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+
+    def output(self, reason: FinishReason) -> SampleOutput:
+        """The sample as it is now."""
+        has_logprobs = self.request.params.logprobs is not None
+        return SampleOutput(
+            request_id=self.request.id,
+            index=self.index,
+            token_ids=np.array(self.token_ids, np.int32),
+            logprobs=np.array(self.logprobs, np.float32) if has_logprobs else None,
+            finish_reason=reason,
+            seed=self.seed,
+            num_cached_tokens=self.num_cached_tokens,
+            weight_versions=self._spans(),
+            error=_NOT_FINITE if reason == "error" else None,
+        )
+
+    def _spans(self) -> tuple[WeightSpan, ...]:
+        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
+        return tuple(WeightSpan(*span, end) for span, end in zip(self.versions, ends, strict=False))
+
+
+@dataclass(eq=False, slots=True)
+class Score:
+    """A score request in the making; `logprobs` float32 [num_tokens - 1] fills up as chunks are computed."""
+
+    request: ScoreRequest
+    sequence: Sequence
+    logprobs: np.ndarray
+
+    def output(self, reason: FinishReason, version: int) -> ScoreOutput:
+        """All of its log-probs, which the weights of `version` produced; none unless it is complete."""
+        logprobs = self.logprobs if reason == "stop" else self.logprobs[:0]
+        spans = (WeightSpan(version, 0, len(logprobs)),) if len(logprobs) else ()
+        return ScoreOutput(self.request.id, logprobs, reason, spans)

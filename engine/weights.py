@@ -1,0 +1,180 @@
+"""The model's weights as something that is replaced: staged beside the live ones, committed between two steps.
+
+Owns the arena of the weights, and through it the arenas of stagings. Does not know where new weights come from, which
+version they are, or what becomes of requests and of the KV cache: that is the engine's part.
+
+Promises: addresses of live weights never change on a host; until the commit nothing is written to them, unless the
+staging is in place; a commit that raises has changed nothing. `new_staging` may be called, and a staging be filled,
+from another thread while the engine steps; everything else belongs to the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..kernels.ops import Weight
+from .memory import Arena, bytes_needed, new_arena
+from .models.dense import DenseModel, Empty
+
+
+class WeightStore:
+    """The weights of the model that `build(empty)` makes, and what a new set of them must bring.
+
+    `dtype`: such as `bfloat16`. `shapes`: of every parameter, by its Hugging Face name. `tied`: names of copies of
+    parameters, and of which. `ignored`: further names that a set of weights may have. `is_whole`: whether the live
+    weights are those of one version; not after level 2 of `sleep`, nor once a staging in place is written to, until a
+    commit of every parameter.
+    """
+
+    def __init__(self, build: Callable[[Empty], DenseModel], dtype: torch.dtype, device: torch.device) -> None:
+        self._build, self._dtype, self._device = build, dtype, device
+        self._num_bytes = bytes_needed(build, dtype)
+        self._arena, self.model = self.new_model()
+        self.tensors: Mapping[str, Weight] = self.model.checkpoint_tensors()
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        self.tied = self.model.tied_tensors()
+        self.ignored = self.model.ignored_tensors()
+        self.is_whole = True
+        self._stagings: weakref.WeakSet[Staging] = weakref.WeakSet()
+        self._stagings_lock = threading.Lock()
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of the live weights' device that they hold now."""
+        return self._arena.num_held
+
+    @property
+    def num_held_by_stagings(self) -> int:
+        """Bytes that all stagings hold."""
+        with self._stagings_lock:
+            return sum(staging.num_bytes for staging in self._stagings)
+
+    def new_model(self) -> tuple[Arena, DenseModel]:
+        """A model with uninitialized weights in an arena of its own, laid out like the live ones."""
+        arena = new_arena(self._num_bytes, self._device, huge_pages=True)
+        return arena, self._build(partial(arena.empty, self._dtype))
+
+    def new_staging(self, in_place: bool) -> Staging:
+        """A place for new weights: the live ones themselves if `in_place`, for want of memory for others."""
+        staging = Staging(self, in_place)
+        with self._stagings_lock:
+            self._stagings.add(staging)
+        return staging
+
+    def commit(self, staging: Staging) -> None:
+        """Makes what was staged the live weights, and frees the staging.
+
+        Raise ValueError if the rows of a parameter are not all there, or if parameters are missing though the staging
+        is in place or the live weights are not whole.
+        """
+        staged = staging.check()
+        if (staging.in_place or not self.is_whole) and len(staged) < len(self.shapes):
+            missing = next(name for name in self.shapes if name not in staged)
+            raise ValueError(f"weights: expected every parameter, as the old ones are lost, {missing} is missing")
+        if not staging.in_place:
+            self._install(staging, staged)
+        self.is_whole = True
+        staging.drop()
+
+    def sleep(self, level: int) -> None:
+        """Gives the device's memory back. `level` 1 keeps the weights on the host, 2 drops them."""
+        self._arena.drop(keep=level == 1)
+        self.is_whole &= level == 1
+
+    def wake_up(self) -> None:
+        """Takes the memory again."""
+        self._arena.restore()
+
+    def _install(self, staging: Staging, staged: set[str]) -> None:
+        if staging.arena is not None and len(staged) == len(self.shapes):
+            self._arena.take(staging.arena)
+        else:
+            for name in staged:
+                self.tensors[name].copy_(staging.tensors[name])
+        for name, indices, values in staging.elements:
+            self.tensors[name].put_(indices, values)
+
+
+class Staging:
+    """New weights in the making. Its memory is freed by the commit, by `drop`, or with the last reference to it.
+
+    `arena`, `tensors`: where rows are written, once some are. `elements`: what is to be overwritten at the commit.
+    """
+
+    def __init__(self, store: WeightStore, in_place: bool) -> None:
+        self.in_place = in_place
+        self.arena: Arena | None = None
+        self.tensors: Mapping[str, Weight] = store.tensors if in_place else {}
+        self.elements: list[tuple[str, Tensor, Tensor]] = []
+        self._store = store
+        self._staged_rows: Counter[str] = Counter()
+        self._elements_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds beside the live weights."""
+        return self._elements_bytes + (0 if self.arena is None else self.arena.num_held)
+
+    def rows(self, name: str, start: int, length: int) -> Weight:
+        """Rows [start, start + length) of a parameter, to be written by `copy_` right away and once.
+
+        `start` is a multiple of 16 for a matrix; `length` too, unless the rows reach the end.
+        """
+        self._shape(name)
+        if self.in_place:
+            self._store.is_whole = False
+        elif self.arena is None:
+            self.arena, model = self._store.new_model()
+            self.tensors = model.checkpoint_tensors()
+        part = self.tensors[name].narrow(0, start, length)
+        self._staged_rows[name] += length
+        return part
+
+    def put(self, name: str, indices: Tensor, values: Tensor) -> None:
+        """Elements to overwrite at the commit: flat indices int64 [n] and values [n], both copied at once.
+
+        Raise ValueError for a staging in place, and for what does not fit the parameter.
+        """
+        if self.in_place:
+            raise ValueError("staging: expected whole rows for weights that are replaced in place, found elements")
+        numel = torch.Size(self._shape(name)).numel()
+        dtype = self._store.tensors[name].dtype
+        if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
+            raise ValueError(
+                f"{name}: expected as many int64 indices as {dtype} values, found {list(indices.shape)} of "
+                f"{indices.dtype} and {list(values.shape)} of {values.dtype}"
+            )
+        least, most = indices.aminmax() if len(indices) else (0, 0)
+        if least < 0 or most >= numel:
+            raise ValueError(f"{name}: expected indices in [0, {numel}), found one outside")
+        device = self._store.model.device
+        self.elements.append((name, indices.to(device, copy=True), values.to(device, copy=True)))
+        self._elements_bytes += indices.nbytes + values.nbytes
+
+    def check(self) -> set[str]:
+        """The parameters that are staged in rows. Raise ValueError if only some rows of one are."""
+        for name, count in self._staged_rows.items():
+            if count != self._shape(name)[0]:
+                raise ValueError(f"{name}: expected {self._shape(name)[0]} staged rows, found {count}")
+        return set(self._staged_rows)
+
+    def drop(self) -> None:
+        """Frees its memory and forgets what was staged. Nothing may be written to its rows afterwards."""
+        if self.arena is not None:
+            self.arena.drop(keep=False)
+        self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
+        self._staged_rows.clear()
+        self._elements_bytes = 0
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._store.shapes:
+            raise ValueError(f"staging: expected the name of a parameter, found {name!r}")
+        return self._store.shapes[name]

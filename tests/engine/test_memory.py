@@ -1,0 +1,187 @@
+"""Arenas: tensors that stay what they are while their memory goes away, comes back, or is exchanged."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.engine import memory
+from trueroll.engine.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
+
+CPU = torch.device("cpu")
+MIB = 2**20
+SHAPES = [(1,), (3, 5), (2, 8, 8), (0,), (700, 1000), (1,)]
+
+KINDS: dict[str, Callable[[int], Arena]] = {
+    "huge pages": partial(HostArena, huge_pages=True),
+    "small pages": partial(HostArena, huge_pages=False),
+    "device": partial(DeviceArena, device=CPU),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> Callable[[int], Arena]:
+    return KINDS[request.param]
+
+
+def build(empty: Callable[..., Tensor]) -> list[Tensor]:
+    return [empty(*shape) for shape in SHAPES]
+
+
+def filled(make: Callable[[int], Arena], seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Arena, list]:
+    """An arena that just holds random tensors of SHAPES."""
+    arena = make(bytes_needed(build, dtype))
+    tensors = build(partial(arena.empty, dtype))
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return arena, tensors
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_are_aligned_zero_and_apart(make: Callable[[int], Arena], dtype: torch.dtype) -> None:
+    arena = make(bytes_needed(build, dtype))
+    tensors = build(partial(arena.empty, dtype))
+    assert [tuple(tensor.shape) for tensor in tensors] == SHAPES and {tensor.dtype for tensor in tensors} == {dtype}
+    assert all(tensor.data_ptr() % ALIGNMENT == 0 and not tensor.any() for tensor in tensors)
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i + 1)
+    assert all((tensor == i + 1).all() for i, tensor in enumerate(tensors))
+    assert arena.num_held == bytes_needed(build, dtype)
+    with pytest.raises(MemoryError, match=f"at most {arena.num_held} bytes"):
+        arena.empty(dtype, 1)
+
+
+def test_memory_that_is_dropped_and_restored_is_zero(make: Callable[[int], Arena]) -> None:
+    arena, tensors = filled(make)
+    for _ in range(2):
+        arena.drop(keep=False)
+        assert arena.num_held == 0
+    for _ in range(2):
+        arena.restore()
+        assert arena.num_held == bytes_needed(build, torch.float32)
+    assert not any(tensor.any() for tensor in tensors)
+    tensors[1].fill_(1)
+    arena.restore()
+    assert tensors[1].all()
+
+
+def test_memory_that_is_kept_comes_back(make: Callable[[int], Arena]) -> None:
+    arena, tensors = filled(make)
+    for _ in range(2):
+        arena.drop(keep=True)
+    arena.restore()
+    assert same(tensors, filled(make)[1])
+    arena.drop(keep=True)
+    arena.drop(keep=False)
+    arena.drop(keep=True)
+    arena.restore()
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_a_device_gives_kept_memory_back_as_well() -> None:
+    arena, tensors = filled(KINDS["device"])
+    arena.drop(keep=True)
+    assert arena.num_held == tensors[0].untyped_storage().nbytes() == 0
+
+
+def test_an_arena_takes_the_content_of_another(make: Callable[[int], Arena]) -> None:
+    arena, tensors = filled(make, seed=1)
+    other, _ = filled(make, seed=2)
+    before = [tensor.data_ptr() for tensor in tensors]
+    expected = filled(make, seed=2)[1]
+    assert not same(tensors, expected)
+    arena.take(other)
+    del other
+    assert same(tensors, expected) and [tensor.data_ptr() for tensor in tensors] == before
+    arena.take(filled(make, seed=3)[0])
+    assert same(tensors, filled(make, seed=3)[1])
+    arena.drop(keep=False)
+    arena.restore()
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_pages_move_instead_of_being_copied() -> None:
+    arena, _ = filled(KINDS["huge pages"])
+    other, theirs = filled(KINDS["huge pages"], seed=1)
+    arena.take(other)
+    assert not any(tensor.any() for tensor in theirs), "the pages are gone from where they were"
+
+
+def test_where_pages_cannot_move_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, tensors = filled(KINDS["huge pages"])
+    other, theirs = filled(KINDS["huge pages"], seed=1)
+    monkeypatch.setattr(memory, "_MOVE_FLAGS", memory._MOVE_FLAGS | 1 << 20)  # a flag that no kernel knows
+    assert not memory._move_pages(other._memory.data_ptr(), arena._memory.data_ptr(), arena._memory.nbytes)
+    arena.take(other)
+    assert same(tensors, filled(KINDS["huge pages"], seed=1)[1]) and same(theirs, tensors)
+
+
+def test_a_move_that_fails_half_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, _ = filled(KINDS["huge pages"])
+    monkeypatch.setattr(memory, "_CANNOT_MOVE", ())
+    with pytest.raises(OSError, match="cannot move the pages") as caught:
+        memory._move_pages(1, arena._memory.data_ptr(), arena._memory.nbytes)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_another_layout_is_refused(make: Callable[[int], Arena]) -> None:
+    arena, other = make(4096), make(4096)
+    arena.empty(torch.float32, 8)
+    other.empty(torch.float32, 16)
+    for source in (other, make(4096), make(8192)):
+        with pytest.raises(ValueError, match="same tensors"):
+            arena.take(source)
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_host_memory_is_resident_only_while_it_is_used(huge_pages: bool) -> None:
+    size = 256 * MIB
+    arena = new_arena(size, CPU, huge_pages)
+    assert isinstance(arena, HostArena)
+    tensor, start = arena.empty(torch.uint8, size), resident()
+    for _ in range(2):
+        tensor.fill_(1)
+        assert resident() - start > 0.95 * size
+        arena.drop(keep=False)
+        assert resident() - start < 0.05 * size
+        arena.restore()
+        assert resident() - start < 0.05 * size
+    tensor[: size // 4] = 1
+    assert 0.2 * size < resident() - start < 0.3 * size
+
+
+def test_a_moved_arena_leaves_nothing_behind() -> None:
+    size = 64 * MIB
+    arena = HostArena(size, huge_pages=True)
+    tensor = arena.empty(torch.uint8, size)
+    tensor.fill_(0)
+    start = resident()
+    for i in range(10):
+        other = HostArena(size, huge_pages=True)
+        other.empty(torch.uint8, size).fill_(i)
+        assert resident() - start > 0.9 * size
+        arena.take(other)
+        del other
+        assert resident() - start < 0.1 * size
+        assert np.all(tensor.numpy() == i)
+
+
+def test_too_much_memory_is_refused() -> None:
+    with pytest.raises(MemoryError, match=str(2**60)):
+        new_arena(2**60, CPU, huge_pages=True)
