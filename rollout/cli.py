@@ -98,6 +98,13 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may go on after SIGTERM or Ctrl-C.")
     ] = WORKER["drain_seconds"],
+    while_unavailable: Annotated[
+        Literal["queue", "reject"],
+        typer.Option(help="Whether new requests wait or are refused while the worker is paused, asleep or updated."),
+    ] = WORKER["while_unavailable"],
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve /metrics and /healthz on this port of 127.0.0.1. Default: not at all.")
+    ] = WORKER["metrics_port"],
 ) -> None:
     """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
     settings = dict(locals())
@@ -156,6 +163,25 @@ def generate(
         stop=tuple(stop),
     )
     print_completions(model_or_address, prompt, params, chat, tokenizer)
+
+
+@app.command()
+def top(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Watch a worker: requests, tokens per second, cache, memory, pushes. Ends at Ctrl-C.
+
+    Without a terminal, prints one view and ends.
+    """
+    from rich.console import Console
+
+    from .client import RolloutClient
+    from .top import SILENCE_SECONDS
+    from .top import top as watch
+
+    with RolloutClient(address, timeout=SILENCE_SECONDS) as client:
+        watch(client, interval, Console())
 
 
 @app.command()

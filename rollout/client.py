@@ -19,19 +19,27 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
 from ..engine.errors import InvalidRequestError, TruerollError
-from ..engine.request import Distribution, SampleOutput, SamplingParams, describe_validation_error
+from ..engine.request import Distribution, InFlight, SampleOutput, SamplingParams, describe_validation_error
 from . import protocol
 from .connection import Connection, Inbox
 from .errors import RequestAbortedError
 
 T = TypeVar("T")
-M = TypeVar("M", protocol.Generate, protocol.Score, protocol.Abort)
+M = TypeVar(
+    "M",
+    protocol.Generate,
+    protocol.Score,
+    protocol.Abort,
+    protocol.Drain,
+    protocol.Sleep,
+    protocol.WakeUp,
+)
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
 ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
@@ -126,20 +134,62 @@ class AsyncRolloutClient:
         The samples arrive where the request was made, with finish reason `abort`. Raises UnknownRequestError if there
         is nothing unfinished of that name.
         """
-        reply = await self._ask(_message(protocol.Abort, id=_new_id(), request_id=request_id, index=index))
+        reply = await self.ask(_message(protocol.Abort, id=_new_id(), request_id=request_id, index=index))
         assert isinstance(reply, protocol.Aborted)
         return reply.num_samples
 
     async def health(self) -> protocol.Health:
         """How the worker is; answered at once, also while it loads or computes."""
-        reply = await self._ask(protocol.GetHealth(id=_new_id()))
+        reply = await self.ask(protocol.GetHealth(id=_new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
 
     async def stats(self) -> protocol.Stats:
         """The lifetime counters of engine and service."""
-        reply = await self._ask(protocol.GetStats(id=_new_id()))
+        reply = await self.ask(protocol.GetStats(id=_new_id()))
         assert isinstance(reply, protocol.Stats)
+        return reply
+
+    async def pause(self) -> protocol.Status:
+        """Generate nothing until `resume`; running requests keep what they have, new ones wait or are refused."""
+        return await self._ask_status(protocol.Pause(id=_new_id()))
+
+    async def resume(self) -> protocol.Status:
+        """End a pause."""
+        return await self._ask_status(protocol.Resume(id=_new_id()))
+
+    async def drain(self, timeout: float = 600.0) -> protocol.Status:
+        """Finish all requests accepted so far, then pause. Raises DeadlineError, and goes on generating, if that takes
+        more than `timeout` seconds.
+        """
+        return await self._ask_status(_message(protocol.Drain, id=_new_id(), timeout=timeout))
+
+    async def sleep(
+        self,
+        level: Literal[1, 2] = 1,
+        tags: Sequence[protocol.Tag] = protocol.ALL_TAGS,
+        *,
+        in_flight: InFlight = "recompute",
+        timeout: float = 600.0,
+    ) -> protocol.Status:
+        """Give the memory of `tags` back until `wake_up`. `level` 1 keeps the weights on the host; 2 drops them, and a
+        push must follow. `in_flight`: running requests are finished first (`drain`, for at most `timeout` seconds),
+        keep their tokens and go on later (`recompute`), or end with what they have (`abort`).
+        """
+        fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
+        return await self._ask_status(_message(protocol.Sleep, id=_new_id(), **fields))
+
+    async def wake_up(self, tags: Sequence[protocol.Tag] = protocol.ALL_TAGS) -> protocol.Status:
+        """Take the memory of `tags` again; the worker is ready when all tags are awake and its weights are whole."""
+        return await self._ask_status(_message(protocol.WakeUp, id=_new_id(), tags=tuple(tags)))
+
+    async def invalidate_prefix_cache(self) -> protocol.Status:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        return await self._ask_status(protocol.Invalidate(id=_new_id()))
+
+    async def _ask_status(self, message: protocol.LifecycleCall) -> protocol.Status:
+        reply = await self.ask(message)
+        assert isinstance(reply, protocol.Status)
         return reply
 
     async def close(self) -> None:
@@ -152,7 +202,8 @@ class AsyncRolloutClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, message: protocol.Call) -> protocol.FromWorker:
+    async def ask(self, message: protocol.Call) -> protocol.FromWorker:
+        """Send any call of the protocol that has a single reply, and return that. Raises the error it is, if it is."""
         inbox: Inbox = asyncio.Queue()
         self._connection.call(message, inbox)
         try:
@@ -259,6 +310,37 @@ class RolloutClient:
     def stats(self) -> protocol.Stats:
         """See `AsyncRolloutClient.stats`."""
         return self._wait(self._client.stats())
+
+    def pause(self) -> protocol.Status:
+        """See `AsyncRolloutClient.pause`."""
+        return self._wait(self._client.pause())
+
+    def resume(self) -> protocol.Status:
+        """See `AsyncRolloutClient.resume`."""
+        return self._wait(self._client.resume())
+
+    def drain(self, timeout: float = 600.0) -> protocol.Status:
+        """See `AsyncRolloutClient.drain`."""
+        return self._wait(self._client.drain(timeout))
+
+    def sleep(
+        self,
+        level: Literal[1, 2] = 1,
+        tags: Sequence[protocol.Tag] = protocol.ALL_TAGS,
+        *,
+        in_flight: InFlight = "recompute",
+        timeout: float = 600.0,
+    ) -> protocol.Status:
+        """See `AsyncRolloutClient.sleep`."""
+        return self._wait(self._client.sleep(level, tags, in_flight=in_flight, timeout=timeout))
+
+    def wake_up(self, tags: Sequence[protocol.Tag] = protocol.ALL_TAGS) -> protocol.Status:
+        """See `AsyncRolloutClient.wake_up`."""
+        return self._wait(self._client.wake_up(tags))
+
+    def invalidate_prefix_cache(self) -> protocol.Status:
+        """See `AsyncRolloutClient.invalidate_prefix_cache`."""
+        return self._wait(self._client.invalidate_prefix_cache())
 
     def close(self) -> None:
         """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""

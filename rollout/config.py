@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -23,7 +23,9 @@ class WorkerConfig(BaseModel):
     `max_message_bytes`: the longest message that is read. `max_n`: samples per request. `max_queued_requests`:
     requests accepted and not finished. Results wait for their acknowledgement within `max_kept_results` and
     `max_kept_bytes`, the oldest dropped first. `drain_seconds`: how long running requests may go on once the worker is
-    told to end.
+    told to end. `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is
+    paused, draining, asleep, waking, updating or dirty. `metrics_port`: where 127.0.0.1 serves `/metrics` and
+    `/healthz`; None: nowhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -36,6 +38,8 @@ class WorkerConfig(BaseModel):
     max_kept_results: int = Field(16384, ge=0)
     max_kept_bytes: int = Field(256 * 2**20, ge=0)
     drain_seconds: float = Field(30.0, ge=0.0)
+    while_unavailable: Literal["queue", "reject"] = "queue"
+    metrics_port: int | None = Field(None, ge=1, le=65535)
 
     def __init__(self, **values: Any) -> None:
         try:

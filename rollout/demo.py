@@ -1,19 +1,27 @@
-"""A first look: a real model behind a real worker process, and the proof that a cache hit changes no bit."""
+"""A first look: a real model behind a real worker process, and the proof that neither a cache hit nor company nor a
+sleep changes a bit, and that pushed weights are the ones that are served.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor
 
+from ..engine.models.loader import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
+from ..weight_sync.publisher import PushResult, WeightPublisher
 from .client import Group, RolloutClient
-from .launch import launch_worker
+from .launch import WorkerProcess, launch_worker
 from .text import TextModel
 
 SYSTEM_PROMPT = (
@@ -67,9 +75,12 @@ def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool
         _show_samples(console, text, groups)
         console.print("Now the same prompts greedily, under other circumstances ...")
         repetitions = _repeat(client, prompts, sizes)
+        console.print("Now the worker sleeps, and wakes up to other weights and then to the old ones ...")
+        changed, restored = _sleep_and_push(console, client, worker, _read_weights(model), prompts, sizes)
+        repetitions.append(Repetition("after a sleep and two pushes", False, restored))
     with launch_worker(model, enable_prefix_caching=False) as worker, RolloutClient(worker.address) as client:
         repetitions.append(Repetition("cache off (another worker)", False, _greedy(client, prompts, sizes)))
-    return compare(console, repetitions)
+    return _compare_changed(console, restored, changed) & compare(console, repetitions)
 
 
 def _generate_groups(console: Console, client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Group]:
@@ -100,12 +111,62 @@ def _repeat(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> li
     params = [*[_greedy_params(sizes)] * len(prompts), *[others] * len(prompts)]
     company = client.generate(prompts + [prompt[::-1] for prompt in prompts], params)
     return [
-        Repetition(
-            "cache cold", False, _greedy(client, prompts, sizes, salts=[f"cold {i}" for i in range(len(prompts))])
-        ),
+        Repetition("cache cold", False, _greedy_cold(client, prompts, sizes)),
         Repetition("cache warm", True, _greedy(client, prompts, sizes)),
         Repetition("in other company", True, [group.samples[0] for group in company[: len(prompts)]]),
     ]
+
+
+def _sleep_and_push(
+    console: Console,
+    client: RolloutClient,
+    worker: WorkerProcess,
+    weights: Mapping[str, Tensor],
+    prompts: list[list[int]],
+    sizes: Sizes,
+) -> tuple[list[SampleOutput], list[SampleOutput]]:
+    """Lets the worker drop its weights and its cache, pushes changed weights, and then the old ones. The greedy answers
+    with either.
+    """
+    process = psutil.Process(worker.pid)
+    before = process.memory_info().rss
+    client.sleep(level=2)
+    console.print(f"sleep(level=2) gave {(before - process.memory_info().rss) / 1e6:.0f} MB back to the system.")
+    client.wake_up(tags=["weights"])
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([worker.address])
+        push = publisher.push(((name, _blur(tensor)) for name, tensor in weights.items()), version=1)
+        client.wake_up(tags=["kv_cache"])
+        changed = _greedy_cold(client, prompts, sizes)
+        _show_push(console, push, changed)
+        push = publisher.push(weights, version=2)
+        restored = _greedy_cold(client, prompts, sizes)
+        _show_push(console, push, restored)
+    return changed, restored
+
+
+def _read_weights(model: str) -> dict[str, Tensor]:
+    files = sorted(resolve_model(model).glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _blur(tensor: Tensor) -> Tensor:
+    """A tensor that is visibly another one."""
+    return tensor + 0.5 * tensor.float().std() * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
+
+
+def _show_push(console: Console, push: PushResult, samples: Sequence[SampleOutput]) -> None:
+    versions = sorted({span.version for sample in samples for span in sample.weight_versions})
+    console.print(
+        f"Version {push.version} was pushed: {push.num_bytes / 1e6:.0f} MB in {push.total_seconds:.2f} s, with a pause "
+        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {samples[0].token_ids[:6].tolist()}, of version "
+        f"{versions}."
+    )
+
+
+def _greedy_cold(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[SampleOutput]:
+    """Greedy answers that share no cache with each other or with others."""
+    return _greedy(client, prompts, sizes, salts=[f"cold {i}" for i in range(len(prompts))])
 
 
 def _greedy(
@@ -142,6 +203,14 @@ def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
     else:
         console.print(f"[red]{differences} tokens or log-probs differ.[/] Please report this as a bug.")
     return differences == 0 and is_meant
+
+
+def _compare_changed(console: Console, old: Sequence[SampleOutput], changed: Sequence[SampleOutput]) -> bool:
+    """Whether other weights gave other bits in every answer; otherwise coming back to the old ones shows nothing."""
+    if all(_count_differences(*pair) for pair in zip(old, changed, strict=True)):
+        return True
+    console.print("[red]Nothing is proved:[/] pushed weights that differ gave the same bits.")
+    return False
 
 
 def _count_differences(expected: SampleOutput, found: SampleOutput) -> int:

@@ -11,12 +11,13 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from ..engine.errors import TruerollError
-from ..engine.request import Output, Request
+from ..engine.request import InFlight, Output, Request, Tag
+from .timings import Histogram
 
 
 class Engine(Protocol):
@@ -27,6 +28,11 @@ class Engine(Protocol):
     """A dataclass that says what the engine is, with `backend`, `backend_note`, `weight_bytes` and `kv_bytes`."""
 
     @property
+    def weights(self) -> Any:
+        """The `Destination` of pushes."""
+        ...
+
+    @property
     def has_unfinished(self) -> bool: ...
 
     def add(self, request: Request) -> None: ...
@@ -35,8 +41,22 @@ class Engine(Protocol):
 
     def step(self) -> list[Output]: ...
 
+    def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]: ...
+
+    def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
+
+    def wake_up(self, tags: Collection[Tag]) -> None: ...
+
+    def interrupt(self, in_flight: InFlight) -> list[Output]: ...
+
+    def invalidate_prefix_cache(self) -> None: ...
+
     def stats(self) -> Any:
         """A dataclass of counters, `computed_tokens`, `num_running` and `num_waiting` among them."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now, by tag."""
         ...
 
 
@@ -59,15 +79,24 @@ class End:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Do something with the engine between two steps; after it, step only unless `hold`. Answered by `Ran`."""
+
+    action: Callable[[Engine], list[Output]]
+    hold: bool
+
+
+@dataclass(frozen=True)
 class Stop:
     """Leave the loop, whatever is unfinished. Answered by nothing."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine stands. `info`: its EngineInfo as a dictionary."""
+    """The engine stands. `info`: its EngineInfo as a dictionary. `weights`: its `Destination` of pushes."""
 
     info: dict[str, Any]
+    weights: Any
 
 
 @dataclass(frozen=True)
@@ -95,21 +124,34 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """What a `Run` finished, and how many seconds it kept the engine from stepping; or the error that refused it."""
+
+    command: Run
+    outputs: list[Output]
+    seconds: float
+    error: TruerollError | None = None
+
+
+@dataclass(frozen=True)
 class Failed:
     """The engine could not be built, or raised something fatal; the thread is over."""
 
     error: BaseException
 
 
-Command: TypeAlias = Add | End | Stop
-Event: TypeAlias = Loaded | Finished | Refused | Ended | Failed
+Command: TypeAlias = Add | End | Run | Stop
+Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """How the engine was after its last step: its lifetime counters, and when (monotonic seconds) it last got on."""
+    """How the engine was after its last step: its lifetime counters, bytes of memory by tag, and when (monotonic
+    seconds) it last got on.
+    """
 
     stats: dict[str, Any]
+    memory: dict[str, int]
     weight_version: int
     progress_at: float
 
@@ -117,37 +159,47 @@ class Snapshot:
 class EngineThread(threading.Thread):
     """Builds the engine, then applies commands and steps until told to stop. Put `Command`s into `commands`.
 
-    `publish` is called on this thread with every event. `snapshot` is None until the engine stands.
+    `publish` is called on this thread with every event, and `step_seconds` observes every step. `snapshot` is None
+    until the engine stands.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine], publish: Callable[[Event], None]) -> None:
+    def __init__(
+        self, make_engine: Callable[[], Engine], publish: Callable[[Event], None], step_seconds: Histogram
+    ) -> None:
         super().__init__(name="engine", daemon=True)
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.snapshot: Snapshot | None = None
         self._make_engine = make_engine
         self._publish = publish
+        self._step_seconds = step_seconds
+        self._is_held = False
 
     def run(self) -> None:
         try:
             engine = self._make_engine()
             self._take_snapshot(engine, made_progress=True)
-            self._publish(Loaded(dataclasses.asdict(engine.info)))
+            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
             self._loop(engine)
         except BaseException as error:  # the thread's last word: whoever reads the events must learn of any end
             self._publish(Failed(error))
 
     def _loop(self, engine: Engine) -> None:
         while self._apply_commands(engine):
-            if engine.has_unfinished:
+            if self._has_work(engine):
+                started = time.monotonic()
                 outputs = engine.step()
+                self._step_seconds.observe(time.monotonic() - started)
                 self._take_snapshot(engine, made_progress=bool(outputs))
                 if outputs:
                     self._publish(Finished(outputs))
 
+    def _has_work(self, engine: Engine) -> bool:
+        return engine.has_unfinished and not self._is_held
+
     def _apply_commands(self, engine: Engine) -> bool:
         """Apply all that wait; with nothing to step, wait for one. False once told to stop."""
         while True:
-            is_idle = not engine.has_unfinished
+            is_idle = not self._has_work(engine)
             try:
                 command = self.commands.get(block=is_idle)
             except queue.Empty:
@@ -158,7 +210,7 @@ class EngineThread(threading.Thread):
             if is_idle:
                 self._take_snapshot(engine, made_progress=True)
 
-    def _apply(self, engine: Engine, command: Add | End) -> None:
+    def _apply(self, engine: Engine, command: Add | End | Run) -> None:
         match command:
             case Add(request):
                 try:
@@ -172,6 +224,20 @@ class EngineThread(threading.Thread):
                     self._publish(Ended(command, [], error))
                 else:
                     self._publish(Ended(command, outputs))
+            case Run():
+                self._run_between_steps(engine, command)
+
+    def _run_between_steps(self, engine: Engine, command: Run) -> None:
+        started = time.monotonic()
+        try:
+            outputs = command.action(engine)
+        except TruerollError as error:
+            self._publish(Ran(command, [], time.monotonic() - started, error))
+            return
+        self._is_held = command.hold
+        seconds = time.monotonic() - started
+        self._take_snapshot(engine, made_progress=True)
+        self._publish(Ran(command, outputs, seconds))
 
     def _take_snapshot(self, engine: Engine, made_progress: bool) -> None:
         stats = dataclasses.asdict(engine.stats())
@@ -180,4 +246,4 @@ class EngineThread(threading.Thread):
             progress_at = time.monotonic()
         else:
             progress_at = before.progress_at
-        self.snapshot = Snapshot(stats, engine.weight_version, progress_at)
+        self.snapshot = Snapshot(stats, engine.memory(), engine.weight_version, progress_at)

@@ -45,6 +45,30 @@ class WorkerFailedError(TruerollError):
     code = "worker_failed"
 
 
+class IllegalStateError(TruerollError):
+    """The worker is in a state in which this call makes no sense; the text names it."""
+
+    code = "illegal_state"
+
+
+class DeadlineError(TruerollError):
+    """Something did not happen within the time it was given."""
+
+    code = "deadline_exceeded"
+
+
+class PushError(TruerollError):
+    """A push of weights was refused or broke off; the text says what was wrong, and with which tensor."""
+
+    code = "push_failed"
+
+
+class VersionGapError(PushError):
+    """A push of changed elements refers to weights that the worker does not serve; push every tensor whole."""
+
+    code = "version_gap"
+
+
 class WorkerLostError(TruerollError):
     """Nothing answers at the worker's address, or another process does. Raised by the client, never sent."""
 
@@ -66,6 +90,10 @@ SENT_ERRORS: tuple[type[TruerollError], ...] = (
     UnavailableError,
     UnknownRequestError,
     WorkerFailedError,
+    IllegalStateError,
+    DeadlineError,
+    PushError,
+    VersionGapError,
 )
 
 _BY_CODE = {kind.code: kind for kind in (*SENT_ERRORS, ConfigError, ModelError)}

@@ -20,19 +20,24 @@ from ..engine.request import (
     CacheSalt,
     Distribution,
     FinishReason,
+    InFlight,
     SampleOutput,
     SamplingParams,
     ScoreOutput,
+    Tag,
     WeightSpan,
     describe_validation_error,
 )
+from ..weight_sync.manifest import Bucket, PushId, Source
 from .errors import ProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_ID_CHARS = 128
 MAX_ERROR_CHARS = 2000
 
-State: TypeAlias = Literal["loading", "ready", "draining", "failed"]
+State: TypeAlias = Literal["loading", "ready", "paused", "draining", "asleep", "waking", "updating", "dirty", "failed"]
+ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+PushPhase: TypeAlias = Literal["begun", "staged", "verified", "committed", "aborted"]
 
 
 def _is_whole_words(data: bytes) -> bytes:
@@ -45,6 +50,8 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Count = Annotated[int, Field(ge=0)]
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
+Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
+Tags = Annotated[tuple[Tag, ...], Field(min_length=1)]
 
 
 class _Message(BaseModel):
@@ -94,6 +101,119 @@ class GetHealth(_Message):
 class GetStats(_Message):
     type: Literal["stats"] = "stats"
     id: Id
+
+
+class Pause(_Message):
+    """Asks to generate nothing from the next step on. Running requests keep their tokens and their blocks."""
+
+    type: Literal["pause"] = "pause"
+    id: Id
+
+
+class Resume(_Message):
+    """Asks to end a pause."""
+
+    type: Literal["resume"] = "resume"
+    id: Id
+
+
+class Drain(_Message):
+    """Asks to finish what was accepted so far, for at most `timeout` seconds, and then to pause."""
+
+    type: Literal["drain"] = "drain"
+    id: Id
+    timeout: Seconds = 600.0
+
+
+class Sleep(_Message):
+    """Asks to give memory back. `level` 1 keeps the weights on the host, 2 drops them: then a push must follow.
+
+    `tags`: which memory. `in_flight`: what becomes of running requests; `drain` takes at most `timeout` seconds.
+    """
+
+    type: Literal["sleep"] = "sleep"
+    id: Id
+    level: Literal[1, 2] = 1
+    tags: Tags = ALL_TAGS
+    in_flight: InFlight = "recompute"
+    timeout: Seconds = 600.0
+
+
+class WakeUp(_Message):
+    """Asks to take the memory of `tags` again."""
+
+    type: Literal["wake_up"] = "wake_up"
+    id: Id
+    tags: Tags = ALL_TAGS
+
+
+class Invalidate(_Message):
+    """Asks to forget all cached prefixes; running requests keep their blocks."""
+
+    type: Literal["invalidate"] = "invalidate"
+    id: Id
+
+
+class GetWeights(_Message):
+    type: Literal["weights"] = "weights"
+    id: Id
+
+
+class BeginPush(_Message):
+    """Begins a push of weights, and ends one that was under way before.
+
+    `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
+    whole. `in_place`: write into the live weights, for want of memory: nothing is generated from now until the commit,
+    and `in_flight` says what becomes of running requests. `timeout`: seconds that each wait of this push may take.
+    """
+
+    type: Literal["begin_push"] = "begin_push"
+    id: Id
+    push_id: PushId
+    weight_version: Count
+    base: PushId | None = None
+    dtype: str
+    source: Source
+    in_place: bool = False
+    in_flight: InFlight = "recompute"
+    reject_nonfinite: bool = False
+    timeout: Seconds = 60.0
+
+
+class StageBucket(_Message):
+    """Announces a bucket. Its reply says that the bytes were copied and are right, so that its place is free again."""
+
+    type: Literal["stage_bucket"] = "stage_bucket"
+    id: Id
+    push_id: PushId
+    bucket: Bucket
+
+
+class VerifyPush(_Message):
+    """Asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
+
+    type: Literal["verify_push"] = "verify_push"
+    id: Id
+    push_id: PushId
+    num_buckets: Count
+
+
+class CommitPush(_Message):
+    """Asks to serve the verified weights from the next step on. `in_flight` `drain` takes at most `timeout` seconds."""
+
+    type: Literal["commit_push"] = "commit_push"
+    id: Id
+    push_id: PushId
+    in_flight: InFlight = "recompute"
+    timeout: Seconds = 600.0
+
+
+class AbortPush(_Message):
+    """Asks to forget a push. One that is not known counts as aborted; one that is committed stays so, and says it."""
+
+    type: Literal["abort_push"] = "abort_push"
+    id: Id
+    push_id: PushId
 
 
 class Sample(_Message):
@@ -149,6 +269,59 @@ class Aborted(_Message):
     num_samples: Count
 
 
+class Status(_Message):
+    """Ends a pause, resume, drain, sleep, wake_up or invalidate: the state that it led to."""
+
+    type: Literal["status"] = "status"
+    id: Id
+    state: State
+    weight_version: Count
+
+
+class Weights(_Message):
+    """What a push must bring, and what is served now.
+
+    `shapes`: of every parameter, by its Hugging Face name. `tied`: names that are copies of a parameter, and of which;
+    `ignored`: further names that may be left out. `push_id`: the push that is served, None for the model's own
+    checkpoint or while no complete weights are there.
+    """
+
+    type: Literal["weights"] = "weights"
+    id: Id
+    dtype: str
+    shapes: dict[str, tuple[Count, ...]]
+    tied: dict[str, str]
+    ignored: tuple[str, ...]
+    weight_version: Count
+    push_id: PushId | None
+
+
+class PushStatus(_Message):
+    """Ends a begin_push, stage_bucket, verify_push, commit_push or abort_push: how far the push has come.
+
+    `pause_seconds`: how long the commit kept the engine from stepping; None before it.
+    """
+
+    type: Literal["push_status"] = "push_status"
+    id: Id
+    push_id: PushId
+    phase: PushPhase
+    weight_version: Count
+    pause_seconds: float | None = None
+
+
+class PushProgress(_Message):
+    """A push under way, as `Health` shows it. `bytes_staged` and `seconds` count from its beginning."""
+
+    push_id: PushId
+    weight_version: Count
+    transport: str
+    phase: PushPhase
+    in_place: bool
+    bytes_staged: Count
+    seconds: float
+
+
 class Health(_Message):
     """How the worker is.
 
@@ -156,7 +329,8 @@ class Health(_Message):
     something, or from the arrival of work at an idle engine. It, `weight_version` and `engine` (what the engine is:
     model, backend, isa, dtype, sizes) are None while loading. `requests` counts those that are `open`
     (accepted, unfinished), those of them the engine has `running` and `waiting`, in sequences, and results `kept`.
-    `memory` is in bytes.
+    `memory` is in bytes by tag: `process` (resident), and once loaded `weights`, `kv_cache` and `staging`. `sleeping`:
+    the tags whose memory was given back. `push`: the push under way, if any.
     """
 
     type: Literal["health"] = "health"
@@ -169,6 +343,8 @@ class Health(_Message):
     memory: dict[str, Count]
     limits: dict[str, Count]
     engine: dict[str, Any] | None
+    sleeping: tuple[Tag, ...] = ()
+    push: PushProgress | None = None
 
 
 class Stats(_Message):
@@ -180,9 +356,11 @@ class Stats(_Message):
     service: dict[str, Count]
 
 
-Call: TypeAlias = Generate | Score | Abort | GetHealth | GetStats
+LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate
+PushCall: TypeAlias = BeginPush | StageBucket | VerifyPush | CommitPush | AbortPush
+Call: TypeAlias = Generate | Score | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
 FromClient: TypeAlias = Call | Ack
-FromWorker: TypeAlias = Sample | Done | Scores | Error | Aborted | Health | Stats
+FromWorker: TypeAlias = Sample | Done | Scores | Error | Aborted | Health | Stats | Status | Weights | PushStatus
 
 _FROM_CLIENT: TypeAdapter[FromClient] = TypeAdapter(Annotated[FromClient, Field(discriminator="type")])
 _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="type")])

@@ -4,7 +4,8 @@ Two threads: the one that calls `Worker.run` does all input and output, and the 
 Events of the engine wake the first through a socket pair. Health and stats are answered from snapshots, also while a
 step runs long.
 
-Owns: the socket, the state of the service, the ledger of requests. Does not own: the engine (the engine thread does).
+Owns: the socket, the ledger of requests, and those that wait because the worker is not ready. Does not own: the engine
+(the engine thread does), the state of the worker (`control` does).
 Promises: every accepted request gets exactly one terminal reply for each time it was submitted, also when the engine
 fails or the worker is told to end; no received bytes end the process.
 """
@@ -19,7 +20,7 @@ import queue
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import psutil
@@ -27,21 +28,31 @@ import zmq
 
 from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
-from ..engine.request import GenerateRequest, Output, SampleOutput, ScoreRequest
+from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest
 from . import protocol
 from .config import WorkerConfig
-from .engine_thread import Add, End, Ended, Engine, EngineThread, Event, Failed, Finished, Loaded, Refused, Stop
+from .control import Control, PushNews
+from .engine_thread import (
+    Add,
+    End,
+    Ended,
+    Engine,
+    EngineThread,
+    Event,
+    Failed,
+    Finished,
+    Loaded,
+    Ran,
+    Refused,
+    Run,
+    Stop,
+)
 from .errors import MessageTooLargeError, ProtocolError, QueueFullError, UnavailableError, WorkerFailedError
 from .ledger import Entry, Ledger
-from .protocol import State
+from .metrics import MetricsServer
 from .router import bind_router
+from .timings import Timings
 
-LEGAL_MOVES: dict[State, frozenset[State]] = {
-    "loading": frozenset({"ready", "draining", "failed"}),
-    "ready": frozenset({"draining", "failed"}),
-    "draining": frozenset({"failed"}),
-    "failed": frozenset(),
-}
 ABORT_SECONDS = 5.0
 """How long the engine may take to abort what is left after the drain deadline."""
 FAILED_SECONDS = 0.5
@@ -67,7 +78,6 @@ class Worker:
     ) -> None:
         self._config = config
         self._on_ready = on_ready
-        self._state: State = "loading"
         self._instance = secrets.token_hex(8)
         self._info: dict[str, Any] | None = None
         self._failure: BaseException | None = None
@@ -76,13 +86,23 @@ class Worker:
         self._aborts_sent = False
         self._unanswered_aborts: list[tuple[bytes, str]] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._engine_thread = EngineThread(make_engine, self._publish_event)
+        self._waiting_room: dict[str, Request] = {}
+        self._events: queue.SimpleQueue[Event | PushNews] = queue.SimpleQueue()
+        self._timings = Timings()
+        self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
+        self._control = Control(self, self._timings)
         self._context = zmq.Context()
         self._socket, self.address, self._folder = bind_router(self._context, config)
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
+        self._metrics: MetricsServer | None = None
+        if config.metrics_port is not None:
+            try:
+                self._metrics = MetricsServer(config.metrics_port, self)
+            except BaseException:
+                self._close_socket()
+                raise
 
     # Callable from other threads, `drain` from signal handlers too.
 
@@ -100,7 +120,8 @@ class Worker:
         except BlockingIOError:
             pass  # unread bytes are there already, and one is enough
 
-    def _publish_event(self, event: Event) -> None:
+    def publish_event(self, event: Event | PushNews) -> None:
+        """Bring an event of another thread to the worker's own."""
         self._events.put(event)
         self._wake()
 
@@ -140,30 +161,63 @@ class Worker:
             self._handle_events()
             self._handle_messages()
             self._follow_drain()
+            self._control.follow()
+            self._empty_waiting_room()
+
+    @property
+    def _state(self) -> protocol.State:
+        return self._control.lifecycle.state
 
     def _is_over(self) -> bool:
         if self._state == "failed":
             return time.monotonic() >= self._deadline
-        return self._state == "draining" and not self._ledger.open and not self._unanswered_aborts
+        return self._control.lifecycle.is_ending and not self._has_unanswered()
+
+    def _has_unanswered(self) -> bool:
+        return bool(self._ledger.open or self._unanswered_aborts or self._control.is_working)
 
     def _poll_ms(self) -> int | None:
-        if self._deadline == float("inf"):
+        deadline = min(self._deadline, self._control.deadline)
+        if deadline == float("inf"):
             return None
-        return max(0, round(1000 * (self._deadline - time.monotonic()))) + 1
-
-    def _move(self, state: State) -> None:
-        if state not in LEGAL_MOVES[self._state]:
-            raise RuntimeError(f"state: cannot move from {self._state} to {state}")
-        log.info("%s -> %s", self._state, state)
-        self._state = state
+        return max(0, round(1000 * (deadline - time.monotonic()))) + 1
 
     def _close(self) -> None:
         self._engine_thread.commands.put(Stop())
         self._engine_thread.join(timeout=1.0)
+        if self._metrics is not None:
+            self._metrics.close()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.close(linger=LINGER_MS)
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
+
+    # What `control` needs, beside `publish_event`.
+
+    def reply(self, identity: bytes, message: protocol.FromWorker) -> None:
+        """Send a message to a client."""
+        self._send(identity, protocol.encode(message))
+
+    def reply_error(self, identity: bytes, id: str, error: TruerollError) -> None:
+        """Tell a client that its message `id` has no result."""
+        self._send(identity, _error_frame(id, error))
+
+    def command(self, command: Run) -> None:
+        """Give the engine thread a command."""
+        self._engine_thread.commands.put(command)
+
+    def unfinished_requests(self) -> Collection[str]:
+        """Of the requests that the engine was given, those that have not ended."""
+        return self._ledger.open.keys() - self._waiting_room.keys()
+
+    def weight_version(self) -> int:
+        """Of the weights that the engine had after its last step or command."""
+        snapshot = self._engine_thread.snapshot
+        assert snapshot is not None
+        return snapshot.weight_version
 
     # Messages from clients.
 
@@ -206,9 +260,11 @@ class Worker:
                 for id in message.ids:
                     self._ledger.acknowledge(id)
             case protocol.GetHealth():
-                self._send(identity, protocol.encode(self._health(message.id)))
+                self._send(identity, protocol.encode(self.health(message.id)))
             case protocol.GetStats():
-                self._send(identity, protocol.encode(self._stats(message.id)))
+                self._send(identity, protocol.encode(self.stats(message.id)))
+            case _:
+                self._control.handle(identity, message)
 
     def _submit(self, identity: bytes, message: protocol.Generate | protocol.Score) -> None:
         entry = self._ledger.find(message)
@@ -221,8 +277,13 @@ class Worker:
             entry.subscribers.append(identity)
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
-        if self._state not in ("loading", "ready"):
-            raise UnavailableError(f"worker: expected state loading or ready, found {self._state}; use another worker")
+        if self._control.lifecycle.is_ending or self._state == "failed":
+            raise UnavailableError(f"worker: found state {self._state}, in which it ends; use another worker")
+        if self._config.while_unavailable == "reject" and self._state not in ("loading", "ready"):
+            raise UnavailableError(
+                f"worker: expected state ready, found {self._state}; try again later, or start the worker with "
+                "while_unavailable = queue"
+            )
         limit = self._config.max_queued_requests
         if len(self._ledger.open) >= limit:
             raise QueueFullError(
@@ -241,8 +302,17 @@ class Worker:
             params = message.params.model_copy(update={"seed": secrets.randbits(63) if seed is None else seed})
             request = GenerateRequest(message.id, protocol.bytes_to_tokens(message.prompt_token_ids), params)
             entry = self._ledger.add(message, params)
-        self._engine_thread.commands.put(Add(request))
+        self._waiting_room[request.id] = request
+        self._empty_waiting_room()
         return entry
+
+    def _empty_waiting_room(self) -> None:
+        if self._control.takes_requests:
+            for id in list(self._waiting_room):
+                self._give_to_engine(id)
+
+    def _give_to_engine(self, id: str) -> None:
+        self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))
 
     def _abort(self, identity: bytes, message: protocol.Abort) -> None:
         if message.request_id not in self._ledger.open:
@@ -250,9 +320,14 @@ class Worker:
                 f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             )
         self._unanswered_aborts.append((identity, message.id))
+        if message.request_id in self._waiting_room:
+            self._give_to_engine(message.request_id)
         self._engine_thread.commands.put(End(message.request_id, message.index, tag=(identity, message.id)))
 
-    def _health(self, id: str) -> protocol.Health:
+    # Callable from any thread: they read what changes as a whole, and wait for nothing.
+
+    def health(self, id: str = "metrics") -> protocol.Health:
+        """How the worker is."""
         snapshot = self._engine_thread.snapshot
         requests = {"open": len(self._ledger.open), "kept": len(self._ledger.kept)}
         if snapshot is not None:
@@ -267,20 +342,26 @@ class Worker:
             memory=self._memory(),
             limits=self._config.limits(),
             engine=self._info,
+            sleeping=tuple(sorted(self._control.lifecycle.sleeping)),
+            push=self._control.progress(),
         )
 
     def _memory(self) -> dict[str, int]:
-        memory = {"process": psutil.Process().memory_info().rss}
-        if self._info is not None:
-            memory |= {"weights": self._info["weight_bytes"], "kv": self._info["kv_bytes"]}
-        return memory
+        snapshot = self._engine_thread.snapshot
+        of_engine = {} if snapshot is None else snapshot.memory
+        return {"process": psutil.Process().memory_info().rss, **of_engine}
 
-    def _stats(self, id: str) -> protocol.Stats:
+    def stats(self, id: str = "metrics") -> protocol.Stats:
+        """The lifetime counters."""
         snapshot = self._engine_thread.snapshot
         engine = {} if snapshot is None else snapshot.stats
         return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._ledger.stats))
 
-    # Events from the engine.
+    def timings(self) -> Timings:
+        """How long steps, pushes and sleeps took."""
+        return self._timings
+
+    # Events from the engine and from pushes.
 
     def _handle_events(self) -> None:
         while True:
@@ -290,27 +371,32 @@ class Worker:
                 return
             self._handle_event(event)
 
-    def _handle_event(self, event: Event) -> None:
+    def _handle_event(self, event: Event | PushNews) -> None:
         if self._state == "failed":
-            return  # every request was answered already
+            return  # everyone was answered already
         match event:
-            case Loaded(info):
-                self._finish_loading(info)
+            case Loaded(info, weights):
+                self._finish_loading(info, weights)
             case Finished(outputs):
                 self._publish_outputs(outputs)
             case Refused(request_id, error):
                 self._publish_error(request_id, error)
             case Ended():
                 self._finish_abort(event)
+            case Ran(outputs=outputs):
+                self._publish_outputs(outputs)
+                self._control.handle_ran(event)
             case Failed(error):
                 self._fail(error)
+            case _:
+                self._control.handle_push_news(event)
 
-    def _finish_loading(self, info: dict[str, Any]) -> None:
+    def _finish_loading(self, info: dict[str, Any], weights: Any) -> None:
         self._info = info
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
-        if self._state == "loading":
-            self._move("ready")
+        self._control.finish_loading(weights)
+        if self._state == "ready":
             self._on_ready(info)
 
     def _publish_outputs(self, outputs: list[Output]) -> None:
@@ -357,17 +443,23 @@ class Worker:
         """Act on calls of `drain`, and on the deadline that the first of them set."""
         if self._state == "failed" or not self._drain_calls:
             return
-        if self._state != "draining":
-            self._move("draining")
-            self._deadline = time.monotonic() + self._config.drain_seconds
-        if self._drain_calls > 1 and not self._aborts_sent:
+        if not self._control.lifecycle.is_ending:
+            self._start_ending()
+        # What nothing computes need not be waited for.
+        if (self._drain_calls > 1 or self._control.lifecycle.is_held) and not self._aborts_sent:
             self._deadline = time.monotonic()
-        if time.monotonic() >= self._deadline and self._ledger.open:
+        if time.monotonic() >= self._deadline and self._has_unanswered():
             self._abort_open_requests()
+
+    def _start_ending(self) -> None:
+        self._control.start_ending()
+        for id in list(self._waiting_room):
+            self._give_to_engine(id)
+        self._deadline = time.monotonic() + self._config.drain_seconds
 
     def _abort_open_requests(self) -> None:
         if self._aborts_sent:
-            self._fail(TimeoutError(f"the engine did not abort its requests within {ABORT_SECONDS} s"))
+            self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
             return
         log.warning("aborting %d unfinished requests", len(self._ledger.open))
         for id in self._ledger.open:
@@ -385,7 +477,7 @@ class Worker:
             self._publish_error(id, WorkerFailedError(str(self._failure)))
         for identity, id in self._unanswered_aborts:
             self._send(identity, _error_frame(id, WorkerFailedError(str(self._failure))))
-        self._move("failed")
+        self._control.fail(WorkerFailedError(str(self._failure)))
         self._deadline = time.monotonic() + FAILED_SECONDS
 
     def _send(self, identity: bytes, frame: bytes) -> bool:

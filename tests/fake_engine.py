@@ -1,7 +1,8 @@
 """An engine without a model, for tests of the service: same methods as the real one, tokens that follow from the seed.
 
 Sample i of a group has `max_tokens - i` tokens, at least one, so that the samples of a group finish one after the
-other. Three token ids in a prompt make trouble, so that a test can ask for it across a process boundary too.
+other. Three token ids in a prompt make trouble, so that a test can ask for it across a process boundary too. Its
+weights are three small tensors that it never computes with.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 from trueroll.engine.errors import InvalidRequestError, UnknownRequestError
 from trueroll.engine.request import (
@@ -48,6 +52,17 @@ class FakeStats:
     num_waiting: int
     computed_tokens: int
     samples_finished: dict[str, int]
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    computed_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    recomputed: int = 0
+    deferred_admissions: int = 0
+    evictions: int = 0
+    blocks_in_use: int = 0
+    blocks_cached: int = 0
+    blocks_empty: int = 0
 
 
 def expected_tokens(seed: int, index: int, count: int) -> list[int]:
@@ -56,17 +71,55 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
     return [(own >> (position % 50)) % VOCAB_SIZE for position in range(count)]
 
 
+class FakeStaging:
+    """Rows and elements that a push brings; see `trueroll.engine.weights.Staging`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.elements: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self.num_bytes = 0
+
+    def rows(self, name: str, start: int, length: int) -> torch.Tensor:
+        return self.tensors[name].narrow(0, start, length)
+
+    def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
+        self.elements.append((name, indices, values))
+
+
+class FakeWeights:
+    """Where pushes go: `live` is what the last commit left."""
+
+    dtype = "float32"
+    shapes = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
+    tied = {"head": "embed"}
+    ignored = frozenset({"constant"})
+
+    def __init__(self) -> None:
+        self.live = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+
+    def new_staging(self, in_place: bool) -> FakeStaging:
+        return FakeStaging(self.live if in_place else {name: tensor.clone() for name, tensor in self.live.items()})
+
+    def commit(self, staging: FakeStaging) -> None:
+        for name, indices, values in staging.elements:
+            staging.tensors[name].put_(indices, values)
+        self.live = staging.tensors
+
+
 class FakeEngine:
-    """A step waits for `gate`, and adds tokens only while `flow` is set. `requests`: all that were ever added, in
-    order.
+    """A step sets `at_gate`, waits for `gate`, and adds tokens only while `flow` is set. `requests`: all that were ever added, in
+    order. `actions`: what else it was told to do.
     """
 
-    weight_version = 3
     info = FakeInfo()
 
     def __init__(self) -> None:
+        self.weight_version = 3
+        self.weights = FakeWeights()
+        self.actions: list[tuple[Any, ...]] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.at_gate = threading.Event()
         self.flow = threading.Event()
         self.flow.set()
         self.requests: list[Request] = []
@@ -106,6 +159,7 @@ class FakeEngine:
         return [self._finish(request_id, i, "abort") for i in indices]
 
     def step(self) -> list[Output]:
+        self.at_gate.set()
         self.gate.wait()
         time.sleep(0.0005)
         self._steps += 1
@@ -115,6 +169,33 @@ class FakeEngine:
         for id in list(self._open):
             outputs += self._step_request(id)
         return outputs
+
+    def commit_weights(self, staging: Any, version: int, in_flight: str) -> list[Output]:
+        self.actions.append(("commit", version, in_flight))
+        self.weights.commit(staging)
+        self.weight_version = version
+        return self._act(in_flight)
+
+    def sleep(self, level: int, tags: Collection[str], in_flight: str) -> list[Output]:
+        self.actions.append(("sleep", level, tuple(tags), in_flight))
+        return self._act(in_flight)
+
+    def wake_up(self, tags: Collection[str]) -> None:
+        self.actions.append(("wake_up", tuple(tags)))
+
+    def interrupt(self, in_flight: str) -> list[Output]:
+        self.actions.append(("interrupt", in_flight))
+        return self._act(in_flight)
+
+    def invalidate_prefix_cache(self) -> None:
+        self.actions.append(("invalidate",))
+
+    def memory(self) -> dict[str, int]:
+        return {"weights": 1000, "kv_cache": 2000, "staging": 0}
+
+    def _act(self, in_flight: str) -> list[Output]:
+        assert in_flight != "drain" or not self._open
+        return [output for id in list(self._open) for output in self.abort(id)] if in_flight == "abort" else []
 
     def stats(self) -> FakeStats:
         return FakeStats(self._steps, len(self._open), 0, self._computed, dict(self._finished))
@@ -140,7 +221,7 @@ class FakeEngine:
             del self._open[id]
         self._finished[reason] += 1
         request = self._by_id[id]
-        spans = (WeightSpan(self.weight_version, 0, count),)
+        spans = (WeightSpan(self.weight_version, 0, count),) if count else ()
         if not isinstance(request, GenerateRequest):
             tokens = request.token_ids[1:] if reason == "stop" else request.token_ids[:0]
             return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)

@@ -16,7 +16,7 @@ FOLDERS = ("rollout", "engine", "kernels", "weight_sync")
 # What each folder may import of ours, and which third-party packages it must not touch.
 OWN = {
     "kernels": {"kernels"},
-    "weight_sync": {"weight_sync"},
+    "weight_sync": {"weight_sync", "rollout"},
     "engine": {"engine", "kernels"},
     "rollout": {"rollout", "engine", "kernels", "weight_sync"},
 }
@@ -41,13 +41,42 @@ ENGINE = {
     "scheduler": BASE | {"prefix_cache", "sequence"},
     "stop_strings": BASE,
     "sampler": BASE,
+    "sample": BASE | {"sequence", "stop_strings"},
     "models": {"errors", "config", "models"},
-    "loading": {"errors", "config", "models"},
-    "model_runner": BASE | {"models", "sequence"},
+    "memory": set(),
+    "weights": {"memory", "models"},
+    "loading": {"errors", "config", "models", "weights"},
+    "model_runner": BASE | {"memory", "models", "sequence"},
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = BASE | {"engine"}
-PARTS = {"kernels": KERNELS, "engine": ENGINE}
+# The worker's side of weight_sync, which `receiver` joins, and then the trainer's, which `publisher` joins.
+RECEIVING = {
+    "manifest": set(),
+    "events": set(),
+    "tensors": set(),
+    "assembly": {"manifest", "tensors"},
+    "collective": {"manifest"},
+    "shared": {"manifest"},
+    "disk": {"manifest", "tensors"},
+}
+RECEIVING["receiver"] = {*RECEIVING}
+WEIGHT_SYNC = RECEIVING | {
+    "packing": {"manifest"},
+    "trainer": set(),
+    "workers": set(),
+    "snapshot": {"manifest", "tensors"},
+    "checklist": {"assembly", "manifest", "tensors", "trainer"},
+    "transaction": {"manifest", "workers"},
+    "outbox": {"manifest", "packing", "tensors", "transaction"},
+}
+WEIGHT_SYNC["publisher"] = {*WEIGHT_SYNC} - {"receiver", "events"}
+WEIGHT_SYNC["__init__"] = {"publisher"}
+PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC}
+
+# What weight_sync may import of rollout: all of it the words, one module the client.
+WORDS = {"rollout.errors", "rollout.protocol"}
+USES_THE_CLIENT = {"weight_sync.workers"}
 
 RUNS_AN_ENGINE = {"rollout.worker", "rollout.verify", "rollout.verify_premises", "rollout.bench"}
 JOINS_ENGINE_AND_WEIGHTS = {"rollout.worker"}
@@ -104,6 +133,8 @@ def _faults(module: str, imported: set[str]) -> Iterator[str]:
         yield from _part_faults(folder, module, ours)
     if folder == "rollout":
         yield from _rollout_faults(module, ours)
+    if folder == "weight_sync":
+        yield from _weight_sync_faults(module, ours)
 
 
 def _forbidden(folder: str, foreign: set[str]) -> set[str]:
@@ -131,6 +162,13 @@ def _rollout_faults(module: str, ours: set[str]) -> Iterator[str]:
         yield f"{module} imports engine and weight_sync: they meet only in {sorted(JOINS_ENGINE_AND_WEIGHTS)}"
 
 
+def _weight_sync_faults(module: str, ours: set[str]) -> Iterator[str]:
+    allowed = WORDS | ({"rollout.client"} if module in USES_THE_CLIENT else set())
+    for name in ours:
+        if name.startswith("rollout.") and name not in allowed:
+            yield f"{module} imports {name}: it may import only {sorted(allowed)} of rollout"
+
+
 def test_every_import_keeps_the_layers() -> None:
     sources = read_sources()
     assert {"engine.errors", "kernels.__init__", "kernels.cpu.backend", "weight_sync.__init__"} <= sources.keys()
@@ -147,6 +185,10 @@ def test_every_import_keeps_the_layers() -> None:
         ("kernels.reference", "def f():\n    from .cpu.backend import linear"),
         ("weight_sync.receiver", "from ..engine.errors import TruerollError"),
         ("weight_sync.receiver", "from trueroll import rollout"),
+        ("weight_sync.receiver", "from ..rollout.client import AsyncRolloutClient"),
+        ("weight_sync.receiver", "from .workers import Workers"),
+        ("weight_sync.publisher", "def f():\n    from ..rollout.worker import Worker"),
+        ("weight_sync.nobody_knows", "import math"),
         ("engine.scheduler", "from .model_runner import ModelRunner"),
         ("engine.scheduler", "def f():\n    from . import model_runner"),
         ("engine.model_runner", "if TYPE_CHECKING:\n    from .scheduler import Scheduler"),
@@ -169,6 +211,7 @@ def test_a_planted_violation_is_found(module: str, line: str) -> None:
     sources |= dict.fromkeys(["engine.scheduler", "engine.prefix_cache", "engine.models.loader"], "")
     sources |= dict.fromkeys(["kernels.cpu.backend", "kernels.cpu.library"], "")
     sources |= dict.fromkeys(["engine.__init__", "weight_sync.__init__", "rollout.__init__", "rollout.worker"], "")
+    sources |= dict.fromkeys(["rollout.client", "weight_sync.workers"], "")
     assert violations(sources) == []
     faults = violations(sources | {module: line})
     assert len(faults) == 1 and module in faults[0]

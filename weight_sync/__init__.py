@@ -1,1 +1,17 @@
-"""The place of weight updates from a trainer. They are not built yet: a worker serves the weights it started with."""
+"""Weight updates from a trainer. Names load on first use, so that workers never import what only a trainer needs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .publisher import PushResult, WeightPublisher
+
+__all__ = ["PushResult", "WeightPublisher"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".publisher", __name__), name)

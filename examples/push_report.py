@@ -1,0 +1,202 @@
+"""What weight pushes and sleeps cost: `python examples/push_report.py [MODEL]`.
+
+Pushes a model's own weights to a worker process by each transport, idle and while it generates, next to plain memory
+copies of as many bytes; pushes what one optimiser step changes; lets the worker sleep and wake up. The worker checks
+every byte it gets, and commits between two steps.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from trueroll.engine.models.loader import resolve_model
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.weight_sync import PushResult, WeightPublisher
+
+REPEATS = 9
+KV_MEMORY = 256 * 2**20
+PROMPTS = 64
+PROMPT_TOKENS = 128
+LEARNING_RATE = 1e-6
+Weights = dict[str, torch.Tensor]
+
+
+def read_weights(folder: Path) -> Weights:
+    """All tensors of a checkpoint, in memory of this process."""
+    weights: Weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def median_seconds(action: Callable[[], object], repeats: int = REPEATS) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def copy_seconds(num_bytes: int) -> tuple[float, float]:
+    """To copy so many bytes in one thread: into memory that is in use already, and into new memory."""
+    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    warm, fresh = median_seconds(lambda: target.copy_(source)), median_seconds(source.clone)
+    torch.set_num_threads(threads)
+    return warm, fresh
+
+
+class Traffic:
+    """Keeps the worker busy with groups of samples for as long as the context lasts."""
+
+    def __init__(self, client: RolloutClient) -> None:
+        self.client = client
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self) -> None:
+        params = SamplingParams(n=8, max_tokens=64, temperature=1.0, ignore_eos=True)
+        while not self.is_over.is_set():
+            self.client.generate([[number + 1] * 32 for number in range(8)], params)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+        while not self.client.health().requests.get("running"):
+            time.sleep(0.01)
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over.set()
+        self.thread.join()
+
+
+def push_often(publisher: WeightPublisher, weights: Weights, version: int) -> list[PushResult]:
+    publisher.push(weights, version)  # the first one makes buffers that later ones reuse
+    return [publisher.push(weights, version + number) for number in range(1, REPEATS + 1)]
+
+
+def report_transports(console: Console, worker: WorkerProcess, client: RolloutClient, weights: Weights) -> None:
+    table = Table(
+        "push", "idle worker: ms", "x warm copy", "x new copy", "busy worker: ms", "commit pause ms", "of push"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for transport in ("shared", "collective", "disk"):
+            with WeightPublisher(transport, folder=folder if transport == "disk" else None) as publisher:
+                publisher.connect([worker.address])
+                idle = push_often(publisher, weights, version=100)
+                with Traffic(client):
+                    busy = push_often(publisher, weights, version=200)
+            warm, fresh = copy_seconds(idle[0].num_bytes)
+            quiet = statistics.median(result.total_seconds for result in idle)
+            loaded = statistics.median(result.total_seconds for result in busy)
+            pause = statistics.median(result.pause_seconds for result in busy)
+            share = statistics.median(result.pause_seconds / result.total_seconds for result in busy)
+            cells = (quiet * 1e3, quiet / warm, quiet / fresh, loaded * 1e3, pause * 1e3)
+            table.add_row(transport, *(f"{cell:.1f}" for cell in cells), f"{share:.1%}")
+    megabytes = idle[0].num_bytes / 1e6
+    console.print(f"{megabytes:.0f} MB; copied in {warm * 1e3:.1f} ms, into new memory in {fresh * 1e3:.1f} ms")
+    console.print(table)
+
+
+def optimiser_step(weights: Weights) -> tuple[Weights, float]:
+    """The weights after one AdamW step on random gradients, from float32 masters, and which share of them changed."""
+    generator = torch.Generator().manual_seed(0)
+    after: Weights = {}
+    changed = total = 0
+    for name, tensor in weights.items():
+        master = torch.nn.Parameter(tensor.float())
+        master.grad = torch.randn(tensor.shape, generator=generator)
+        torch.optim.AdamW([master], lr=LEARNING_RATE, weight_decay=0.0).step()
+        after[name] = master.detach().to(tensor.dtype)
+        changed += int((after[name] != tensor).sum())
+        total += tensor.numel()
+    return after, changed / total
+
+
+def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> None:
+    after, share = optimiser_step(weights)
+    with WeightPublisher("shared", sparse=True) as publisher:
+        publisher.connect([worker.address])
+        whole = publisher.push(weights, 300)
+        results = []
+        for number in range(REPEATS):
+            results.append(publisher.push(weights if number % 2 else after, 301 + number))
+    assert not whole.is_sparse and all(result.is_sparse for result in results)
+    seconds = statistics.median(result.total_seconds for result in results)
+    console.print(
+        f"one optimiser step at a learning rate of {LEARNING_RATE:g} changes {share:.2%} of the weights: "
+        f"{results[0].num_bytes / 1e6:.2f} MB in {seconds * 1e3:.0f} ms, against {whole.num_bytes / 1e6:.0f} MB"
+    )
+
+
+def resident(worker: WorkerProcess) -> int:
+    return psutil.Process(worker.pid).memory_info().rss
+
+
+def fill_cache(client: RolloutClient) -> None:
+    vocabulary = client.health().engine["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, vocabulary, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    client.generate(prompts, SamplingParams(n=8, max_tokens=64, ignore_eos=True))
+
+
+def report_sleep(console: Console, worker: WorkerProcess, client: RolloutClient, weights: Weights) -> None:
+    table = Table("sleep", "held before MB", "given back MB", "of held", "sleep ms", "wake-up ms", "with push ms")
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([worker.address])
+        publisher.push(weights, 400)
+        for level in (1, 2):
+            fill_cache(client)
+            memory = client.health().memory
+            held = memory["weights"] + memory["kv_cache"] if level == 2 else memory["kv_cache"]
+            before = resident(worker)
+            start = time.perf_counter()
+            client.sleep(level)
+            asleep = time.perf_counter()
+            back = before - resident(worker)
+            woken = time.perf_counter()
+            client.wake_up(["weights"])
+            client.wake_up(["kv_cache"])
+            awake = time.perf_counter()
+            if level == 2:
+                publisher.push(weights, 401)
+            whole = time.perf_counter()
+            cells = (f"{held / 1e6:.0f}", f"{back / 1e6:.0f}", f"{back / held:.1%}", f"{(asleep - start) * 1e3:.1f}")
+            table.add_row(f"level {level}", *cells, f"{(awake - woken) * 1e3:.1f}", f"{(whole - woken) * 1e3:.1f}")
+        console.print(table)
+        sizes = []
+        for number in range(10):
+            fill_cache(client)
+            sizes.append(resident(worker))
+            client.sleep(2)
+            client.wake_up()
+            publisher.push(weights, 500 + number)
+    console.print(
+        "resident MB with a full cache, before each of ten sleeps: " + ", ".join(f"{s / 1e6:.0f}" for s in sizes)
+    )
+
+
+def main(model: str) -> None:
+    console = Console(width=120)
+    weights = read_weights(resolve_model(model))
+    console.print(f"{model}, {os.cpu_count()} CPUs, medians of {REPEATS}")
+    with launch_worker(model, kv_memory=KV_MEMORY) as worker, RolloutClient(worker.address) as client:
+        report_transports(console, worker, client, weights)
+        report_sparse(console, worker, weights)
+        report_sleep(console, worker, client, weights)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "smollm2")

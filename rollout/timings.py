@@ -1,0 +1,48 @@
+"""How long things took, as histograms that one thread writes and any thread reads without a lock. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+"""Upper bounds of the buckets, in seconds."""
+
+
+@dataclass(frozen=True)
+class Durations:
+    """What was observed up to a moment. `counts[i]`: durations in (BOUNDS[i - 1], BOUNDS[i]], the last of them beyond
+    every bound. `total`: all durations together, in seconds.
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    total: float = 0.0
+
+
+class Histogram:
+    """Counts durations. One thread calls `observe`; `durations` is replaced as a whole, so any thread may read it."""
+
+    def __init__(self) -> None:
+        self.durations = Durations()
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        counts, i = self.durations.counts, bisect_left(BOUNDS, seconds)
+        self.durations = Durations((*counts[:i], counts[i] + 1, *counts[i + 1 :]), self.durations.total + seconds)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """The histograms of one worker.
+
+    `step`: one step of the engine. Of a push: `stage` from its beginning until it is verified, `commit_pause` as long
+    as its commit kept the engine from stepping, `push` from its beginning until it is committed. `sleep` and
+    `wake_up`: from the arrival of the call until it is done.
+    """
+
+    step: Histogram = field(default_factory=Histogram)
+    stage: Histogram = field(default_factory=Histogram)
+    commit_pause: Histogram = field(default_factory=Histogram)
+    push: Histogram = field(default_factory=Histogram)
+    sleep: Histogram = field(default_factory=Histogram)
+    wake_up: Histogram = field(default_factory=Histogram)

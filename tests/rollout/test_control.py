@@ -1,0 +1,479 @@
+"""Lifecycle calls and pushes through the worker's socket, with the fake engine behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_engine import FakeEngine, FakeWeights
+from pushing import HandPush, ask
+from serving import RawClient, WorkerOnThread, serving
+
+from trueroll.rollout import RolloutClient
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.errors import DeadlineError, IllegalStateError
+
+LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate")
+NEW = {name: torch.randn(shape) for name, shape in FakeWeights.shapes.items()}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(engine) as running:
+        yield running
+    assert running.error is None
+
+
+@pytest.fixture
+def raw(worker: WorkerOnThread) -> Iterator[RawClient]:
+    with RawClient(worker.address) as client:
+        wait_for(client, "ready")
+        yield client
+
+
+def wait_for(client: RawClient, state: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while (health := client.health())["state"] != state:
+        assert time.monotonic() < deadline, f"{health['state']}, not {state}"
+        time.sleep(0.002)
+    return health
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def assert_serves(engine: FakeEngine, tensors: dict[str, torch.Tensor]) -> None:
+    assert engine.weights.live.keys() == tensors.keys()
+    assert all(torch.equal(engine.weights.live[name], tensor) for name, tensor in tensors.items())
+
+
+# Pausing and draining.
+
+
+def test_a_pause_keeps_running_requests_and_lets_new_ones_wait(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    assert ask(raw, "pause")["state"] == "paused"
+    engine.flow.set()
+    steps = engine.stats().steps
+    raw.generate("b")
+    health = raw.health()
+    assert health["state"] == "paused" and health["requests"]["open"] == 2
+    assert ask(raw, "pause")["state"] == "paused" and engine.stats().steps == steps
+    assert [request.id for request in engine.requests] == ["a"]
+    raw.send("resume", id="go")
+    replies = [raw.receive() for _ in range(5)]
+    assert sorted(reply["id"] for reply in replies if reply["type"] == "done") == ["a", "b"]
+    assert {"type": "status", "version": 1, "id": "go", "state": "ready", "weight_version": 3} in replies
+
+
+def test_a_drain_finishes_what_was_accepted_and_then_pauses(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    raw.send("drain", id="drain")
+    wait_for(raw, "draining")
+    raw.generate("late")
+    engine.flow.set()
+    replies = raw.receive_until("status")
+    assert [reply["type"] for reply in replies] == ["sample", "done", "status"] and replies[-1]["state"] == "paused"
+    assert [request.id for request in engine.requests] == ["a"]
+    ask(raw, "resume")
+    wait_until(lambda: [request.id for request in engine.requests] == ["a", "late"])
+
+
+def test_a_drain_that_takes_too_long_changes_nothing(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    error = ask(raw, "drain", timeout=0.05)
+    assert error["code"] == "deadline_exceeded" and "1 unfinished" in error["message"]
+    assert raw.health()["state"] == "ready"
+    engine.flow.set()
+    assert raw.receive_until("done")[-1]["id"] == "a"
+
+
+def test_only_one_drain_at_a_time_and_nothing_else_meanwhile(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    raw.send("drain", id="drain")
+    wait_for(raw, "draining")
+    for call in LIFECYCLE:
+        error = ask(raw, call)
+        assert error["code"] == "illegal_state" and "found draining" in error["message"], call
+    engine.flow.set()
+    assert raw.receive_until("status")[-1]["id"] == "drain"
+
+
+def test_new_requests_are_refused_where_that_is_the_setting(engine: FakeEngine) -> None:
+    with serving(engine, while_unavailable="reject") as running, RawClient(running.address) as raw:
+        wait_for(raw, "ready")
+        ask(raw, "pause")
+        raw.generate("a")
+        error = raw.receive()
+        assert error["code"] == "unavailable" and "found paused" in error["message"] and error["id"] == "a"
+        ask(raw, "resume")
+        raw.generate("a")
+        assert raw.receive_until("done")
+
+
+def test_an_abort_reaches_a_request_that_waits(raw: RawClient, engine: FakeEngine) -> None:
+    ask(raw, "pause")
+    raw.generate("a", n=2)
+    raw.send("abort", id="abort", request_id="a", index=None)
+    replies = raw.receive_until("aborted")
+    assert [reply["type"] for reply in replies] == ["sample", "sample", "done", "aborted"]
+    assert replies[-1]["num_samples"] == 2 and replies[0]["token_ids"] == b"" and replies[0]["weight_versions"] == []
+
+
+def test_a_call_sent_again_is_done_once(worker: WorkerOnThread, raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    raw.send("sleep", id="same", in_flight="drain")
+    wait_for(raw, "draining")
+    with RawClient(worker.address) as other:
+        other.send("sleep", id="same", in_flight="drain")
+        other.health()
+        engine.flow.set()
+        assert other.receive_until("status")[-1]["state"] == "asleep"
+    assert [action[0] for action in engine.actions] == ["sleep"]
+
+
+# Sleeping and waking.
+
+
+def test_sleep_and_wake_up_in_stages(raw: RawClient, engine: FakeEngine) -> None:
+    assert ask(raw, "sleep", level=2)["state"] == "asleep"
+    health = raw.health()
+    assert health["sleeping"] == ["kv_cache", "weights"] and health["state"] == "asleep"
+    assert ask(raw, "begin_push", **begin_fields())["code"] == "illegal_state"
+    assert ask(raw, "wake_up", tags=["weights"])["state"] == "waking"
+    with HandPush(raw, NEW) as push:
+        assert push.run()["phase"] == "committed"
+    assert raw.health()["state"] == "waking"
+    assert ask(raw, "wake_up", tags=["kv_cache"])["state"] == "ready"
+    tags = ("weights", "kv_cache")
+    assert engine.actions == [
+        ("sleep", 2, tags, "recompute"),
+        ("wake_up", ("weights",)),
+        ("commit", 5, "recompute"),
+        ("wake_up", ("kv_cache",)),
+    ]
+
+
+def begin_fields() -> dict[str, Any]:
+    source = {"kind": "disk", "folder": "/nowhere"}
+    return dict(push_id="0" * 32, weight_version=1, dtype="float32", source=source)
+
+
+def test_after_level_2_a_worker_is_dirty_until_a_push(raw: RawClient, engine: FakeEngine) -> None:
+    ask(raw, "sleep", level=2)
+    assert ask(raw, "wake_up")["state"] == "dirty"
+    raw.generate("a")
+    for call in ("pause", "resume", "drain"):
+        error = ask(raw, call)
+        assert error["code"] == "illegal_state" and "found dirty" in error["message"]
+    assert engine.requests == []
+    with HandPush(raw, NEW) as push:
+        assert push.run()["phase"] == "committed"
+    assert raw.health()["state"] == "ready"
+    wait_until(lambda: [request.id for request in engine.requests] == ["a"])
+
+
+def test_sleeping_deeper_drops_the_weights_too(raw: RawClient, engine: FakeEngine) -> None:
+    ask(raw, "sleep", level=1)
+    ask(raw, "sleep", level=1)
+    ask(raw, "sleep", level=2, tags=["weights"])
+    assert engine.actions == [
+        ("sleep", 1, ("weights", "kv_cache"), "recompute"),
+        ("sleep", 2, ("weights",), "recompute"),
+    ]
+    assert ask(raw, "wake_up")["state"] == "dirty"
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain"])
+def test_running_requests_at_a_sleep(raw: RawClient, engine: FakeEngine, in_flight: str) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    raw.send("sleep", id="sleep", in_flight=in_flight)
+    if in_flight == "drain":
+        wait_for(raw, "draining")
+        engine.flow.set()
+    replies = raw.receive_until("status")
+    reasons = [reply["finish_reason"] for reply in replies if reply["type"] == "sample"]
+    assert reasons == {"recompute": [], "abort": ["abort"], "drain": ["length"]}[in_flight]
+    engine.flow.set()
+    ask(raw, "wake_up")
+    if in_flight == "recompute":
+        assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+
+
+def test_draining_what_nothing_computes_is_refused(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    ask(raw, "pause")
+    error = ask(raw, "sleep", in_flight="drain")
+    assert error["code"] == "illegal_state" and "paused" in error["message"] and engine.actions == []
+    assert raw.health()["state"] == "paused"
+
+
+def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
+    assert ask(raw, "invalidate")["state"] == "ready" and engine.actions == [("invalidate",)]
+
+
+# Pushes.
+
+
+def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -> None:
+    before = ask(raw, "weights")
+    assert before["push_id"] is None and before["weight_version"] == 3 and before["tied"] == {"head": "embed"}
+    assert {name: tuple(shape) for name, shape in before["shapes"].items()} == FakeWeights.shapes
+    with HandPush(raw, NEW) as push:
+        push.up_to_verify()
+        health = raw.health()["push"]
+        assert health["phase"] == "verified" and health["weight_version"] == 5 and health["bytes_staged"] > 0
+        assert not any(torch.equal(engine.weights.live[name], tensor) for name, tensor in NEW.items())
+        committed = push.commit()
+        assert committed["phase"] == "committed" and committed["weight_version"] == 5
+        assert committed["pause_seconds"] >= 0
+        assert push.commit()["phase"] == "committed"  # as after a reconnect
+    assert_serves(engine, NEW)
+    after = ask(raw, "weights")
+    assert after["push_id"] == push.push_id and after["weight_version"] == 5 and raw.health()["push"] is None
+    assert [action[0] for action in engine.actions] == ["commit"]
+
+
+@pytest.mark.parametrize("spoil", ["missing", "unknown", "misshapen", "corrupted"])
+def test_a_push_with_a_fault_leaves_the_old_weights(raw: RawClient, engine: FakeEngine, spoil: str) -> None:
+    with HandPush(raw, NEW) as push:
+        assert push.begin()["phase"] == "begun"
+        bucket = push.bucket()
+        piece = bucket["pieces"][0]
+        if spoil == "missing":
+            del bucket["pieces"][0]
+        elif spoil == "unknown":
+            piece["name"] = "nobody"
+        elif spoil == "misshapen":
+            piece["shape"] = [48, 5]
+        else:
+            push.memory.slots[0][3] ^= 1
+        replies = [push.call("stage_bucket", bucket=bucket)]
+        if spoil == "missing":
+            assert replies[-1]["phase"] == "staged"
+            replies.append(push.verify())
+        assert replies[-1]["code"] == "push_failed"
+        assert ("nobody" if spoil == "unknown" else "a") in replies[-1]["message"]
+        assert push.commit()["code"] == "push_failed"
+    assert engine.actions == [] and ask(raw, "weights")["push_id"] is None
+    with HandPush(raw, NEW) as push:
+        assert push.run()["phase"] == "committed"
+
+
+def test_a_push_that_was_not_verified_is_not_committed(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        push.begin()
+        push.stage()
+        error = push.commit()
+        assert error["code"] == "push_failed" and "verify" in error["message"]
+        push.verify()
+        assert push.commit()["phase"] == "committed"
+
+
+def test_a_new_push_ends_the_one_before(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as old, HandPush(raw, NEW, version=6) as new:
+        old.begin()
+        old.stage()
+        assert new.run()["weight_version"] == 6
+        assert old.verify()["code"] == "push_failed" and old.commit()["code"] == "push_failed"
+        assert old.abort()["phase"] == "aborted"
+        assert new.abort()["phase"] == "committed"
+    assert_serves(engine, NEW)
+
+
+def test_a_silent_trainer_is_given_up(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        assert push.begin(timeout=0.1)["phase"] == "begun"
+        wait_until(lambda: raw.health()["push"] is None)
+        assert push.stage()["code"] == "push_failed"
+
+
+def test_an_aborted_push_is_forgotten(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        push.up_to_verify()
+        assert push.abort()["phase"] == "aborted" and push.abort()["phase"] == "aborted"
+        assert push.commit()["code"] == "push_failed"
+    assert engine.actions == [] and raw.health()["push"] is None
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain"])
+def test_running_requests_at_a_commit(raw: RawClient, engine: FakeEngine, in_flight: str) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push:
+        push.up_to_verify()
+        raw.send("commit_push", id="commit", push_id=push.push_id, in_flight=in_flight)
+        if in_flight == "drain":
+            wait_for(raw, "updating")
+            raw.generate("late")
+            assert raw.health()["requests"]["open"] == 2 and len(engine.requests) == 1
+            engine.flow.set()
+        replies = raw.receive_until("push_status")
+        reasons = [reply["finish_reason"] for reply in replies if reply["type"] == "sample"]
+        assert reasons == {"recompute": [], "abort": ["abort"], "drain": ["length"]}[in_flight]
+        versions = [reply["weight_versions"][0][0] for reply in replies if reply.get("weight_versions")]
+        assert set(versions) <= {3}
+    engine.flow.set()
+    assert_serves(engine, NEW)
+
+
+def test_a_commit_that_cannot_drain_in_time_commits_nothing(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push:
+        push.up_to_verify()
+        assert push.commit(in_flight="drain", timeout=0.05)["code"] == "deadline_exceeded"
+    assert engine.actions == [] and raw.health()["state"] == "ready"
+    engine.flow.set()
+    assert raw.receive_until("done")
+
+
+def test_a_commit_that_drains_can_be_aborted(worker: WorkerOnThread, raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
+        push.up_to_verify()
+        other.send("commit_push", id="commit", push_id=push.push_id, in_flight="drain")
+        wait_for(raw, "updating")
+        assert push.abort()["phase"] == "aborted"
+        error = other.receive()
+        assert error["id"] == "commit" and error["code"] == "push_failed"
+    assert raw.health()["state"] == "ready" and engine.actions == []
+
+
+def test_in_place_is_dirty_until_the_commit(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        assert push.begin(in_place=True)["phase"] == "begun"
+        assert raw.health()["state"] == "dirty"
+        raw.generate("a")
+        push.stage()
+        push.verify()
+        assert engine.requests == []
+        assert push.commit()["phase"] == "committed"
+    assert raw.receive_until("done")[-1]["id"] == "a"
+    assert_serves(engine, NEW)
+
+
+def test_a_broken_push_in_place_stays_dirty_until_the_next(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        push.begin(in_place=True)
+        push.stage()
+        push.abort()
+    assert raw.health()["state"] == "dirty" and ask(raw, "weights")["push_id"] is None
+    with HandPush(raw, NEW, version=9) as push:
+        assert push.run()["weight_version"] == 9
+    assert raw.health()["state"] == "ready"
+
+
+def test_changes_need_the_push_that_they_refer_to(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        assert push.begin(base="1" * 32)["code"] == "version_gap"
+        assert push.run()["phase"] == "committed"
+    with HandPush(raw, {}, version=6) as changes:
+        assert changes.begin(base=push.push_id, in_place=True)["code"] == "push_failed"
+        assert changes.begin(base=push.push_id)["phase"] == "begun"
+    ask(raw, "sleep", level=2)
+    ask(raw, "wake_up")
+    with HandPush(raw, {}, version=7) as changes:
+        assert changes.begin(base=push.push_id)["code"] == "version_gap"
+
+
+def test_dropping_the_weights_ends_a_push(raw: RawClient, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        push.up_to_verify()
+        ask(raw, "sleep", level=2)
+        ask(raw, "wake_up")
+        assert push.commit()["code"] == "push_failed" and raw.health()["state"] == "dirty"
+
+
+# The end.
+
+
+@pytest.mark.parametrize("call", ["pause", "sleep"])
+def test_a_worker_that_generates_nothing_ends_with_what_it_has(engine: FakeEngine, call: str) -> None:
+    with serving(engine, drain_seconds=600.0) as running, RawClient(running.address) as raw:
+        wait_for(raw, "ready")
+        engine.flow.clear()
+        raw.generate("running")
+        wait_until(lambda: len(engine.requests) == 1)
+        ask(raw, call)
+        raw.generate("waiting")
+        raw.health()
+        running.worker.drain()
+        replies = raw.receive_until("done") + raw.receive_until("done")
+        assert {reply["finish_reason"] for reply in replies if reply["type"] == "sample"} == {"abort"}
+        running.join()
+
+
+def test_calls_that_wait_are_answered_at_the_end(engine: FakeEngine) -> None:
+    with serving(engine) as running, RawClient(running.address) as raw:
+        wait_for(raw, "ready")
+        engine.flow.clear()
+        raw.generate("a")
+        wait_until(lambda: len(engine.requests) == 1)
+        with HandPush(raw, NEW) as push:
+            push.begin()
+            raw.send("drain", id="drain")
+            wait_for(raw, "draining")
+            running.worker.drain()
+            error = raw.receive()
+            assert error["id"] == "drain" and error["code"] == "unavailable"
+            assert push.stage()["code"] == "push_failed"
+            engine.flow.set()
+            assert raw.receive_until("done")
+
+
+def test_calls_are_answered_when_the_engine_fails(engine: FakeEngine) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken sleep")
+
+    engine.sleep = broken  # type: ignore[method-assign, assignment]
+    running = WorkerOnThread(WorkerConfig(), lambda: engine)
+    with RawClient(running.address) as raw:
+        wait_for(raw, "ready")
+        error = ask(raw, "sleep")
+        assert error["code"] == "worker_failed" and "broken sleep" in error["message"]
+    running.join()
+    assert running.error is not None
+
+
+# Through the client.
+
+
+def test_the_client_has_the_lifecycle_calls(worker: WorkerOnThread, raw: RawClient, engine: FakeEngine) -> None:
+    with RolloutClient(worker.address) as client:
+        assert client.pause().state == "paused" and client.resume().state == "ready"
+        assert client.drain(timeout=5.0).state == "paused" and client.resume().state == "ready"
+        assert client.sleep(2, ["kv_cache"], in_flight="abort").state == "asleep"
+        with pytest.raises(IllegalStateError, match="found asleep"):
+            client.pause()
+        assert client.wake_up().state == "ready" and client.invalidate_prefix_cache().weight_version == 3
+        engine.flow.clear()
+        raw.generate("a")
+        wait_until(lambda: len(engine.requests) == 1)
+        with pytest.raises(DeadlineError):
+            client.drain(timeout=0.05)
+        engine.flow.set()

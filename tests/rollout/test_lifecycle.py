@@ -1,0 +1,127 @@
+"""The states of a worker as a table: what leads where, which calls a state allows, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+
+from trueroll.rollout.errors import IllegalStateError
+from trueroll.rollout.lifecycle import LEGAL_CALLS, LEGAL_MOVES, Lifecycle
+from trueroll.rollout.protocol import ALL_TAGS, State
+
+STATES: dict[State, Callable[[Lifecycle], None]] = {
+    "loading": lambda lifecycle: None,
+    "ready": lambda lifecycle: lifecycle.finish_loading(),
+    "paused": lambda lifecycle: (lifecycle.finish_loading(), lifecycle.pause(True)),
+    "draining": lambda lifecycle: (lifecycle.finish_loading(), lifecycle.begin("draining")),
+    "asleep": lambda lifecycle: (lifecycle.finish_loading(), fall_asleep(lifecycle, drops_weights=False)),
+    "waking": lambda lifecycle: (
+        lifecycle.finish_loading(),
+        fall_asleep(lifecycle, drops_weights=False),
+        wake_up(lifecycle, "weights"),
+    ),
+    "updating": lambda lifecycle: (lifecycle.finish_loading(), lifecycle.begin("updating")),
+    "dirty": lambda lifecycle: (lifecycle.finish_loading(), make_dirty(lifecycle)),
+    "failed": lambda lifecycle: lifecycle.fail(),
+}
+
+
+def fall_asleep(lifecycle: Lifecycle, drops_weights: bool) -> None:
+    lifecycle.begin("draining")
+    lifecycle.sleep(ALL_TAGS, drops_weights)
+    lifecycle.end()
+
+
+def wake_up(lifecycle: Lifecycle, *tags: str) -> None:
+    lifecycle.begin("waking")
+    lifecycle.wake_up(tags)
+    lifecycle.end()
+
+
+def make_dirty(lifecycle: Lifecycle) -> None:
+    lifecycle.begin("updating")
+    lifecycle.set_dirty(True)
+    lifecycle.end()
+
+
+def in_state(state: State) -> Lifecycle:
+    lifecycle = Lifecycle()
+    STATES[state](lifecycle)
+    assert lifecycle.state == state
+    return lifecycle
+
+
+def test_the_tables_know_every_state() -> None:
+    assert set(STATES) == set(LEGAL_MOVES) == set(get_args(State))
+    assert all(moves <= set(get_args(State)) for moves in (*LEGAL_MOVES.values(), *LEGAL_CALLS.values()))
+
+
+@pytest.mark.parametrize("state", get_args(State))
+@pytest.mark.parametrize("call", sorted(LEGAL_CALLS))
+def test_a_call_that_a_state_does_not_allow_names_the_state(call: str, state: State) -> None:
+    lifecycle = in_state(state)
+    if state in LEGAL_CALLS[call]:
+        lifecycle.check(call)
+    else:
+        with pytest.raises(IllegalStateError, match=f"^{call}: expected state .*, found {state}; "):
+            lifecycle.check(call)
+    assert lifecycle.state == state
+
+
+@pytest.mark.parametrize("state", sorted(set(get_args(State)) - {"loading", "failed"}))
+def test_a_worker_that_ends_allows_none_of_these_calls_but_to_describe_its_weights(state: State) -> None:
+    lifecycle = in_state(state)
+    lifecycle.start_ending()
+    assert lifecycle.state == "draining"
+    for call in LEGAL_CALLS.keys() - {"weights"}:
+        with pytest.raises(IllegalStateError, match="found draining"):
+            lifecycle.check(call)
+
+
+@pytest.mark.parametrize("state", get_args(State))
+def test_every_state_but_failed_can_fail(state: State) -> None:
+    lifecycle = in_state(state)
+    lifecycle.fail()
+    assert lifecycle.state == "failed"
+
+
+def test_waking_in_stages_after_the_weights_were_dropped() -> None:
+    lifecycle = in_state("ready")
+    fall_asleep(lifecycle, drops_weights=True)
+    assert lifecycle.state == "asleep" and lifecycle.is_held
+    with pytest.raises(IllegalStateError, match=r"wake_up\(tags=\[.weights.\]\)"):
+        lifecycle.check_weights_awake("begin_push")
+    wake_up(lifecycle, "weights")
+    lifecycle.check_weights_awake("begin_push")
+    assert lifecycle.state == "waking" and lifecycle.is_held
+    lifecycle.begin("updating")
+    lifecycle.set_dirty(False)
+    lifecycle.end()
+    assert lifecycle.state == "waking" and lifecycle.is_held
+    wake_up(lifecycle, "kv_cache")
+    assert lifecycle.state == "ready" and not lifecycle.is_held
+
+
+def test_without_a_push_a_woken_worker_without_weights_is_dirty() -> None:
+    lifecycle = in_state("ready")
+    fall_asleep(lifecycle, drops_weights=True)
+    wake_up(lifecycle, *ALL_TAGS)
+    assert lifecycle.state == "dirty" and lifecycle.is_held
+
+
+def test_a_pause_outlasts_a_sleep() -> None:
+    lifecycle = in_state("paused")
+    fall_asleep(lifecycle, drops_weights=False)
+    wake_up(lifecycle, *ALL_TAGS)
+    assert lifecycle.state == "paused"
+    lifecycle.pause(False)
+    assert lifecycle.state == "ready"
+
+
+def test_a_move_that_is_not_in_the_table_is_a_bug() -> None:
+    lifecycle = in_state("failed")
+    lifecycle._has_failed = False
+    with pytest.raises(RuntimeError, match="cannot move from failed to ready"):
+        lifecycle.finish_loading()

@@ -1,0 +1,539 @@
+"""The trainer's side against fake workers on threads: what every worker serves after a push, and after a failed one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trueroll.rollout.errors import ConfigError, IllegalStateError, PushError, VersionGapError
+from trueroll.weight_sync import PushResult, WeightPublisher
+from trueroll.weight_sync import disk as disk_module
+from trueroll.weight_sync.tensors import DTYPES
+
+from .fake_worker import FakeWeights, FakeWorker
+
+SHAPES = {"embed.weight": (100, 8), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
+TIED = {"head.weight": "embed.weight"}
+TRANSPORTS = ("shared", "collective", "disk")
+BUCKET_BYTES = 1024
+
+
+def trainer_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+class Cluster:
+    """Fake workers on threads, each with weights of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.workers: list[FakeWorker] = []
+        self.threads: dict[FakeWorker, threading.Thread] = {}
+
+    def start(self, address: str | None = None, weights: FakeWeights | None = None) -> FakeWorker:
+        address = address or f"ipc://{self.folder}/worker{len(self.threads)}"
+        worker = FakeWorker(address, weights or FakeWeights(SHAPES, tied=TIED, ignored=("old.bias",)))
+        self.workers.append(worker)
+        self.threads[worker] = threading.Thread(target=worker.run, daemon=True)
+        self.threads[worker].start()
+        return worker
+
+    def end(self, worker: FakeWorker) -> None:
+        worker.end()
+        self.threads[worker].join(20)
+        assert not self.threads[worker].is_alive()
+        self.workers.remove(worker)
+
+    @contextmanager
+    def publisher(self, transport: Any = "shared", **settings: Any) -> Iterator[WeightPublisher]:
+        if transport == "disk":
+            settings = dict(folder=self.folder / "pushes") | settings
+        with WeightPublisher(transport, **(dict(timeout=20.0, bucket_bytes=BUCKET_BYTES) | settings)) as publisher:
+            publisher.connect([worker.address for worker in self.workers])
+            yield publisher
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    for worker in list(cluster.workers):
+        cluster.end(worker)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/trueroll-" in line]
+    assert all(line.endswith("(deleted)") for line in mapped)  # whatever is still mapped has lost its name
+
+
+def serves(worker: FakeWorker, tensors: dict[str, torch.Tensor], result: PushResult) -> bool:
+    """Whether the live bits are those of the trainer's tensors, cast, and version and push are told."""
+    dtype = DTYPES[worker.weights.dtype]
+    same = all(same_bits(worker.weights.live[name], tensor.to(dtype)) for name, tensor in tensors.items())
+    return same and (worker.version, worker.push_id) == (result.version, result.push_id)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_every_worker_serves_what_was_pushed(cluster: Cluster, transport: str, num_workers: int) -> None:
+    workers = [cluster.start() for _ in range(num_workers)]
+    with cluster.publisher(transport) as publisher:
+        for version in (3, 4):
+            tensors = trainer_tensors(version)
+            result = publisher.push(tensors, version)
+            assert all(serves(worker, tensors, result) for worker in workers)
+            assert result.num_bytes >= sum(tensor.numel() * 2 for tensor in tensors.values())
+            assert result.pause_seconds > 0 and not result.is_sparse
+            assert set(result.seconds) == {"begin", "stage", "verify", "commit"}
+    if transport != "disk":
+        assert workers[0].calls.count("stage_bucket") > 6  # so that slots were used again
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_tensors_are_cast_to_the_workers_dtype(cluster: Cluster, transport: str, dtype: str) -> None:
+    worker = cluster.start(weights=FakeWeights(SHAPES, dtype))
+    with cluster.publisher(transport) as publisher:
+        tensors = trainer_tensors(dtype=torch.float64)
+        assert serves(worker, tensors, publisher.push(tensors, 1))
+
+
+def test_a_module_and_an_iterator_and_odd_strides_are_taken(cluster: Cluster) -> None:
+    worker = cluster.start(weights=FakeWeights({"weight": (20, 30), "bias": (20,)}))
+    module = torch.nn.Linear(30, 20)
+    expected = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    with cluster.publisher() as publisher:
+        assert serves(worker, expected, publisher.push(module, 1))
+        expected["weight"] += 1
+        strided = {**expected, "weight": expected["weight"].T.contiguous().T}
+        assert not strided["weight"].is_contiguous()
+        assert serves(worker, expected, publisher.push(iter(strided.items()), 2))
+        assert serves(worker, expected, publisher.push(module.named_parameters(), 3)) is False  # the module's own
+        assert serves(worker, dict(module.state_dict()), publisher.push(module.named_parameters(), 4))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_iterator", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("norm.weight"), ["missing are norm.weight"]),
+        (lambda t: t.update({"b.weight": t["a.weight"]}), ["b.weight: unknown"]),
+        (lambda t: t.update({"module.a.weight": t.pop("a.weight")}), ["module.a.weight", "wrapper", "'module.'"]),
+        (lambda t: t.update({"a.weight": t["a.weight"].T}), ["a.weight: expected shape [33, 40], found [40, 33]"]),
+        (lambda t: t.update({"head.weight": t["embed.weight"] + 1}), ["head.weight", "values of embed.weight"]),
+        (lambda t: t.update({"head.weight": t["embed.weight"][:50]}), ["head.weight: expected shape"]),
+        (lambda t: t.update({"a.weight": "text"}), ["a.weight"]),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(
+    cluster: Cluster, transport: str, is_iterator: bool, change: Any, words: list[str]
+) -> None:
+    if not is_iterator and words == ["a.weight"]:
+        words = ["a.weight: expected a tensor"]
+    worker = cluster.start()
+    with cluster.publisher(transport) as publisher:
+        before = trainer_tensors(1)
+        first = publisher.push(before, 1)
+        tensors = trainer_tensors(2)
+        change(tensors)
+        with pytest.raises(PushError) as error:
+            publisher.push(iter(tensors.items()) if is_iterator else tensors, 2)
+        assert all(word in str(error.value) for word in words)
+        assert serves(worker, before, first)
+        after = trainer_tensors(3)
+        assert serves(worker, after, publisher.push(after, 3))
+
+
+def test_a_doubled_tensor_is_refused(cluster: Cluster) -> None:
+    worker = cluster.start()
+    tensors = list(trainer_tensors().items())
+    with cluster.publisher() as publisher:
+        with pytest.raises(PushError, match="norm.weight: expected each tensor once") as error:
+            publisher.push(iter([*tensors, tensors[2]]), 1)
+        assert f"{worker.address} serves version 0" in str(error.value)
+    assert worker.version == 0 and "commit_push" not in worker.calls
+
+
+def test_tied_and_ignored_tensors_are_left_out(cluster: Cluster) -> None:
+    worker = cluster.start()
+    tensors = trainer_tensors()
+    with cluster.publisher() as publisher:
+        plain = publisher.push(tensors, 1)
+        extra = {**tensors, "head.weight": tensors["embed.weight"], "old.bias": torch.ones(3)}
+        alike = {**extra, "head.weight": tensors["embed.weight"].clone()}
+        for version, more in enumerate([extra, alike, dict(reversed(alike.items()))], 2):
+            for given in (more, iter(more.items())):
+                result = publisher.push(given, version)
+                assert serves(worker, tensors, result) and result.num_bytes <= plain.num_bytes + 512
+
+
+def test_nonfinite_values_are_refused_where_asked(cluster: Cluster) -> None:
+    worker = cluster.start()
+    tensors = trainer_tensors()
+    tensors["a.weight"][20, 3] = float("nan")
+    with cluster.publisher(reject_nonfinite=True) as publisher:
+        with pytest.raises(PushError, match="a.weight: expected finite") as error:
+            publisher.push(tensors, 1)
+        assert worker.address in str(error.value) and "serves version 0" in str(error.value)
+    with cluster.publisher() as publisher:
+        assert serves(worker, tensors, publisher.push(tensors, 2))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_iterator_is_consumed_one_tensor_at_a_time(cluster: Cluster, transport: str) -> None:
+    worker = cluster.start()
+    tensors = trainer_tensors()
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in SHAPES:
+            alive.append(sum(reference() is not None for reference in made))
+            tensor = tensors[name].clone()
+            made.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    gc.disable()
+    try:
+        with cluster.publisher(transport) as publisher:
+            result = publisher.push(one_by_one(), 1)
+    finally:
+        gc.enable()
+    assert serves(worker, tensors, result)
+    assert len(made) == len(SHAPES)  # each was made anew
+    assert alive == [0] * len(SHAPES)  # and none was there when the next one was made
+
+
+@pytest.mark.parametrize("phase", ["weights", "begin_push", "stage_bucket", "verify_push"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_worker_that_refuses_keeps_all_at_the_old_version(cluster: Cluster, transport: str, phase: str) -> None:
+    if transport == "disk" and phase == "stage_bucket":
+        pytest.skip("disk has no buckets")
+    workers = [cluster.start() for _ in range(3)]
+    with cluster.publisher(transport) as publisher:
+        before = trainer_tensors(1)
+        first = publisher.push(before, 1)
+        workers[1].refuse[phase] = IllegalStateError("state: expected ready, found asleep")
+        start = time.monotonic()
+        with pytest.raises(PushError) as error:
+            publisher.push(trainer_tensors(2), 2)
+        assert time.monotonic() - start < 10  # it did not wait for a deadline, which is 20
+        assert f"worker {workers[1].address} failed: state: expected ready, found asleep" in str(error.value)
+        if phase != "weights":
+            assert f"{workers[0].address} serves version 1" in str(error.value)
+        assert all(serves(worker, before, first) for worker in workers)
+        after = trainer_tensors(3)
+        result = publisher.push(after, 3)
+        assert all(serves(worker, after, result) for worker in workers)
+
+
+@pytest.mark.parametrize("phase", ["weights", "begin_push", "stage_bucket", "verify_push", "commit_push"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_does_not_answer_meets_the_deadline(cluster: Cluster, transport: str, phase: str) -> None:
+    if transport == "disk" and phase == "stage_bucket":
+        pytest.skip("disk has no buckets")
+    workers = [cluster.start() for _ in range(2)]
+    with cluster.publisher(transport, timeout=0.5) as publisher:
+        workers[1].mute = {phase}
+        with pytest.raises(PushError) as error:
+            publisher.push(trainer_tensors(1), 1)
+        assert f"worker {workers[1].address} failed" in str(error.value)
+        assert phase in workers[1].calls
+        workers[1].mute = set()
+        after = trainer_tensors(2)
+        result = publisher.push(after, 2)
+        assert all(serves(worker, after, result) for worker in workers)
+
+
+def test_a_failure_at_commit_is_told_truthfully(cluster: Cluster) -> None:
+    workers = [cluster.start() for _ in range(2)]
+    with cluster.publisher() as publisher:
+        publisher.push(trainer_tensors(1), 1)
+        workers[1].refuse["commit_push"] = IllegalStateError("state: expected updating, found asleep")
+        with pytest.raises(PushError) as error:
+            publisher.push(trainer_tensors(2), 2)
+    assert f"at commit, worker {workers[1].address} failed" in str(error.value)
+    assert f"{workers[0].address} serves version 2" in str(error.value)
+    assert f"{workers[1].address} serves version 1" in str(error.value)
+    assert (workers[0].version, workers[1].version) == (2, 1)
+
+
+def test_a_dead_worker_can_be_left_out(cluster: Cluster) -> None:
+    dead, living = cluster.start(), cluster.start()
+    with cluster.publisher(timeout=0.5) as publisher:
+        publisher.push(trainer_tensors(1), 1)
+        cluster.end(dead)
+        with pytest.raises(PushError, match=dead.address):
+            publisher.push(trainer_tensors(2), 2)
+        assert living.version == 1
+        publisher.connect([living.address])
+        tensors = trainer_tensors(3)
+        assert serves(living, tensors, publisher.push(tensors, 3))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_worker_that_was_restarted_gets_the_next_push(cluster: Cluster, sparse: bool) -> None:
+    old = cluster.start()
+    with cluster.publisher(sparse=sparse) as publisher:
+        publisher.push(trainer_tensors(1), 1)
+        cluster.end(old)
+        new = cluster.start(old.address)
+        tensors = trainer_tensors(2)
+        result = publisher.push(tensors, 2)
+        assert not result.is_sparse
+        assert serves(new, tensors, result)
+
+
+def test_workers_that_want_different_things_are_named(cluster: Cluster) -> None:
+    cluster.start()
+    other = cluster.start(weights=FakeWeights(SHAPES, "float32"))
+    with cluster.publisher() as publisher:
+        with pytest.raises(PushError, match=f"worker {other.address}: expected the same parameters"):
+            publisher.push(trainer_tensors(), 1)
+
+
+def test_in_place_says_that_the_weights_are_no_longer_whole(cluster: Cluster) -> None:
+    worker = cluster.start()
+    with cluster.publisher(in_place=True) as publisher:
+        tensors = trainer_tensors(1)
+        assert serves(worker, tensors, publisher.push(tensors, 1))
+        worker.refuse["verify_push"] = IllegalStateError("no")
+        with pytest.raises(PushError, match="needs a complete push"):
+            publisher.push(trainer_tensors(2), 2)
+
+
+# Sparse pushes.
+
+
+def change_some(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A few elements of one tensor, all of another, none of the rest; -0.0 for 0.0, and NaN."""
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["a.weight"][0, 0] = -0.0
+    changed["a.weight"][32, 39] = float("nan")
+    changed["a.weight"][7, 5] += 10
+    changed["norm.weight"] += 100
+    return changed
+
+
+def zero_at_origin() -> dict[str, torch.Tensor]:
+    tensors = trainer_tensors(1)
+    tensors["a.weight"][0, 0] = 0.0
+    return tensors
+
+
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+def test_a_sparse_push_gives_the_bits_of_a_full_one(cluster: Cluster, transport: str) -> None:
+    workers = [cluster.start() for _ in range(2)]
+    tensors = zero_at_origin()
+    changed = change_some(tensors)
+    with cluster.publisher(transport, sparse=True) as publisher:
+        full = publisher.push(tensors, 1)
+        assert not full.is_sparse
+        result = publisher.push(changed, 2)
+        assert result.is_sparse and result.num_bytes < full.num_bytes / 5
+        assert all(serves(worker, changed, result) for worker in workers)
+        assert torch.signbit(workers[0].weights.live["a.weight"][0, 0])
+        same = publisher.push(changed, 3)
+        assert same.is_sparse and same.num_bytes == 0
+        assert all(serves(worker, changed, same) for worker in workers)
+
+
+def test_a_sparse_push_may_be_applied_twice(cluster: Cluster) -> None:
+    worker = cluster.start()
+    applied = []
+    commit = worker.weights.commit
+
+    def commit_twice(staging: Any) -> None:
+        commit(staging)
+        commit(staging)
+        applied.append(len(staging.elements))
+
+    worker.weights.commit = commit_twice  # type: ignore[method-assign]
+    tensors = zero_at_origin()
+    changed = change_some(tensors)
+    with cluster.publisher(sparse=True) as publisher:
+        publisher.push(tensors, 1)
+        assert serves(worker, changed, publisher.push(changed, 2))
+    assert applied == [0, 1]
+
+
+def test_a_long_list_of_changes_is_cut_over_buckets(cluster: Cluster) -> None:
+    shapes = {"big.weight": (64, 300)}
+    worker = cluster.start(weights=FakeWeights(shapes))
+    tensors = {"big.weight": torch.zeros(64, 300)}
+    with cluster.publisher(sparse=True) as publisher:
+        publisher.push(tensors, 1)
+        worker.calls.clear()
+        tensors["big.weight"].view(-1)[::5] = 1.0
+        result = publisher.push(tensors, 2)
+        assert result.is_sparse and worker.calls.count("stage_bucket") > 10
+        assert serves(worker, tensors, result)
+
+
+def test_where_most_changed_whole_tensors_are_sent(cluster: Cluster) -> None:
+    worker = cluster.start()
+    with cluster.publisher(sparse=True) as publisher:
+        full = publisher.push(trainer_tensors(1), 1)
+        tensors = trainer_tensors(2)
+        result = publisher.push(tensors, 2)
+        assert result.is_sparse and result.num_bytes == full.num_bytes
+        assert serves(worker, tensors, result)
+
+
+def test_a_gap_makes_the_push_a_full_one(cluster: Cluster) -> None:
+    workers = [cluster.start() for _ in range(2)]
+    with cluster.publisher(sparse=True) as publisher, cluster.publisher() as another:
+        publisher.push(trainer_tensors(1), 1)
+        another.push(trainer_tensors(9), 9)
+        tensors = trainer_tensors(2)
+        seen_before = publisher.push(tensors, 2)
+        assert not seen_before.is_sparse and serves(workers[0], tensors, seen_before)
+        workers[1].refuse["begin_push"] = VersionGapError("base: expected another")
+        changed = change_some(tensors)
+        found_late = publisher.push(iter(changed.items()), 3)
+        assert not workers[1].refuse  # it was used
+        assert not found_late.is_sparse and all(serves(worker, changed, found_late) for worker in workers)
+        assert publisher.push(changed, 4).is_sparse
+
+
+def test_after_a_failed_sparse_push_the_next_is_full(cluster: Cluster) -> None:
+    worker = cluster.start()
+    tensors = zero_at_origin()
+    with cluster.publisher(sparse=True) as publisher:
+        publisher.push(tensors, 1)
+        changed = change_some(tensors)
+        worker.refuse["verify_push"] = IllegalStateError("no")
+        with pytest.raises(PushError):
+            publisher.push(changed, 2)
+        result = publisher.push(changed, 3)
+        assert not result.is_sparse and serves(worker, changed, result)
+        assert publisher.push(changed, 4).is_sparse
+
+
+# Disk.
+
+
+def test_a_folder_is_a_checkpoint_and_can_be_pushed_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "MAX_SHARD_BYTES", 2048)
+    worker = cluster.start()
+    tensors = trainer_tensors()
+    with cluster.publisher("disk") as publisher:
+        first = publisher.push(tensors, 5)
+        [folder] = (cluster.folder / "pushes").iterdir()
+        assert folder.name == f"version-5-{first.push_id[:8]}"
+        shards = sorted(folder.glob("*.safetensors"))
+        assert len(shards) > 1
+        read = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+        assert read.keys() == tensors.keys()
+        assert all(same_bits(read[name], tensor.to(torch.bfloat16)) for name, tensor in tensors.items())
+        cluster.end(worker)
+        restarted = cluster.start(worker.address)
+        again = publisher.push_folder(folder)
+        assert (again.version, again.push_id) == (5, first.push_id)
+        assert serves(restarted, tensors, again)
+
+
+def test_older_pushes_and_leftovers_are_removed_and_nothing_else(cluster: Cluster) -> None:
+    cluster.start()
+    parent = cluster.folder / "pushes"
+    leftover = parent / "version-1-00000000.tmp"
+    kept = [parent / "version-1-00000000", parent / "notes", parent / "version-7-00000000.tmp.old"]
+    for folder in (leftover, *kept):
+        folder.mkdir(parents=True)
+    with cluster.publisher("disk") as publisher:
+        first = publisher.push(trainer_tensors(1), 1)
+        assert not leftover.exists() and all(folder.exists() for folder in kept)
+        second = publisher.push(trainer_tensors(2), 2)
+    assert first.push_id != second.push_id
+    found = {folder.name for folder in parent.iterdir()}
+    assert found == {f"version-2-{second.push_id[:8]}", *(folder.name for folder in kept)}
+
+
+def test_a_corrupt_or_foreign_folder_is_refused(cluster: Cluster) -> None:
+    worker = cluster.start()
+    with cluster.publisher("disk") as publisher:
+        tensors = trainer_tensors()
+        result = publisher.push(tensors, 1)
+        [folder] = (cluster.folder / "pushes").iterdir()
+        [shard] = folder.glob("*.safetensors")
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(PushError, match=r"tensor \S+: expected checksum"):
+            publisher.push_folder(folder)
+        shard.write_bytes(whole[:-10])
+        with pytest.raises(PushError, match="safetensors"):
+            publisher.push_folder(folder)
+        shard.write_bytes(whole)
+        (folder / disk_module.MANIFEST_FILE).write_text("{}")
+        with pytest.raises(PushError, match="manifest"):
+            publisher.push_folder(folder)
+        with pytest.raises(PushError, match="none"):
+            publisher.push_folder(cluster.folder / "none")
+        assert serves(worker, tensors, result)
+
+
+def test_a_folder_that_cannot_be_written_is_told(cluster: Cluster) -> None:
+    worker = cluster.start()
+    (cluster.folder / "file").write_text("")
+    with cluster.publisher("disk", folder=cluster.folder / "file") as publisher:
+        with pytest.raises(PushError, match="expected to write"):
+            publisher.push(trainer_tensors(), 1)
+    assert "begin_push" not in worker.calls
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (dict(transport="carrier pigeon"), "transport"),
+        (dict(timeout=0.0), "timeout"),
+        (dict(transport="disk"), "folder"),
+        (dict(folder="x"), "folder"),
+        (dict(transport="disk", folder="x", sparse=True), "sparse"),
+        (dict(sparse=True, in_place=True), "sparse"),
+        (dict(in_flight="hope"), "in_flight"),
+        (dict(bucket_bytes=0), "bucket_bytes"),
+        (dict(drain_timeout=-1.0), "drain_timeout"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: expected"):
+        WeightPublisher(**settings)
+
+
+def test_calls_that_cannot_work_are_refused() -> None:
+    with WeightPublisher() as publisher:
+        with pytest.raises(ConfigError, match="call connect"):
+            publisher.push({}, 1)
+        with pytest.raises(ConfigError, match="version"):
+            publisher.push({}, -1)
+        with pytest.raises(ConfigError, match="each worker once"):
+            publisher.connect(["ipc://a", "ipc://a"])
+        with pytest.raises(ConfigError, match="address"):
+            publisher.connect(["nonsense"])
+        with pytest.raises(ConfigError, match="loopback"):
+            publisher.connect(["tcp://8.8.8.8:1"])
+
+
+def test_a_host_that_is_not_here_is_refused(cluster: Cluster) -> None:
+    worker = cluster.start()
+    with cluster.publisher("collective", host="192.0.2.1") as publisher:
+        with pytest.raises(ConfigError, match="host"):
+            publisher.push(trainer_tensors(), 1)
+    assert worker.version == 0

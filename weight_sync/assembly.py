@@ -1,0 +1,203 @@
+"""The pieces of a push become a complete set of weights, or an error that names the tensor.
+
+Owns the count of what has arrived. Does not own the staging that it writes into, nor the memory it reads from, of which
+it keeps nothing. Promises that no length, offset or index is believed before it is checked, and that `finish` succeeds
+only if every parameter arrived exactly once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..rollout.errors import PushError
+from .manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
+from .tensors import INDEX_DTYPE, dtype_named
+
+_MOST_NAMES = 10
+
+
+class Writable(Protocol):
+    """Rows of a weight, in whatever layout they are stored."""
+
+    def copy_(self, source: torch.Tensor, /) -> Any: ...
+
+
+class Staging(Protocol):
+    """Where the weights of a push are put together, beside the live ones or, in place, in them."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def rows(self, name: str, start: int, length: int) -> Writable: ...
+    def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+class Wanted(Protocol):
+    """The parameters that a push must bring."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def tied(self) -> Mapping[str, str]: ...
+    @property
+    def ignored(self) -> Collection[str]: ...
+
+
+class Destination(Wanted, Protocol):
+    """The parameters of a worker, and how to make a place for new ones."""
+
+    def new_staging(self, in_place: bool) -> Staging: ...
+
+
+@dataclass
+class _Tally:
+    """How many of a tensor's rows, or of its changed elements, have arrived."""
+
+    kind: str
+    expected: int
+    arrived: int = 0
+    last_index: int = -1
+
+    @property
+    def is_whole(self) -> bool:
+        return self.arrived == self.expected
+
+
+class Assembly:
+    """Writes pieces into `staging`. `is_sparse`: lists of changed elements may come instead of rows."""
+
+    def __init__(self, weights: Destination, staging: Staging, is_sparse: bool, reject_nonfinite: bool) -> None:
+        self._weights = weights
+        self._staging = staging
+        self._dtype = dtype_named(weights.dtype)
+        self._is_sparse = is_sparse
+        self._reject_nonfinite = reject_nonfinite
+        self._tallies: dict[str, _Tally] = {}
+
+    def check(self, bucket: Bucket) -> None:
+        """Raise PushError unless every piece lies inside the bucket and has the bytes that it should have."""
+        for piece in bucket.pieces:
+            self._check_extent(piece)
+            expected = self._num_bytes(piece)
+            _expect(piece.num_bytes == expected, piece, f"{expected} bytes", piece.num_bytes)
+            _expect(piece.offset % ALIGNMENT == 0, piece, f"an offset that {ALIGNMENT} divides", piece.offset)
+            end = piece.offset + piece.num_bytes
+            _expect(end <= bucket.num_bytes, piece, f"an end within the bucket's {bucket.num_bytes} bytes", end)
+        end = max((piece.offset + piece.num_bytes for piece in bucket.pieces), default=0)
+        if bucket.num_bytes != end:
+            raise PushError(
+                f"bucket {bucket.index}: expected {end} bytes, as its pieces need, found {bucket.num_bytes}"
+            )
+
+    def add(self, piece: Piece, data: torch.Tensor) -> None:
+        """Take up a checked piece. `data`: the bytes of its bucket, uint8 in host memory, to be reused afterwards."""
+        tally = self._tally(piece)
+        data = data[piece.offset : piece.offset + piece.num_bytes]
+        found = checksum(data.numpy())
+        _expect(
+            found == piece.checksum, piece, f"checksum {piece.checksum:016x}", f"{found:016x}: the bytes are corrupt"
+        )
+        if isinstance(piece, Rows):
+            self._add_rows(piece, tally, data)
+        else:
+            self._add_elements(piece, tally, data)
+
+    def finish(self) -> None:
+        """Raise PushError unless every parameter has arrived completely."""
+        missing = sorted(self._weights.shapes.keys() - self._tallies.keys())
+        if missing:
+            raise PushError(f"push: expected every parameter, but missing are {list_names(missing)}; push all of them")
+        cut = [f"{name} ({t.arrived} of {t.expected} {t.kind})" for name, t in self._tallies.items() if not t.is_whole]
+        if cut:
+            raise PushError(f"push: expected whole tensors, but incomplete are {list_names(cut)}; push again")
+
+    def _check_extent(self, piece: Piece) -> None:
+        shape = self._weights.shapes.get(piece.name)
+        if shape is None:
+            raise PushError(describe_unknown(piece.name, self._weights))
+        _expect(piece.shape == shape, piece, f"shape {list(shape)}", list(piece.shape))
+        if isinstance(piece, Rows):
+            end = piece.start + piece.length
+            _expect(end <= shape[0] and piece.length > 0, piece, f"some of {shape[0]} rows", f"[{piece.start}, {end})")
+            if len(shape) > 1:
+                _expect(piece.start % ROW_MULTIPLE == 0, piece, f"a start that {ROW_MULTIPLE} divides", piece.start)
+        else:
+            _expect(self._is_sparse, piece, "rows, for this push has no base", "elements")
+            most = min(piece.total, math.prod(shape))
+            _expect(piece.count <= most, piece, f"at most {most} elements", piece.count)
+            _expect(piece.count > 0 or piece.total == 0, piece, "some elements", 0)
+
+    def _num_bytes(self, piece: Piece) -> int:
+        if isinstance(piece, Rows):
+            return piece.length * math.prod(piece.shape[1:]) * self._dtype.itemsize
+        return piece.count * (INDEX_DTYPE.itemsize + self._dtype.itemsize)
+
+    def _tally(self, piece: Piece) -> _Tally:
+        expected = piece.shape[0] if isinstance(piece, Rows) else piece.total
+        tally = self._tallies.get(piece.name)
+        if tally is None:
+            return self._tallies.setdefault(piece.name, _Tally(piece.kind, expected))
+        _expect(not tally.is_whole, piece, "each tensor once", "it twice")
+        _expect(tally.kind == piece.kind, piece, f"more {tally.kind}", piece.kind)
+        _expect(tally.expected == expected, piece, f"a total of {tally.expected}", expected)
+        return tally
+
+    def _add_rows(self, piece: Rows, tally: _Tally, data: torch.Tensor) -> None:
+        _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
+        values = data.view(self._dtype).view(piece.length, *piece.shape[1:])
+        self._check_finite(piece, values)
+        self._staging.rows(piece.name, piece.start, piece.length).copy_(values)
+        tally.arrived += piece.length
+
+    def _add_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
+        arrived = tally.arrived + piece.count
+        _expect(arrived <= piece.total, piece, f"{piece.total} elements", arrived)
+        split = piece.count * INDEX_DTYPE.itemsize
+        indices, values = data[:split].view(INDEX_DTYPE), data[split:].view(self._dtype)
+        if piece.count:
+            self._check_indices(piece, tally, indices.numpy())
+            self._check_finite(piece, values)
+            self._staging.put(piece.name, indices.to(torch.int64), values.clone())
+            tally.last_index = int(indices[-1])
+        tally.arrived = arrived
+
+    def _check_indices(self, piece: Elements, tally: _Tally, indices: np.ndarray) -> None:
+        first, last, size = int(indices[0]), int(indices[-1]), math.prod(piece.shape)
+        is_right = first > tally.last_index and last < size and bool((indices[1:] > indices[:-1]).all())
+        expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
+        _expect(is_right, piece, expected, f"{first} to {last}, or some out of order")
+
+    def _check_finite(self, piece: Piece, values: torch.Tensor) -> None:
+        if self._reject_nonfinite:
+            _expect(bool(values.isfinite().all()), piece, "finite values", "infinite ones or NaN")
+
+
+def _expect(holds: bool, piece: Piece, expected: str, found: object) -> None:
+    if not holds:
+        raise PushError(f"tensor {piece.name}: expected {expected}, found {found}; nothing of this push is served")
+
+
+def describe_unknown(name: str, weights: Wanted) -> str:
+    """What is wrong with a name that is none of the parameters, and what to do."""
+    if name in weights.tied:
+        return f"tensor {name}: expected to be left out, for it is tied to {weights.tied[name]}; send that one alone"
+    if name in weights.ignored:
+        return f"tensor {name}: expected to be left out, for the worker's model does not use it"
+    inner = next((known for known in weights.shapes if name.endswith(f".{known}")), None)
+    if inner is not None:
+        prefix = name.removesuffix(inner)
+        return f"tensor {name}: unknown, but {inner} is known; push the model inside the wrapper that adds {prefix!r}"
+    return f"tensor {name}: unknown to the worker's model; check that trainer and worker have the same model"
+
+
+def list_names(names: list[str]) -> str:
+    """Up to ten of the names, and how many there are beside."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,118 @@
+"""What a push of weights says about itself: the pieces of tensors, the buckets they travel in, and by which way.
+
+Owns the vocabulary that publisher, protocol and receiver share, and the checksum. A push carries every parameter of the
+model exactly once, in one dtype, that of the worker. Its tensors are cut into pieces of whole rows (or lists of changed
+elements), and the pieces are packed into buckets of bounded size. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+ROW_MULTIPLE = 16
+"""Pieces of a matrix begin at multiples of so many rows, since native kernels store that many side by side."""
+ALIGNMENT = 64
+"""Pieces begin at multiples of so many bytes in their bucket."""
+MAX_NAME_CHARS = 512
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Checksum = Annotated[int, Field(ge=0, lt=2**64)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+Shape: TypeAlias = Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
+PushId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Rows(_Part):
+    """Rows [start, start + length) of the tensor `name`, whose whole shape is `shape`, as bytes of the push's dtype.
+
+    They lie at [offset, offset + num_bytes) of the bucket. The pieces of a tensor come in the order of its rows.
+    """
+
+    kind: Literal["rows"] = "rows"
+    name: Name
+    shape: Shape
+    start: Count
+    length: Count
+    offset: Count
+    num_bytes: Count
+    checksum: Checksum
+
+
+class Elements(_Part):
+    """Changed elements of the tensor `name`: `count` ascending flat indices, int32, then as many values.
+
+    `total`: how many elements of the tensor change in the whole push, over all its pieces; 0 if it is unchanged.
+    """
+
+    kind: Literal["elements"] = "elements"
+    name: Name
+    shape: Shape
+    count: Count
+    total: Count
+    offset: Count
+    num_bytes: Count
+    checksum: Checksum
+
+
+Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
+
+
+class Bucket(_Part):
+    """`num_bytes` bytes that travel at once, and the pieces in them. `index` counts the buckets of a push from 0."""
+
+    index: Count
+    num_bytes: Count
+    pieces: tuple[Piece, ...]
+
+
+class CollectiveSource(_Part):
+    """A process group around the store at `host`:`port`. Buckets are broadcast from rank 0; the reader is `rank`."""
+
+    kind: Literal["collective"] = "collective"
+    host: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+    rank: Annotated[int, Field(ge=1)]
+    world_size: Annotated[int, Field(ge=2)]
+
+
+class SharedSource(_Part):
+    """The POSIX shared memory `name` with slots of `slot_bytes`: bucket i lies in slot i modulo `num_slots`."""
+
+    kind: Literal["shared"] = "shared"
+    name: Annotated[str, Field(pattern=r"^trueroll-[0-9a-f]{32}$")]
+    slot_bytes: Annotated[int, Field(ge=1)]
+    num_slots: Annotated[int, Field(ge=1)]
+
+
+class DiskSource(_Part):
+    """A folder of safetensors files with a `MANIFEST_FILE`, readable where the worker runs. It has no buckets."""
+
+    kind: Literal["disk"] = "disk"
+    folder: str
+
+
+Source: TypeAlias = Annotated[CollectiveSource | SharedSource | DiskSource, Field(discriminator="kind")]
+
+MANIFEST_FILE = "trueroll_push.json"
+
+
+class FolderManifest(_Part):
+    """The content of `MANIFEST_FILE`: which push a folder holds. `checksums`: of each tensor's bytes, by name."""
+
+    format: Literal[1] = 1
+    push_id: PushId
+    version: Count
+    dtype: str
+    checksums: dict[str, Checksum]
+
+
+def checksum(data: Any) -> int:
+    """The 64-bit XXH3 hash (Collet) of a contiguous buffer: memoryview, bytes or a numpy array."""
+    return xxhash.xxh3_64_intdigest(data)

@@ -1,0 +1,349 @@
+"""The trainer's side: `WeightPublisher` pushes weights to workers, all of which commit them, or none.
+
+Owns: the connections to the workers, the buffers, the snapshot that sparse pushes need. Does not own the trainer's
+tensors, and keeps none of them. Promises: `push` returns when every worker serves the new weights, or raises an error
+that says which worker failed and what each of the others serves; no wait is without a deadline; after a failure the
+next push needs nothing restarted here. In memory it holds one gathered tensor and two buckets, and with `sparse` a copy
+of the weights in the workers' dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from ..rollout import protocol
+from ..rollout.errors import ConfigError, PushError, TruerollError, VersionGapError
+from .checklist import Checklist
+from .collective import GroupSlots
+from .disk import FolderWriter, read_manifest, remove_others
+from .manifest import DiskSource
+from .outbox import Outbox, Slots
+from .packing import slot_bytes
+from .shared import SharedSlots
+from .snapshot import Snapshot
+from .tensors import dtype_named, host_chunks, raw_bytes
+from .trainer import WORD_BYTES, Tensors, TrainerTensors
+from .transaction import PushSettings, Transaction
+from .workers import WorkerFailure, Workers, new_id
+
+Transport: TypeAlias = Literal["shared", "collective", "disk"]
+Put: TypeAlias = Callable[[str, torch.Tensor], None]
+BUCKET_BYTES: dict[Transport, int] = {"shared": 4 * 2**20, "collective": 8 * 2**20, "disk": 8 * 2**20}
+"""What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
+NUM_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push took. `num_bytes`: sent to each worker. `seconds`: by phase. `pause_seconds`: the longest that a
+    worker's engine made no step because of the commit. `is_sparse`: only what changed was sent.
+    """
+
+    version: int
+    push_id: str
+    num_bytes: int
+    total_seconds: float
+    seconds: dict[str, float]
+    pause_seconds: float
+    is_sparse: bool
+
+
+class WeightPublisher:
+    """Pushes weights by `transport`: `shared` memory of one machine, a `collective` process group over TCP (gloo), or
+    safetensors on `disk`. To be used from one thread.
+
+    `timeout`: seconds that each wait may take; for `disk` that includes a worker's reading of the folder. `folder`: for
+    `disk`, where a folder for each push is written; older ones are removed. `host`: for `collective`, the address of
+    this machine that workers can reach; what travels there is neither encrypted nor authenticated. `sparse`: send only
+    the elements that changed since the last push, where the worker still serves that; this keeps a copy of the weights
+    in the trainer. `in_flight`: what becomes of a worker's running requests: they go on under the new weights
+    (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with what they have (`abort`).
+    `in_place`: write into the live weights, for workers without memory for a second set; a push that fails then leaves
+    a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and infinities. `bucket_bytes`: how
+    much is sent at once, by default what suits the transport. `server_public_key`: of workers with CURVE keys.
+    """
+
+    def __init__(
+        self,
+        transport: Transport = "shared",
+        *,
+        timeout: float = 60.0,
+        folder: str | Path | None = None,
+        host: str = "127.0.0.1",
+        sparse: bool = False,
+        in_flight: protocol.InFlight = "recompute",
+        in_place: bool = False,
+        reject_nonfinite: bool = False,
+        drain_timeout: float = 600.0,
+        bucket_bytes: int | None = None,
+        server_public_key: str | None = None,
+    ) -> None:
+        _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
+        _check(
+            in_flight in get_args(protocol.InFlight),
+            "in_flight",
+            f"one of {', '.join(get_args(protocol.InFlight))}",
+            in_flight,
+        )
+        _check(0.0 < timeout <= 86400.0, "timeout", "seconds from 0 to 86400", timeout)
+        _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "seconds from 0 to 86400", drain_timeout)
+        _check(bucket_bytes is None or bucket_bytes >= 1, "bucket_bytes", "at least 1", bucket_bytes)
+        _check((folder is None) == (transport != "disk"), "folder", "one for disk, none otherwise", folder)
+        _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
+        _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
+        self._transport = transport
+        self._settings = PushSettings(timeout, in_flight, in_place, reject_nonfinite, drain_timeout)
+        self._folder = None if folder is None else Path(folder)
+        self._host = host
+        self._is_sparse = sparse
+        self._bucket_bytes = BUCKET_BYTES[transport] if bucket_bytes is None else bucket_bytes
+        self._server_public_key = server_public_key
+        self._workers: Workers | None = None
+        self._buffers: list[torch.Tensor] = []
+        self._snapshot: Snapshot | None = None
+        self._committed: str | None = None
+        """The push that the snapshot is of."""
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Push to these workers from now on, and to no others. Sends nothing yet."""
+        workers = Workers(addresses, self._settings.timeout, self._server_public_key)
+        self._disconnect()
+        self._workers = workers
+
+    def push(self, tensors: Tensors, version: int) -> PushResult:
+        """Make every worker serve these weights, as version `version`.
+
+        `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
+        on any device. Where they are sharded (DTensor), every rank of the trainer calls this with the same names in the
+        same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
+        PushError if not all workers have committed.
+        """
+        _check(isinstance(version, int) and 0 <= version < 2**63, "version", "an integer from 0 on", version)
+        with torch.no_grad():
+            source = TrainerTensors(tensors)
+            if source.are_pushed_by_another_rank(self._workers is not None):
+                return _follow(source)
+            return self._lead(source, version)
+
+    def push_folder(self, folder: str | Path) -> PushResult:
+        """Push what an earlier push by `disk` wrote: thus a restarted worker gets the weights that it had."""
+        start = time.perf_counter()
+        path = Path(folder).absolute()
+        manifest = read_manifest(path)
+        wanted = self._ask_what_is_wanted()
+        transaction = self._transaction(manifest.version, manifest.dtype, push_id=manifest.push_id)
+        _check(
+            manifest.dtype == wanted.dtype, "folder", f"weights in {wanted.dtype}, as the workers serve", manifest.dtype
+        )
+        num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+        return self._commit_folder(transaction, path, num_bytes, start)
+
+    def close(self) -> None:
+        """Disconnect, and free what is held. The workers go on."""
+        self._disconnect()
+        self._buffers, self._snapshot, self._committed = [], None, None
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _disconnect(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _lead(self, source: TrainerTensors, version: int) -> PushResult:
+        try:
+            result = self._push(source, version)
+        except Exception as error:
+            source.gather_rest()
+            if source.were_gathered and not source.is_broken:
+                source.tell(_failure_word(error))
+            raise
+        if source.were_gathered:
+            source.tell(json.dumps({"result": asdict(result)}).encode())
+        return result
+
+    def _push(self, source: TrainerTensors, version: int) -> PushResult:
+        start = time.perf_counter()
+        wanted = self._ask_what_is_wanted()
+        checklist = Checklist(wanted, source.mapping)
+        if self._transport == "disk":
+            return self._push_by_folder(source, checklist, wanted, version, start)
+        if wanted.push_id is not None and wanted.push_id == self._committed:
+            try:
+                return self._push_by_slots(source, checklist, wanted, version, start, base=self._committed)
+            except VersionGapError:
+                pass  # found at begin, before a tensor was taken
+        return self._push_by_slots(source, checklist, wanted, version, start, base=None)
+
+    def _ask_what_is_wanted(self) -> protocol.Weights:
+        """What all workers want; `push_id` is what all serve, None if they differ. Raise PushError if they want
+        different things.
+        """
+        workers = self._connected()
+        try:
+            asked = workers.ask("weights", lambda _: protocol.GetWeights(id=new_id()), self._settings.timeout)
+            first, *others = asked.result()
+        except WorkerFailure as failure:
+            failed = [f"worker {workers.addresses[i]} failed: {error}" for i, error in failure.errors.items()]
+            raise PushError(f"push: at the beginning, {'; '.join(failed)}. Nothing was sent to any worker") from None
+        for address, other in zip(workers.addresses[1:], others, strict=True):
+            if (other.dtype, other.shapes, other.tied) != (first.dtype, first.shapes, first.tied):
+                raise PushError(
+                    f"worker {address}: expected the same parameters as at {workers.addresses[0]}, found others (dtype "
+                    f"{other.dtype} against {first.dtype}, or other shapes); use a publisher for each kind"
+                )
+        is_common = all(other.push_id == first.push_id for other in others)
+        return first if is_common else first.model_copy(update={"push_id": None})
+
+    def _connected(self) -> Workers:
+        if self._workers is None or not self._workers.addresses:
+            raise ConfigError("workers: expected some, found none; call connect with their addresses first")
+        return self._workers
+
+    def _transaction(
+        self, version: int, dtype: str, base: str | None = None, push_id: str | None = None
+    ) -> Transaction:
+        return Transaction(self._connected(), self._settings, version, dtype, base, push_id)
+
+    def _push_by_slots(
+        self,
+        source: TrainerTensors,
+        checklist: Checklist,
+        wanted: protocol.Weights,
+        version: int,
+        start: float,
+        base: str | None,
+    ) -> PushResult:
+        transaction = self._transaction(version, wanted.dtype, base)
+        dtype = dtype_named(wanted.dtype)
+        self._committed = None
+        with closing(self._open_slots(wanted, transaction.push_id)) as slots:
+            with transaction.phase("begin"):
+                slots.open()
+                transaction.begin(slots.source).result()
+                slots.opened()
+            with transaction.phase("stage"):
+                outbox = Outbox(slots, transaction, dtype, self._bucket_bytes)
+                put = self._putter(outbox, wanted, base)
+                _take_all(source, checklist, put)
+                outbox.finish()
+            transaction.verify()
+            self._keep_buffers(slots)
+        pause = transaction.commit()
+        self._committed = transaction.push_id if self._is_sparse else None
+        return _result(transaction, outbox.num_bytes, start, pause)
+
+    def _open_slots(self, wanted: protocol.Weights, push_id: str) -> Slots:
+        size = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, self._bucket_bytes)
+        if self._transport == "shared":
+            return SharedSlots(size, NUM_SLOTS)
+        buffers, self._buffers = self._buffers, []
+        if not buffers or len(buffers[0]) < size:
+            buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+        return GroupSlots(buffers, self._host, len(self._connected().addresses), push_id, self._settings.timeout)
+
+    def _keep_buffers(self, slots: Slots) -> None:
+        """Once nothing is under way from them any more."""
+        if self._transport == "collective":
+            self._buffers = slots.slots
+
+    def _putter(self, outbox: Outbox, wanted: protocol.Weights, base: str | None) -> Put:
+        """How each tensor is sent: whole, or what changed of it."""
+        if not self._is_sparse:
+            return outbox.put_rows
+        dtype = dtype_named(wanted.dtype)
+        if self._snapshot is None or not self._snapshot.fits(wanted.shapes, dtype):
+            self._snapshot = Snapshot(wanted.shapes, dtype)
+        snapshot = self._snapshot
+
+        def put_whole(name: str, tensor: torch.Tensor) -> None:
+            outbox.put_rows(name, snapshot.replace(name, tensor))
+
+        def put_changes(name: str, tensor: torch.Tensor) -> None:
+            changes = snapshot.update(name, tensor)
+            if changes is None:
+                outbox.put_rows(name, snapshot.tensors[name])
+            else:
+                outbox.put_elements(name, wanted.shapes[name], *changes)
+
+        return put_whole if base is None else put_changes
+
+    def _push_by_folder(
+        self, source: TrainerTensors, checklist: Checklist, wanted: protocol.Weights, version: int, start: float
+    ) -> PushResult:
+        assert self._folder is not None
+        transaction = self._transaction(version, wanted.dtype)
+        dtype = dtype_named(wanted.dtype)
+        with transaction.phase("stage"):
+            writer = FolderWriter(self._folder, transaction.push_id, version, wanted.dtype, wanted.shapes)
+            with closing(writer):
+                _take_all(source, checklist, partial(_write, writer, dtype))
+                folder = writer.finish()
+        result = self._commit_folder(transaction, folder, writer.num_bytes, start)
+        remove_others(folder)
+        return result
+
+    def _commit_folder(self, transaction: Transaction, folder: Path, num_bytes: int, start: float) -> PushResult:
+        with transaction.phase("begin"):
+            transaction.begin(lambda _: DiskSource(folder=str(folder))).result()
+        transaction.verify()
+        return _result(transaction, num_bytes, start, transaction.commit())
+
+
+def _take_all(source: TrainerTensors, checklist: Checklist, put: Put) -> None:
+    for name, tensor in source:
+        if checklist.take(name, tensor):
+            put(name, tensor)
+        del tensor  # before the next one is made
+    checklist.finish()
+
+
+def _write(writer: FolderWriter, dtype: torch.dtype, name: str, tensor: torch.Tensor) -> None:
+    for _, chunk in host_chunks(tensor, dtype):
+        writer.append(name, raw_bytes(chunk))
+
+
+def _result(transaction: Transaction, num_bytes: int, start: float, pause_seconds: float) -> PushResult:
+    return PushResult(
+        version=transaction.version,
+        push_id=transaction.push_id,
+        num_bytes=num_bytes,
+        total_seconds=time.perf_counter() - start,
+        seconds=transaction.seconds,
+        pause_seconds=pause_seconds,
+        is_sparse=transaction.base is not None,
+    )
+
+
+def _follow(source: TrainerTensors) -> PushResult:
+    """Take part in the gathers, and learn from rank 0 how the push ended."""
+    source.gather_rest()
+    if not source.were_gathered:
+        raise ConfigError("push: expected workers, or sharded tensors, on a rank other than 0; push from rank 0 alone")
+    word = json.loads(source.hear())
+    if "error" in word:
+        raise PushError(f"on rank 0 of the trainer: {word['error']}")
+    return PushResult(**word["result"])
+
+
+def _failure_word(error: Exception) -> bytes:
+    text = str(error) if isinstance(error, TruerollError) else f"{type(error).__name__}: {error}"
+    return json.dumps({"error": text[: WORD_BYTES // 4 - 16]}, ensure_ascii=False).encode()[:WORD_BYTES]
+
+
+def _check(holds: bool, name: str, expected: str, found: object) -> None:
+    if not holds:
+        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it")

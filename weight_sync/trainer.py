@@ -1,0 +1,128 @@
+"""The trainer's tensors, one at a time: from a module, a mapping or an iterable, gathered where they are sharded.
+
+Owns the order of the gathers, which every rank of the trainer goes through alike, and the word by which rank 0 tells
+the others how the push ended. Does not own what is sent. Promises to keep no tensor that it has handed out, and to use
+the trainer's default process group only where tensors are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed
+
+from ..rollout.errors import PushError
+
+Tensors: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+WORD_BYTES = 8192
+"""How long the word on the outcome is, padding included."""
+
+
+class TrainerTensors:
+    """An iterator of (name, whole tensor). `mapping`: the tensors by name, where they are known in advance.
+
+    `is_broken`: the iterable itself raised an error, so that there is no more to come.
+    """
+
+    def __init__(self, tensors: Tensors) -> None:
+        source: Any = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
+        self.mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
+        self.is_broken = False
+        self._items: Iterator[tuple[str, Any]] = iter(source.items() if isinstance(source, Mapping) else source)
+        self._gathered_on: str | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name, tensor = self._next()
+        check_is_tensor(name, tensor)
+        return name, self._whole(tensor.detach())
+
+    def _next(self) -> tuple[str, Any]:
+        try:
+            return next(self._items)
+        except Exception as error:
+            self.is_broken = not isinstance(error, StopIteration)
+            raise
+
+    def _whole(self, tensor: Any) -> torch.Tensor:
+        if not is_sharded(tensor):
+            return tensor
+        self._gathered_on = tensor.device_mesh.device_type
+        return tensor.full_tensor()
+
+    def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
+        """Whether this process only takes part in gathers: it is not rank 0, and the tensors are sharded over ranks, or
+        it has no workers of its own.
+        """
+        return _rank() != 0 and (not has_workers or self._start_sharded())
+
+    def _start_sharded(self) -> bool:
+        if self.mapping is not None:
+            return any(is_sharded(tensor) for tensor in self.mapping.values())
+        first = list(_take_one(self._items))
+        self._items = chain(first, self._items)
+        return any(is_sharded(tensor) for _, tensor in first)
+
+    def gather_rest(self) -> None:
+        """Take part in the gathers that are left, for the sake of the other ranks, and keep nothing of them."""
+        if self.is_broken or not _is_distributed():
+            return
+        while True:
+            try:
+                next(self)
+            except StopIteration:
+                return
+            except PushError:
+                continue  # what is no tensor needs no gather
+
+    @property
+    def were_gathered(self) -> bool:
+        """Whether any tensor was sharded, so that the other ranks wait for `tell`."""
+        return self._gathered_on is not None
+
+    def tell(self, word: bytes) -> None:
+        """On rank 0: tell the other ranks how it ended, in at most `WORD_BYTES`."""
+        padded = bytearray(word.ljust(WORD_BYTES, b"\0"))
+        distributed.broadcast(torch.frombuffer(padded, dtype=torch.uint8).to(self._gathered_on), src=0)
+
+    def hear(self) -> bytes:
+        """On another rank: wait for what rank 0 tells."""
+        word = torch.empty(WORD_BYTES, dtype=torch.uint8, device=self._gathered_on)
+        distributed.broadcast(word, src=0)
+        return word.cpu().numpy().tobytes().rstrip(b"\0")
+
+
+def check_is_tensor(name: str, value: object) -> None:
+    """Raise PushError otherwise."""
+    if not isinstance(value, torch.Tensor):
+        raise PushError(f"tensor {name}: expected a tensor, found {type(value).__name__}; leave it out")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor; asked this way, torch's module for them need not be loaded."""
+    return hasattr(tensor, "full_tensor")
+
+
+def memory_of(tensor: Any) -> tuple[object, ...]:
+    """What two tensors have in common that are the same elements in memory, as long as both live."""
+    local = tensor.to_local() if is_sharded(tensor) else tensor
+    return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
+
+
+def _take_one(items: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for item in items:
+        yield item
+        return
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _rank() -> int:
+    return distributed.get_rank() if _is_distributed() else 0

@@ -1,0 +1,149 @@
+"""One push as the workers see it: begin, buckets, verify, commit; or abort.
+
+Owns the order of the phases, and the account of a failure: which worker failed, why, and what each of the others serves
+now. Does not own what is in the buckets, nor how they travel. Promises that nothing is committed anywhere before every
+worker has verified, and that a push that fails before that is aborted everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..rollout import protocol
+from ..rollout.errors import PushError, TruerollError, VersionGapError
+from .manifest import Bucket, Source
+from .workers import WorkerFailure, Workers, new_id
+
+ABORT_SECONDS = 5.0
+"""How long the workers may take to answer an abort."""
+
+
+@dataclass(frozen=True)
+class PushSettings:
+    """How a publisher's pushes go; see `WeightPublisher`."""
+
+    timeout: float
+    in_flight: protocol.InFlight
+    in_place: bool
+    reject_nonfinite: bool
+    drain_timeout: float
+
+
+class Transaction:
+    """A push of version `version` to `workers`. `base`: see `BeginPush`. `seconds`: how long each phase took."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        settings: PushSettings,
+        version: int,
+        dtype: str,
+        base: str | None = None,
+        push_id: str | None = None,
+    ) -> None:
+        self.push_id = push_id or new_id()
+        self.version = version
+        self.dtype = dtype
+        self.base = base
+        self.seconds: dict[str, float] = {}
+        self._workers = workers
+        self._settings = settings
+        self._num_buckets = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures what happens inside it; a failure there aborts the push and becomes PushError."""
+        start = time.perf_counter()
+        try:
+            yield
+        except WorkerFailure as failure:
+            raise self._abort(failure) from None
+        except TruerollError as error:
+            raise PushError(f"push of version {self.version}: {error}. Now {self._abort_everywhere()}") from None
+        except BaseException:
+            self._abort_everywhere()
+            raise
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def begin(self, source: Callable[[int], Source]) -> Future[list[Any]]:
+        """Announce the push. `source`: of the worker at each position."""
+        settings = self._settings
+
+        def call(position: int) -> protocol.Call:
+            return protocol.BeginPush(
+                id=new_id(),
+                push_id=self.push_id,
+                weight_version=self.version,
+                base=self.base,
+                dtype=self.dtype,
+                source=source(position),
+                in_place=settings.in_place,
+                in_flight=settings.in_flight,
+                reject_nonfinite=settings.reject_nonfinite,
+                timeout=settings.timeout,
+            )
+
+        return self._workers.ask("begin", call, self._settings.timeout)
+
+    def stage(self, bucket: Bucket) -> Future[list[Any]]:
+        """Announce a bucket. The future ends when every worker has copied it."""
+        self._num_buckets += 1
+
+        def call(position: int) -> protocol.Call:
+            return protocol.StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
+
+        return self._workers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
+
+    def verify(self) -> None:
+        """Let every worker say that all is there."""
+
+        def call(position: int) -> protocol.Call:
+            return protocol.VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=self._num_buckets)
+
+        with self.phase("verify"):
+            self._workers.ask("verify", call, self._settings.timeout).result()
+
+    def commit(self) -> float:
+        """Let every worker serve the new weights. Returns the longest pause that this meant for one of them."""
+        settings = self._settings
+        timeout = settings.timeout + (settings.drain_timeout if settings.in_flight == "drain" else 0.0)
+        commit: dict[str, Any] = dict(
+            push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout
+        )
+        start = time.perf_counter()
+        replies = self._workers.ask_each(lambda _: protocol.CommitPush(id=new_id(), **commit), timeout)
+        errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
+        if errors:
+            raise self._abort(WorkerFailure("commit", errors))
+        self.seconds["commit"] = time.perf_counter() - start
+        return max(reply.pause_seconds or 0.0 for reply in replies if isinstance(reply, protocol.PushStatus))
+
+    def _abort(self, failure: WorkerFailure) -> PushError:
+        """Abort everywhere, and tell what became of every worker."""
+        failed = [f"worker {self._workers.addresses[i]} failed: {error}" for i, error in failure.errors.items()]
+        now = self._abort_everywhere()
+        is_gap = all(isinstance(error, VersionGapError) for error in failure.errors.values())
+        text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {now}"
+        return (VersionGapError if is_gap else PushError)(text)
+
+    def _abort_everywhere(self) -> str:
+        """What each worker serves then."""
+
+        def call(position: int) -> protocol.Call:
+            return protocol.AbortPush(id=new_id(), push_id=self.push_id)
+
+        replies = self._workers.ask_each(call, min(ABORT_SECONDS, self._settings.timeout))
+        return "; ".join(self._describe(i, reply) for i, reply in enumerate(replies))
+
+    def _describe(self, position: int, reply: protocol.FromWorker | TruerollError) -> str:
+        address = self._workers.addresses[position]
+        if not isinstance(reply, protocol.PushStatus):
+            return f"{address} does not answer"
+        if self._settings.in_place and reply.weight_version != self.version:
+            return f"{address} was at version {reply.weight_version}; written in place, it needs a complete push"
+        return f"{address} serves version {reply.weight_version}"

@@ -1,0 +1,93 @@
+"""The workers that a publisher pushes to: one client each, all on one event loop on a thread of its own.
+
+Owns: the clients, the loop, the thread. Promises: every call ends within its timeout, and the first worker that fails
+ends a call to all of them with an error that names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from ..rollout import protocol
+from ..rollout.client import AsyncRolloutClient
+from ..rollout.errors import ConfigError, DeadlineError, TruerollError
+
+T = TypeVar("T")
+MakeCall = Callable[[int], protocol.Call]
+
+
+class WorkerFailure(Exception):
+    """Some workers could not do what they were asked to: what went wrong, by position."""
+
+    def __init__(self, what: str, errors: dict[int, TruerollError]) -> None:
+        super().__init__(what, errors)
+        self.what = what
+        self.errors = errors
+
+
+class Workers:
+    """The workers at `addresses`; a position is an index into them."""
+
+    def __init__(self, addresses: Sequence[str], timeout: float, server_public_key: str | None) -> None:
+        if len(set(addresses)) != len(addresses):
+            raise ConfigError(f"addresses: expected each worker once, found {list(addresses)}; leave the others out")
+        self.addresses = tuple(addresses)
+        self._clients = [AsyncRolloutClient(address, timeout, server_public_key) for address in addresses]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-publisher", daemon=True)
+        self._thread.start()
+
+    def ask(self, what: str, make_call: MakeCall, timeout: float) -> Future[list[Any]]:
+        """Send each worker a call. The result: all replies, in order; or WorkerFailure as soon as one failed."""
+        calls = [make_call(position) for position in range(len(self._clients))]
+        return asyncio.run_coroutine_threadsafe(self._ask_until_failure(what, calls, timeout), self._loop)
+
+    def ask_each(self, make_call: MakeCall, timeout: float) -> list[protocol.FromWorker | TruerollError]:
+        """Send each worker a call, and wait for all the replies, or the errors in their place."""
+        calls = [make_call(position) for position in range(len(self._clients))]
+        return asyncio.run_coroutine_threadsafe(self._ask_all(calls, timeout), self._loop).result()
+
+    def close(self) -> None:
+        """Disconnect, and end the thread."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def _ask_until_failure(self, what: str, calls: list[protocol.Call], timeout: float) -> list[Any]:
+        tasks = [asyncio.create_task(self._ask(position, call, timeout)) for position, call in enumerate(calls)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+        await asyncio.wait(tasks)
+        errors = {i: task.exception() for i, task in enumerate(tasks) if not task.cancelled() and task.exception()}
+        if errors:
+            raise WorkerFailure(what, errors)  # type: ignore[arg-type]
+        return [task.result() for task in tasks]
+
+    async def _ask_all(self, calls: list[protocol.Call], timeout: float) -> list[Any]:
+        asked = (self._ask(position, call, timeout) for position, call in enumerate(calls))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _ask(self, position: int, call: protocol.Call, timeout: float) -> protocol.FromWorker:
+        try:
+            return await asyncio.wait_for(self._clients[position].ask(call), timeout)
+        except TimeoutError:
+            raise DeadlineError(f"{call.type}: expected an answer within {timeout} s, found none") from None
+
+
+def new_id() -> str:
+    """An id for a call or a push."""
+    return uuid.uuid4().hex
