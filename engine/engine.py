@@ -202,13 +202,8 @@ class Engine:
         return outputs
 
     def memory(self) -> dict[str, int]:
-        """The bytes held now by weights, KV cache and staged weights; 0 for what sleeps elsewhere or is dropped."""
-        weights = self.weights
-        return {
-            "weights": weights.num_held,
-            "kv_cache": self._runner.arena.num_held,
-            "staging": weights.num_held_by_stagings,
-        }
+        """The bytes held now by weights and KV cache; 0 for what sleeps elsewhere or is dropped."""
+        return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
 
     def invalidate_prefix_cache(self) -> None:
         """Makes sure that no later request reuses KV computed until now; running requests keep theirs."""

@@ -10,8 +10,6 @@ from another thread while the engine steps; everything else belongs to the engin
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,19 +41,11 @@ class WeightStore:
         self.tied = self.model.tied_tensors()
         self.ignored = self.model.ignored_tensors()
         self.is_whole = True
-        self._stagings: weakref.WeakSet[Staging] = weakref.WeakSet()
-        self._stagings_lock = threading.Lock()
 
     @property
     def num_held(self) -> int:
         """Bytes of the live weights' device that they hold now."""
         return self._arena.num_held
-
-    @property
-    def num_held_by_stagings(self) -> int:
-        """Bytes that all stagings hold."""
-        with self._stagings_lock:
-            return sum(staging.num_bytes for staging in self._stagings)
 
     def new_model(self) -> tuple[Arena, DenseModel]:
         """A model with uninitialized weights in an arena of its own, laid out like the live ones."""
@@ -64,10 +54,7 @@ class WeightStore:
 
     def new_staging(self, in_place: bool) -> Staging:
         """A place for new weights: the live ones themselves if `in_place`, for want of memory for others."""
-        staging = Staging(self, in_place)
-        with self._stagings_lock:
-            self._stagings.add(staging)
-        return staging
+        return Staging(self, in_place)
 
     def commit(self, staging: Staging) -> None:
         """Makes what was staged the live weights, and frees the staging.

@@ -123,6 +123,13 @@ class Control:
         """When (monotonic seconds) `follow` has something to do at the latest."""
         return float("inf") if self._operation is None or self._operation.run else self._operation.deadline
 
+    @property
+    def staging_bytes(self) -> int:
+        """What the push under way holds beside the live weights. Callable from any thread."""
+        push = self._push
+        staging = None if push is None else push.receiver.staging
+        return 0 if staging is None else staging.num_bytes
+
     def finish_loading(self, weights: Any) -> None:
         """The engine stands; `weights` is where pushes go."""
         self._weights = weights

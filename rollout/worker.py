@@ -347,9 +347,10 @@ class Worker:
         )
 
     def _memory(self) -> dict[str, int]:
-        snapshot = self._engine_thread.snapshot
-        of_engine = {} if snapshot is None else snapshot.memory
-        return {"process": psutil.Process().memory_info().rss, **of_engine}
+        memory = {"process": psutil.Process().memory_info().rss}
+        if (snapshot := self._engine_thread.snapshot) is not None:
+            memory |= snapshot.memory | {"staging": self._control.staging_bytes}
+        return memory
 
     def stats(self, id: str = "metrics") -> protocol.Stats:
         """The lifetime counters."""

@@ -33,6 +33,7 @@ MAX_MODEL_LEN = 500
 FAIL_IN_STEP = 901
 FAIL_IN_ADD = 902
 HANG_IN_STEP = 903
+STAGING_BYTES = 500
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class FakeStaging:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
         self.elements: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self.num_bytes = 0
+        self.num_bytes = STAGING_BYTES
 
     def rows(self, name: str, start: int, length: int) -> torch.Tensor:
         return self.tensors[name].narrow(0, start, length)
@@ -191,7 +192,7 @@ class FakeEngine:
         self.actions.append(("invalidate",))
 
     def memory(self) -> dict[str, int]:
-        return {"weights": 1000, "kv_cache": 2000, "staging": 0}
+        return {"weights": 1000, "kv_cache": 2000}
 
     def _act(self, in_flight: str) -> list[Output]:
         assert in_flight != "drain" or not self._open

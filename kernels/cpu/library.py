@@ -17,11 +17,11 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 1
+_INTERFACE = 2
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
-    "pack": "lippll",
-    "unpack": "lippll",
+    "pack": "ippll",
+    "unpack": "ippll",
     "embedding": "iplpllp",
     "rmsnorm": "lipllpfp",
     "linear": "lipllplppp",

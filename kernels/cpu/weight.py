@@ -78,7 +78,7 @@ class PackedWeight:
         return rows
 
     def _arguments(self, source: int, destination: int) -> tuple[int, ...]:
-        return (torch.get_num_threads(), self.dtype == torch.bfloat16, source, destination, *self.shape)
+        return (self.dtype == torch.bfloat16, source, destination, *self.shape)
 
 
 def _whole_panels(rows: int) -> int:

@@ -78,7 +78,6 @@ def test_asleep_nothing_is_held_or_computed_and_awake_all_is_as_before(
         assert engine.memory() == {
             "weights": full["weights"] if kept else 0,
             "kv_cache": 0 if "kv_cache" in tags else full["kv_cache"],
-            "staging": 0,
         }
         with pytest.raises(RuntimeError, match=f"found .*{tags[0]}.* asleep"):
             engine.step()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import FakeEngine, FakeWeights
+from fake_engine import STAGING_BYTES, FakeEngine, FakeWeights
 from pushing import HandPush, ask
 from serving import RawClient, WorkerOnThread, serving
 
@@ -241,8 +241,9 @@ def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -
     assert {name: tuple(shape) for name, shape in before["shapes"].items()} == FakeWeights.shapes
     with HandPush(raw, NEW) as push:
         push.up_to_verify()
-        health = raw.health()["push"]
-        assert health["phase"] == "verified" and health["weight_version"] == 5 and health["bytes_staged"] > 0
+        health = raw.health()
+        assert health["push"]["phase"] == "verified" and health["push"]["weight_version"] == 5
+        assert health["push"]["bytes_staged"] > 0 and health["memory"]["staging"] == STAGING_BYTES
         assert not any(torch.equal(engine.weights.live[name], tensor) for name, tensor in NEW.items())
         committed = push.commit()
         assert committed["phase"] == "committed" and committed["weight_version"] == 5
@@ -250,7 +251,8 @@ def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -
         assert push.commit()["phase"] == "committed"  # as after a reconnect
     assert_serves(engine, NEW)
     after = ask(raw, "weights")
-    assert after["push_id"] == push.push_id and after["weight_version"] == 5 and raw.health()["push"] is None
+    assert after["push_id"] == push.push_id and after["weight_version"] == 5
+    assert raw.health()["push"] is None and raw.health()["memory"]["staging"] == 0
     assert [action[0] for action in engine.actions] == ["commit"]
 
 

@@ -160,11 +160,12 @@ long pack_blocks(const T* rows, long columns, T* panel) {
     return step;
 }
 
-// A plain matrix [rows, columns] into a packed one; the padding is set to zero.
+// A plain matrix [rows, columns] into a packed one; the padding is set to zero. Alone on its thread, without the pool, so
+// that weights are packed beside running ops.
 template <class T>
 void pack(const T* rows, const Matrix<T>& out) {
     const long K = out.columns, steps = out.steps();
-    parallel(out.panels(), [&](long p) {
+    for (long p = 0; p < out.panels(); ++p) {
         T* panel = out.panel(p);
         const bool is_whole = (p + 1) * LANES <= out.rows;
         for (long step = is_whole ? pack_blocks(rows + p * LANES * K, K, panel) : 0; step < steps; ++step)
@@ -174,15 +175,13 @@ void pack(const T* rows, const Matrix<T>& out) {
                     panel[(step * LANES + lane) * PAIR<T> + i] =
                         row < out.rows && column < K ? rows[row * K + column] : T{};
                 }
-    });
+    }
 }
 
 template <class T>
 void unpack(const Matrix<T>& matrix, T* rows) {
-    parallel(matrix.panels(), [&](long p) {
-        for (long row = p * LANES; row < smaller(matrix.rows, (p + 1) * LANES); ++row)
-            for (long k = 0; k < matrix.columns; ++k) rows[row * matrix.columns + k] = matrix.at(row, k);
-    });
+    for (long row = 0; row < matrix.rows; ++row)
+        for (long k = 0; k < matrix.columns; ++k) rows[row * matrix.columns + k] = matrix.at(row, k);
 }
 
 }  // namespace
@@ -198,7 +197,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 1; }
+EXPORT long trueroll_interface() { return 2; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -212,16 +211,14 @@ EXPORT int trueroll_choose(const char* name) {
     return 0;
 }
 
-EXPORT void trueroll_pack(long threads, int bfloat16, const void* rows, void* packed, long n, long k) {
-    const Call call(threads);
+EXPORT void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k) {
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         pack(as<const T>(rows), Matrix<T>{as<T>(packed), n, k});
     });
 }
 
-EXPORT void trueroll_unpack(long threads, int bfloat16, const void* packed, void* rows, long n, long k) {
-    const Call call(threads);
+EXPORT void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n, long k) {
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         unpack(Matrix<T>{as<T>(packed), n, k}, as<T>(rows));

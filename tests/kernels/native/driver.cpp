@@ -19,8 +19,8 @@
 extern "C" {
 const char* trueroll_available(long);
 int trueroll_choose(const char*);
-void trueroll_pack(long, int, const void*, void*, long, long);
-void trueroll_unpack(long, int, const void*, void*, long, long);
+void trueroll_pack(int, const void*, void*, long, long);
+void trueroll_unpack(int, const void*, void*, long, long);
 void trueroll_embedding(int, const int64_t*, long, const void*, long, long, void*);
 void trueroll_linear(
     long, int, const void*, long, long, const void*, long, const void*, const void*, void*
@@ -115,8 +115,8 @@ struct Run {
     Values packed(long rows, long columns) const {
         Values dense = random(rows * columns, false), back = random(rows * columns, false);
         Values weight(bfloat16, round_up(rows, 16) * round_up(columns, bfloat16 ? 32 : 1));
-        trueroll_pack(threads, bfloat16, dense.data(), weight.data(), rows, columns);
-        trueroll_unpack(threads, bfloat16, weight.data(), back.data(), rows, columns);
+        trueroll_pack(bfloat16, dense.data(), weight.data(), rows, columns);
+        trueroll_unpack(bfloat16, weight.data(), back.data(), rows, columns);
         if (dense.bytes() != back.bytes()) std::abort();
         return weight;
     }
