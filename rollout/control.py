@@ -47,6 +47,10 @@ class Host(Protocol):
         """Callable from any thread: brings the event to `Control.handle_push_news`."""
         ...
 
+    def admit_requests(self) -> None:
+        """Gives the engine the requests that wait, if `Control.takes_requests`."""
+        ...
+
     def unfinished_requests(self) -> Collection[str]:
         """Of the requests that the engine was given, those that have not ended."""
         ...
@@ -58,8 +62,9 @@ class Host(Protocol):
 class _Operation:
     """A call that changes what the engine does.
 
-    With `in_flight` `drain` it waits until the engine has nothing unfinished, at most until `deadline`. Then `action`
-    runs between two steps, the engine is held or not as `hold` says, and `finish` gets the seconds that took.
+    With `in_flight` `drain` it waits until the engine has nothing unfinished, at most until `deadline`. Then the push
+    under way ends with `breaks_push`, if that is given, `action` runs between two steps, the engine is held or not as
+    `hold` says, and `finish` gets the seconds that took.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -69,6 +74,7 @@ class _Operation:
     finish: Callable[[float], None]
     in_flight: InFlight = "recompute"
     deadline: float = float("inf")
+    breaks_push: PushError | None = None
     run: Run | None = None
 
 
@@ -172,8 +178,10 @@ class Control:
     def follow(self) -> None:
         """Go on with the operation under way, and begin what waits."""
         self._follow_operation()
+        self._host.admit_requests()
         while self._waiting and self._operation is None:
             self._try(self._waiting.popleft())
+            self._host.admit_requests()  # a call that comes after a request, such as a drain, is about it too
 
     def _try(self, call: protocol.LifecycleCall | protocol.PushCall) -> None:
         try:
@@ -243,6 +251,8 @@ class Control:
         if operation is None or operation.run is not None:
             return
         if operation.in_flight != "drain" or not self._host.unfinished_requests():
+            if operation.breaks_push is not None:
+                self._break_push(operation.breaks_push)
             operation.run = Run(operation.action, operation.hold)
             self._host.command(operation.run)
         elif time.monotonic() >= operation.deadline:
@@ -250,7 +260,7 @@ class Control:
             self._cancel_operation(
                 DeadlineError(
                     f"{operation.call.type}: expected running requests to end within its timeout, found {count} "
-                    "unfinished; nothing was changed; give it more time, or choose in_flight recompute or abort"
+                    "unfinished; nothing was changed; try again with more time, or with in_flight recompute or abort"
                 )
             )
 
@@ -298,8 +308,6 @@ class Control:
         drops_weights = call.level == 2 and "weights" in call.tags
         tags = _in_order(set(call.tags) - self.lifecycle.sleeping | ({"weights"} if drops_weights else set()))
         started = time.monotonic()
-        if drops_weights:
-            self._break_push(PushError("push: the weights it was to replace went to sleep at level 2; push again"))
 
         def finish(_: float) -> None:
             self._timings.sleep.observe(time.monotonic() - started)
@@ -309,11 +317,12 @@ class Control:
             _Operation(
                 call,
                 "draining",
-                lambda engine: engine.sleep(call.level, tags, call.in_flight) if tags else [],
+                lambda engine: engine.sleep(call.level, tags, call.in_flight),
                 hold=True,
                 finish=finish,
                 in_flight=call.in_flight,
                 deadline=time.monotonic() + call.timeout,
+                breaks_push=_slept() if drops_weights else None,
             )
         )
 
@@ -357,8 +366,9 @@ class Control:
             self._reply_push(call.id, call.push_id, "begun")
             return
         self._check_base(call)
-        self._break_push(PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one"))
+        superseded = PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
         if not call.in_place:
+            self._break_push(superseded)
             self._receive(call)
             return
 
@@ -375,6 +385,7 @@ class Control:
                 finish=finish,
                 in_flight=call.in_flight,
                 deadline=time.monotonic() + call.timeout,
+                breaks_push=superseded,
             )
         )
 
@@ -444,17 +455,17 @@ class Control:
 
     def _abort_push(self, call: protocol.AbortPush) -> None:
         operation = self._operation
-        if operation is not None and isinstance(operation.call, protocol.CommitPush):
-            if operation.call.push_id == call.push_id:
-                self._abort_commit(operation)
+        if operation is not None and _is_of_push(operation.call, call.push_id):
+            if operation.run is not None:
+                self._waiting.appendleft(call)  # too late to stop it: the answer follows when it is over
+                return
+            self._cancel_operation(_aborted())
+        for waiting in [waiting for waiting in self._waiting if _is_of_push(waiting, call.push_id)]:
+            self._waiting.remove(waiting)
+            self._refuse(waiting.id, _aborted())
         if self._push is not None and self._push.begin.push_id == call.push_id:
-            self._break_push(PushError("push: aborted by its trainer"))
+            self._break_push(_aborted())
         self._reply_push(call.id, call.push_id, "committed" if call.push_id == self._served_push else "aborted")
-
-    def _abort_commit(self, operation: _Operation) -> None:
-        if operation.run is not None:
-            raise PushError("abort_push: expected a push that is not committed, found one that is being committed")
-        self._cancel_operation(PushError("push: aborted by its trainer"))
 
     def _break_push(self, error: TruerollError) -> None:
         """Forget the push under way, if any, and tell who waits for it."""
@@ -529,6 +540,18 @@ def _nothing(engine: Engine) -> list[Output]:
 
 def _in_order(tags: Collection[Tag]) -> list[Tag]:
     return [tag for tag in protocol.ALL_TAGS if tag in tags]
+
+
+def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
+    return isinstance(call, protocol.BeginPush | protocol.CommitPush) and call.push_id == push_id
+
+
+def _aborted() -> PushError:
+    return PushError("push: aborted by its trainer")
+
+
+def _slept() -> PushError:
+    return PushError("push: the weights it was to replace went to sleep at level 2; push again")
 
 
 def _ending() -> TruerollError:

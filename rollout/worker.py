@@ -162,7 +162,6 @@ class Worker:
             self._handle_messages()
             self._follow_drain()
             self._control.follow()
-            self._empty_waiting_room()
 
     @property
     def _state(self) -> protocol.State:
@@ -208,6 +207,12 @@ class Worker:
     def command(self, command: Run) -> None:
         """Give the engine thread a command."""
         self._engine_thread.commands.put(command)
+
+    def admit_requests(self) -> None:
+        """Give the engine the requests that wait, if it is to have them."""
+        if self._control.takes_requests:
+            for id in list(self._waiting_room):
+                self._give_to_engine(id)
 
     def unfinished_requests(self) -> Collection[str]:
         """Of the requests that the engine was given, those that have not ended."""
@@ -303,13 +308,8 @@ class Worker:
             request = GenerateRequest(message.id, protocol.bytes_to_tokens(message.prompt_token_ids), params)
             entry = self._ledger.add(message, params)
         self._waiting_room[request.id] = request
-        self._empty_waiting_room()
+        self.admit_requests()
         return entry
-
-    def _empty_waiting_room(self) -> None:
-        if self._control.takes_requests:
-            for id in list(self._waiting_room):
-                self._give_to_engine(id)
 
     def _give_to_engine(self, id: str) -> None:
         self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))

@@ -38,10 +38,12 @@ class HandPush:
     def call(self, type: str, **fields: Any) -> dict[str, Any]:
         return ask(self.client, type, push_id=self.push_id, **fields)
 
-    def begin(self, **fields: Any) -> dict[str, Any]:
+    def begin_fields(self, **fields: Any) -> dict[str, Any]:
         source = self.memory.source(0).model_dump()
-        settings = {"weight_version": self.version, "dtype": "float32", "timeout": 20.0, "source": source, **fields}
-        return self.call("begin_push", **settings)
+        return {"weight_version": self.version, "dtype": "float32", "timeout": 20.0, "source": source, **fields}
+
+    def begin(self, **fields: Any) -> dict[str, Any]:
+        return self.call("begin_push", **self.begin_fields(**fields))
 
     def bucket(self) -> dict[str, Any]:
         """Puts the tensors into the first slot, and says where they lie."""

@@ -115,6 +115,24 @@ def test_only_one_drain_at_a_time_and_nothing_else_meanwhile(raw: RawClient, eng
     assert raw.receive_until("status")[-1]["id"] == "drain"
 
 
+def test_a_drain_is_about_every_request_before_it(raw: RawClient, engine: FakeEngine) -> None:
+    for number in range(20):
+        engine.gate.clear()
+        engine.at_gate.clear()
+        raw.generate(f"first {number}")
+        assert engine.at_gate.wait(timeout=20)
+        raw.send("invalidate", id=f"invalidate {number}")  # waits for the step, and the request behind it waits too
+        raw.generate(f"second {number}")
+        raw.send("drain", id=f"drain {number}")
+        raw.health()
+        engine.gate.set()
+        before: list[str] = []
+        while (reply := raw.receive())["id"] != f"drain {number}":
+            before += [reply["id"]] if reply["type"] == "done" else []
+        assert sorted(before) == [f"first {number}", f"second {number}"] and reply["state"] == "paused"
+        ask(raw, "resume")
+
+
 def test_new_requests_are_refused_where_that_is_the_setting(engine: FakeEngine) -> None:
     with serving(engine, while_unavailable="reject") as running, RawClient(running.address) as raw:
         wait_for(raw, "ready")
@@ -196,6 +214,7 @@ def test_sleeping_deeper_drops_the_weights_too(raw: RawClient, engine: FakeEngin
     ask(raw, "sleep", level=2, tags=["weights"])
     assert engine.actions == [
         ("sleep", 1, ("weights", "kv_cache"), "recompute"),
+        ("sleep", 1, (), "recompute"),
         ("sleep", 2, ("weights",), "recompute"),
     ]
     assert ask(raw, "wake_up")["state"] == "dirty"
@@ -364,6 +383,85 @@ def test_a_commit_that_drains_can_be_aborted(worker: WorkerOnThread, raw: RawCli
         error = other.receive()
         assert error["id"] == "commit" and error["code"] == "push_failed"
     assert raw.health()["state"] == "ready" and engine.actions == []
+
+
+@pytest.mark.parametrize("call", ["sleep", "begin_push"])
+def test_a_call_that_is_refused_leaves_the_push_under_way(raw: RawClient, engine: FakeEngine, call: str) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push, HandPush(raw, NEW, version=6) as other:
+        push.up_to_verify()
+        if call == "sleep":
+            error = ask(raw, "sleep", level=2, in_flight="drain", timeout=0.05)
+        else:
+            error = other.begin(in_place=True, in_flight="drain", timeout=0.05)
+        assert error["code"] == "deadline_exceeded" and raw.health()["state"] == "ready"
+        ask(raw, "pause")
+        if call == "sleep":
+            error = ask(raw, "sleep", level=2, in_flight="drain")
+        else:
+            error = other.begin(in_place=True, in_flight="drain")
+        assert error["code"] == "illegal_state"
+        assert push.commit()["phase"] == "committed"
+    assert [action[0] for action in engine.actions] == ["commit"]
+
+
+def test_a_begin_in_place_that_drains_can_be_aborted(
+    worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
+) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
+        begin = push.begin_fields(in_place=True, in_flight="drain")
+        other.send("begin_push", id="begin", push_id=push.push_id, **begin)
+        wait_for(raw, "updating")
+        assert push.abort()["phase"] == "aborted"
+        error = other.receive()
+        assert error["id"] == "begin" and error["code"] == "push_failed"
+    assert raw.health()["state"] == "ready" and engine.actions == []
+
+
+def test_a_begin_that_waits_can_be_aborted(worker: WorkerOnThread, raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.generate("a")
+    assert engine.at_gate.wait(timeout=20)
+    with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
+        raw.send("invalidate", id="invalidate")
+        raw.health()
+        other.send("begin_push", id="begin", push_id=push.push_id, **push.begin_fields())
+        other.health()
+        assert push.abort()["phase"] == "aborted"
+        assert other.receive()["code"] == "push_failed"
+        engine.gate.set()
+        assert raw.receive_until("done")
+    assert raw.health()["push"] is None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_abort_that_comes_too_late_tells_how_it_ended(
+    worker: WorkerOnThread, raw: RawClient, engine: FakeEngine, in_place: bool
+) -> None:
+    with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
+        if not in_place:
+            push.up_to_verify()
+        engine.gate.clear()
+        raw.generate("a")
+        assert engine.at_gate.wait(timeout=20)
+        if in_place:
+            other.send("begin_push", id="late", push_id=push.push_id, **push.begin_fields(in_place=True))
+        else:
+            other.send("commit_push", id="late", push_id=push.push_id)
+        wait_for(raw, "updating")
+        raw.send("abort_push", id="abort", push_id=push.push_id)
+        raw.health()
+        engine.gate.set()
+        reply = raw.receive_until("push_status")[-1]
+        late = other.receive()
+    assert reply["phase"] == ("aborted" if in_place else "committed")
+    assert (late.get("code"), late.get("phase")) == (("push_failed", None) if in_place else (None, "committed"))
+    assert raw.health()["state"] == ("dirty" if in_place else "ready")
 
 
 def test_in_place_is_dirty_until_the_commit(raw: RawClient, engine: FakeEngine) -> None:
