@@ -140,11 +140,13 @@ void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
         for (long k = 0; k < weight.columns; ++k) out[i * weight.columns + k] = weight.at(ids[i], k);
 }
 
-// The first steps of a whole panel, as many as return, in blocks of four: 4 bytes of each row are one step.
+// The first steps of a whole panel, as many as return, in blocks of four: 4 bytes of each row are one step. They are
+// written past the caches, which would otherwise read what is overwritten.
 template <class T>
 long pack_blocks(const T* rows, long columns, T* panel) {
     long step = 0;
 #if defined(__SSE2__)
+    if (reinterpret_cast<uintptr_t>(panel) % 16 != 0) return 0;
     const auto load = [&](long row) {
         return _mm_castsi128_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * columns + step * PAIR<T>)));
     };
@@ -153,9 +155,10 @@ long pack_blocks(const T* rows, long columns, T* panel) {
             __m128 a = load(lane), b = load(lane + 1), c = load(lane + 2), d = load(lane + 3);
             _MM_TRANSPOSE4_PS(a, b, c, d);
             float* out = reinterpret_cast<float*>(panel + (step * LANES + lane) * PAIR<T>);
-            _mm_storeu_ps(out, a), _mm_storeu_ps(out + LANES, b);
-            _mm_storeu_ps(out + 2 * LANES, c), _mm_storeu_ps(out + 3 * LANES, d);
+            _mm_stream_ps(out, a), _mm_stream_ps(out + LANES, b);
+            _mm_stream_ps(out + 2 * LANES, c), _mm_stream_ps(out + 3 * LANES, d);
         }
+    _mm_sfence();
 #endif
     return step;
 }
