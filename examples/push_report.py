@@ -25,6 +25,7 @@ from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launc
 from trueroll.weight_sync import PushResult, WeightPublisher
 
 REPEATS = 9
+CYCLES = 10
 KV_MEMORY = 256 * 2**20
 PROMPTS = 64
 PROMPT_TOKENS = 128
@@ -177,14 +178,14 @@ def report_sleep(console: Console, worker: WorkerProcess, client: RolloutClient,
             table.add_row(f"level {level}", *cells, f"{(awake - woken) * 1e3:.1f}", f"{(whole - woken) * 1e3:.1f}")
         console.print(table)
         sizes = []
-        for number in range(10):
+        for number in range(CYCLES):
             fill_cache(client)
             sizes.append(resident(worker))
             client.sleep(2)
             client.wake_up()
             publisher.push(weights, 500 + number)
     console.print(
-        "resident MB with a full cache, before each of ten sleeps: " + ", ".join(f"{s / 1e6:.0f}" for s in sizes)
+        f"resident MB with a full cache, before each of {CYCLES} sleeps: " + ", ".join(f"{s / 1e6:.0f}" for s in sizes)
     )
 
 

@@ -507,7 +507,12 @@ class Control:
     def _reply_push(self, id: str, push_id: str, phase: protocol.PushPhase, pause_seconds: float | None = None) -> None:
         version = self._host.weight_version()
         reply = protocol.PushStatus(
-            id=id, push_id=push_id, phase=phase, weight_version=version, pause_seconds=pause_seconds
+            id=id,
+            push_id=push_id,
+            phase=phase,
+            state=self.lifecycle.state,
+            weight_version=version,
+            pause_seconds=pause_seconds,
         )
         self._reply(id, reply)
 

@@ -164,7 +164,8 @@ class BeginPush(_Message):
 
     `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
     whole. `in_place`: write into the live weights, for want of memory: nothing is generated from now until the commit,
-    and `in_flight` says what becomes of running requests. `timeout`: seconds that each wait of this push may take.
+    and `in_flight` says what becomes of running requests; `drain` takes at most `drain_timeout` seconds. `timeout`:
+    seconds that each other wait of this push may take.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -176,6 +177,7 @@ class BeginPush(_Message):
     source: Source
     in_place: bool = False
     in_flight: InFlight = "recompute"
+    drain_timeout: Seconds = 600.0
     reject_nonfinite: bool = False
     timeout: Seconds = 60.0
 
@@ -299,13 +301,14 @@ class Weights(_Message):
 class PushStatus(_Message):
     """Ends a begin_push, stage_bucket, verify_push, commit_push or abort_push: how far the push has come.
 
-    `pause_seconds`: how long the commit kept the engine from stepping; None before it.
+    `state` and `weight_version` are the worker's. `pause_seconds`: how long the commit kept the engine from stepping; None before it.
     """
 
     type: Literal["push_status"] = "push_status"
     id: Id
     push_id: PushId
     phase: PushPhase
+    state: State
     weight_version: Count
     pause_seconds: float | None = None
 

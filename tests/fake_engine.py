@@ -108,8 +108,9 @@ class FakeWeights:
 
 
 class FakeEngine:
-    """A step sets `at_gate`, waits for `gate`, and adds tokens only while `flow` is set. `requests`: all that were ever added, in
-    order. `actions`: what else it was told to do.
+    """A step sets `at_gate`, waits for `gate`, and adds tokens only while `flow` is set.
+
+    `requests`: all that were ever added, in order. `actions`: what else it was told to do.
     """
 
     info = FakeInfo()

@@ -21,6 +21,8 @@ from ..rollout.errors import ConfigError, PushError
 from .manifest import Bucket, CollectiveSource
 
 _BACKLOG = 512
+_JOIN_MARGIN_SECONDS = 1.0
+"""How much longer than its timeout a join may take to say that it failed."""
 c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
 
 
@@ -40,7 +42,6 @@ class GroupSlots:
             host, self._port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._group: Any = None
-        self._joined: Future[Any] = Future()
         self._works: list[Any] = [None] * len(slots)
 
     def source(self, position: int) -> CollectiveSource:
@@ -48,18 +49,11 @@ class GroupSlots:
 
     def open(self) -> None:
         """Begin to join the group, while the workers do."""
-        threading.Thread(target=self._join, name="group-join", daemon=True).start()
-
-    def _join(self) -> None:
-        try:
-            store = _connect(self._host, self._port, self._timeout)
-            self._joined.set_result(_join(store, self._push_id, 0, self._world_size, self._host, self._timeout))
-        except Exception as error:
-            self._joined.set_exception(error)
+        self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._timeout)
 
     def opened(self) -> None:
         """Wait until everybody has joined."""
-        self._group = self._joined.result()
+        self._group = _finish_joining(self._joining, self._timeout)
 
     def send(self, slot: int, num_bytes: int) -> None:
         assert self._group is not None
@@ -83,9 +77,7 @@ class GroupReader:
 
     def __init__(self, source: CollectiveSource, push_id: str, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        store = _connect(source.host, source.port, self._timeout)
-        own = _own_address(source.host, source.port)
-        self._group = _join(store, push_id, source.rank, source.world_size, own, self._timeout)
+        self._group = _finish_joining(_begin_to_join(source, source.rank, push_id, self._timeout), self._timeout)
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._works: dict[int, Any] = {}
 
@@ -123,25 +115,39 @@ def _listen(host: str) -> socket.socket:
     return listener
 
 
-def _connect(host: str, port: int, timeout: timedelta) -> Any:
+def _begin_to_join(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta) -> Future[Any]:
+    """Joins on a thread of its own: where a store falls silent, its client may wait beyond every timeout."""
+    joining: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            joining.set_result(_join(source, rank, push_id, timeout))
+        except Exception as error:
+            joining.set_exception(error)
+
+    threading.Thread(target=run, name="group-join", daemon=True).start()
+    return joining
+
+
+def _finish_joining(joining: Future[Any], timeout: timedelta) -> Any:
     try:
-        return c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise PushError(
-            f"collective: expected the trainer's store at {host}:{port}, found {_first_line(error)}"
-        ) from None
+        return joining.result(timeout.total_seconds() + _JOIN_MARGIN_SECONDS)
+    except TimeoutError:
+        raise PushError("collective: expected the store of the trainer to answer, found silence; push again") from None
 
 
-def _join(store: Any, push_id: str, rank: int, size: int, own: str, timeout: timedelta) -> Any:
+def _join(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta) -> Any:
     gloo = c10d.ProcessGroupGloo
-    options = gloo._Options()  # the one way to say which address gloo listens on
-    options._devices = [gloo.create_device(hostname=own)]
-    options._timeout = timeout
     try:
-        return gloo(c10d.PrefixStore(push_id, store), rank, size, options)
+        store = c10d.TCPStore(source.host, source.port, None, False, timeout, wait_for_workers=False)
+        options = gloo._Options()  # the one way to say which address gloo listens on
+        options._devices = [gloo.create_device(hostname=_own_address(source.host, source.port))]
+        options._timeout = timeout
+        return gloo(c10d.PrefixStore(push_id, store), rank, source.world_size, options)
     except RuntimeError as error:
         raise PushError(
-            f"collective: expected {size} members in the group of push {push_id}, found {_first_line(error)}"
+            f"collective: expected the store at {source.host}:{source.port}, and {source.world_size} members in the "
+            f"group of push {push_id}, found {_first_line(error)}; push again"
         ) from None
 
 

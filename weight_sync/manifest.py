@@ -16,6 +16,8 @@ ROW_MULTIPLE = 16
 """Pieces of a matrix begin at multiples of so many rows, since native kernels store that many side by side."""
 ALIGNMENT = 64
 """Pieces begin at multiples of so many bytes in their bucket."""
+MOST_UNDER_WAY = 2
+"""How many buckets a trainer may have announced that are not answered yet."""
 MAX_NAME_CHARS = 512
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -25,7 +25,7 @@ from ..rollout.errors import ConfigError, PushError, TruerollError, VersionGapEr
 from .checklist import Checklist
 from .collective import GroupSlots
 from .disk import FolderWriter, read_manifest, remove_others
-from .manifest import DiskSource
+from .manifest import MOST_UNDER_WAY, DiskSource
 from .outbox import Outbox, Slots
 from .packing import slot_bytes
 from .shared import SharedSlots
@@ -39,7 +39,6 @@ Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES: dict[Transport, int] = {"shared": 4 * 2**20, "collective": 8 * 2**20, "disk": 8 * 2**20}
 """What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
-NUM_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -249,10 +248,10 @@ class WeightPublisher:
     def _open_slots(self, wanted: protocol.Weights, push_id: str) -> Slots:
         size = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, self._bucket_bytes)
         if self._transport == "shared":
-            return SharedSlots(size, NUM_SLOTS)
+            return SharedSlots(size, MOST_UNDER_WAY)
         buffers, self._buffers = self._buffers, []
         if not buffers or len(buffers[0]) < size:
-            buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+            buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY)]
         return GroupSlots(buffers, self._host, len(self._connected().addresses), push_id, self._settings.timeout)
 
     def _keep_buffers(self, slots: Slots) -> None:

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from .assembly import Assembly, Destination, Staging
 from .collective import GroupReader
 from .disk import FolderReader
 from .events import Begun, Broken, Progress, PushEvent, Staged, Verified
-from .manifest import Bucket, CollectiveSource, DiskSource, Piece, SharedSource
+from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource, DiskSource, Piece, SharedSource
 from .shared import SharedReader
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Receiver(threading.Thread):
         self._writing = threading.Lock()
         self._is_closed = False
         self._tag: Any = None
-        self._last_bucket: Bucket | None = None
+        self._last_buckets: deque[Bucket] = deque(maxlen=MOST_UNDER_WAY)
         self._num_buckets = 0
         self._is_verified = False
 
@@ -163,7 +164,7 @@ class Receiver(threading.Thread):
 
     def _stage(self, command: _Stage, reader: _Reader | FolderReader, assembly: Assembly) -> None:
         bucket = command.bucket
-        if self._last_bucket is None or bucket != self._last_bucket:
+        if bucket not in self._last_buckets:
             self._check_turn(bucket.index)
             if isinstance(reader, FolderReader):
                 raise PushError("bucket: expected none in a push by disk; ask to verify")
@@ -172,7 +173,8 @@ class Receiver(threading.Thread):
             self._look_ahead(reader, assembly)
             for piece in bucket.pieces:
                 self._add(assembly, piece, data)
-            self._last_bucket, self._num_buckets = bucket, self._num_buckets + 1
+            self._last_buckets.append(bucket)
+            self._num_buckets += 1
             self._advance("staged", bucket.num_bytes)
         self._answer(Staged(self._begin.push_id, command.tag))
 

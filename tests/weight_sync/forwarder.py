@@ -1,0 +1,122 @@
+"""A line between a client and a worker on TCP that a test can cut or freeze at a chosen message."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from types import TracebackType
+from typing import Literal
+
+Fault = Literal["lose call", "lose answer", "freeze"]
+
+
+class Forwarder:
+    """Forwards connections to its `address` to the worker at `target`, until a client's message of a type was seen.
+
+    `arm` says which: the `count`-th message of type `call`. Then, once: `lose call` drops it and cuts all connections;
+    `lose answer` lets it pass, drops that many `answers` of the worker, and cuts; `freeze` keeps it, and lets nothing
+    pass in any direction until `thaw`. `lost`: what was dropped or kept back. `struck`: set when that has happened.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._passing = threading.Event()
+        self._passing.set()
+        self._fault: Fault | None = None
+        self._call, self._left, self._tail = b"", 0, b""
+        self._answers = 0
+        self._is_dropping_answers = False
+        self.lost = b""
+        self.struck = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def arm(self, fault: Fault, call: str, count: int, answers: int) -> None:
+        self._fault, self._call, self._left, self._answers = fault, call.encode(), count, answers
+
+    def thaw(self) -> None:
+        self._passing.set()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+                self._passing.wait()
+                worker = socket.create_connection(self._target)
+            except OSError:
+                return
+            for each in (client, worker):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sockets |= {client, worker}
+            threading.Thread(target=self._forward, args=(client, worker, True), daemon=True).start()
+            threading.Thread(target=self._forward, args=(worker, client, False), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, is_call: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                with self._lock:
+                    passes = self._inspect_call(data) if is_call else self._inspect_answer(data)
+                if passes:
+                    self._passing.wait()
+                    sink.sendall(data)
+        for each in (source, sink):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _inspect_call(self, data: bytes) -> bool:
+        """Whether to pass it on."""
+        if self._fault is None:
+            return True
+        seen = self._tail + data
+        self._left -= seen.count(self._call)
+        self._tail = seen[-len(self._call) + 1 :]
+        if self._left > 0:
+            return True
+        fault, self._fault, self._tail = self._fault, None, b""
+        if fault == "lose answer":
+            self._is_dropping_answers = True
+            return True
+        self.lost = seen
+        if fault == "freeze":
+            self._passing.clear()
+            self.struck.set()
+            return True
+        self._cut()
+        return False
+
+    def _inspect_answer(self, data: bytes) -> bool:
+        if not self._is_dropping_answers:
+            return True
+        self.lost += data
+        if self.lost.count(b"push_status") >= self._answers:
+            self._is_dropping_answers = False
+            self._cut()
+        return False
+
+    def _cut(self) -> None:
+        """Reset every connection; new ones are welcome."""
+        sockets, self._sockets = self._sockets, set()
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                each.shutdown(socket.SHUT_RDWR)
+        self.struck.set()
+
+    def __enter__(self) -> Forwarder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._passing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            self._cut()
