@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
 from .errors import InvalidRequestError
 
@@ -79,8 +79,8 @@ class SamplingParams(Distribution):
     max_tokens: int = Field(default=128, ge=1)
     min_tokens: int = Field(default=0, ge=0)
     seed: Seed | None = None
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), strict=False)
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
+    stop_token_ids: Annotated[tuple[TokenId, ...], FailFast()] = Field(default=(), strict=False)
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], FailFast()] = Field(default=(), strict=False)
     ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
     cache_salt: CacheSalt | None = None

@@ -108,7 +108,8 @@ class Staging:
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds beside the live weights."""
-        return self._elements_bytes + (0 if self.arena is None else self.arena.num_held)
+        arena = self.arena  # another thread may drop it
+        return self._elements_bytes + (0 if arena is None else arena.num_held)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Rows [start, start + length) of a parameter, to be written by `copy_` right away and once.

@@ -15,16 +15,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.errors import TruerollError
-from ..engine.request import InFlight, Output, Tag
-from ..weight_sync.events import Begun, Broken, PushEvent, Staged, Verified
+from ..engine.request import InFlight, Output
+from ..weight_sync.events import Broken, PushEvent, Reached
 from . import protocol
 from .engine_thread import Engine, Ran, Run
-from .errors import DeadlineError, IllegalStateError, PushError, UnavailableError, VersionGapError
-from .lifecycle import Lifecycle
+from .errors import DeadlineError, IdConflictError, IllegalStateError, PushError, UnavailableError, VersionGapError
+from .lifecycle import Lifecycle, Standing
 from .protocol import State
 from .timings import Timings
 
@@ -62,30 +62,34 @@ class Host(Protocol):
 class _Operation:
     """A call that changes what the engine does.
 
-    With `in_flight` `drain` it waits until the engine has nothing unfinished, at most until `deadline`. Then the push
-    under way ends with `breaks_push`, if that is given, `action` runs between two steps, the engine is held or not as
-    `hold` says, and `finish` gets the seconds that took.
+    With `in_flight` `drain` it waits until the engine has nothing unfinished, for at most `timeout` seconds. Then the
+    push under way ends with `breaks_push`, if that is given, and `action` runs between two steps. `busy` is the state
+    until then, `then` the standing afterwards.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
     busy: State | None
-    action: Callable[[Engine], list[Output]]
-    hold: bool
-    finish: Callable[[float], None]
+    then: Standing
+    action: Callable[[Engine], list[Output]] = lambda engine: []
     in_flight: InFlight = "recompute"
-    deadline: float = float("inf")
+    timeout: float = float("inf")
     breaks_push: PushError | None = None
+    started: float = field(default_factory=time.monotonic)
     run: Run | None = None
+
+    @property
+    def deadline(self) -> float:
+        return self.started + self.timeout
 
 
 @dataclass(eq=False)
 class _Push:
-    """The push under way. `calls`: ids of the calls that wait for its thread."""
+    """The push under way. `calls`: ids of the calls that wait for its thread. `staging`: once it is verified."""
 
     begin: protocol.BeginPush
     receiver: Receiver
     calls: set[str]
-    is_verified: bool = False
+    staging: Any = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Control:
         self._timings = timings
         self._weights: Any = None
         self._served_push: str | None = None
-        self._callers: dict[str, bytes] = {}
+        self._callers: dict[str, tuple[protocol.LifecycleCall | protocol.PushCall, list[bytes]]] = {}
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
         self._operation: _Operation | None = None
         self._push: _Push | None = None
@@ -133,7 +137,7 @@ class Control:
     def staging_bytes(self) -> int:
         """What the push under way holds beside the live weights. Callable from any thread."""
         push = self._push
-        staging = None if push is None else push.receiver.staging
+        staging = push and (push.staging or push.receiver.staging)
         return 0 if staging is None else staging.num_bytes
 
     def finish_loading(self, weights: Any) -> None:
@@ -161,14 +165,18 @@ class Control:
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
         """Take a call. Raises what refuses it at once; anything else is answered later."""
+        if self._weights is None:
+            raise IllegalStateError(
+                f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready"
+            )
+        if call.id in self._callers:
+            self._join(identity, call)
+            return
+        self.lifecycle.check(call.type)
         if isinstance(call, protocol.GetWeights):
             self._host.reply(identity, self._describe_weights(call))
             return
-        if call.id in self._callers:  # sent again after a reconnect
-            self._callers[call.id] = identity
-            return
-        self.lifecycle.check(call.type)
-        self._callers[call.id] = identity
+        self._callers[call.id] = call, [identity]
         if isinstance(call, _NEEDS_NO_ENGINE):
             self._try(call)
         else:
@@ -211,8 +219,16 @@ class Control:
             case protocol.AbortPush():
                 self._abort_push(call)
 
+    def _join(self, identity: bytes, call: protocol.Call) -> None:
+        """Answer a call that was sent again, as after a reconnect, along with the first one."""
+        known, identities = self._callers[call.id]
+        if known != call:
+            raise IdConflictError(
+                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again"
+            )
+        identities.append(identity)
+
     def _describe_weights(self, call: protocol.GetWeights) -> protocol.Weights:
-        self.lifecycle.check(call.type)
         return protocol.Weights(
             id=call.id,
             dtype=self._weights.dtype,
@@ -220,24 +236,26 @@ class Control:
             tied=self._weights.tied,
             ignored=tuple(sorted(self._weights.ignored)),
             weight_version=self._host.weight_version(),
-            push_id=None if self.lifecycle.is_dirty else self._served_push,
+            push_id=self._served_push,
         )
 
     def _reply(self, id: str, message: protocol.FromWorker) -> None:
-        self._host.reply(self._callers.pop(id), message)
+        for identity in self._callers.pop(id)[1]:
+            self._host.reply(identity, message)
 
     def _reply_status(self, id: str) -> None:
         state = self.lifecycle.state
         self._reply(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def _refuse(self, id: str, error: TruerollError) -> None:
-        self._host.reply_error(self._callers.pop(id), id, error)
+        for identity in self._callers.pop(id)[1]:
+            self._host.reply_error(identity, id, error)
 
     # Operations.
 
     def _begin(self, operation: _Operation) -> None:
-        if operation.in_flight == "drain" and self.lifecycle.is_held and self._host.unfinished_requests():
-            count = len(self._host.unfinished_requests())
+        count = len(self._host.unfinished_requests())
+        if operation.in_flight == "drain" and self.lifecycle.standing.is_held and count:
             raise IllegalStateError(
                 f"{operation.call.type}: cannot drain in state {self.lifecycle.state}, found {count} unfinished "
                 "requests that nothing computes; choose in_flight recompute or abort, or resume first"
@@ -253,7 +271,7 @@ class Control:
         if operation.in_flight != "drain" or not self._host.unfinished_requests():
             if operation.breaks_push is not None:
                 self._break_push(operation.breaks_push)
-            operation.run = Run(operation.action, operation.hold)
+            operation.run = Run(operation.action, hold=operation.then.is_held)
             self._host.command(operation.run)
         elif time.monotonic() >= operation.deadline:
             count = len(self._host.unfinished_requests())
@@ -267,96 +285,70 @@ class Control:
     def _cancel_operation(self, error: TruerollError) -> None:
         assert self._operation is not None
         call, self._operation = self._operation.call, None
-        self.lifecycle.end()
+        self.lifecycle.end(self.lifecycle.standing)
         self._refuse(call.id, error)
+        if isinstance(call, protocol.CommitPush):
+            self._break_push(error)
 
     def handle_ran(self, event: Ran) -> None:
-        """The engine has done what the operation under way asked of it, or refused to."""
+        """The engine has done what the operation under way asked of it."""
         operation, self._operation = self._operation, None
         assert operation is not None and operation.run is event.command
-        if event.error is None:
-            operation.finish(event.seconds)
-        self.lifecycle.end()
-        if event.error is not None:
-            self._refuse(operation.call.id, event.error)
-        elif isinstance(operation.call, protocol.LifecycleCall):
-            self._reply_status(operation.call.id)
+        self.lifecycle.end(operation.then)
+        if operation.then.is_dirty:
+            self._served_push = None
+        match operation.call:
+            case protocol.BeginPush() as call:
+                self._receive(call)
+            case protocol.CommitPush() as call:
+                self._finish_commit(call, event.seconds)
+            case protocol.Sleep() | protocol.WakeUp() as call:
+                getattr(self._timings, call.type).observe(time.monotonic() - operation.started)
+                self._reply_status(call.id)
+            case call:
+                self._reply_status(call.id)
         self.follow()
 
     def _start_pause(self, call: protocol.Pause | protocol.Resume) -> None:
-        pauses = isinstance(call, protocol.Pause)
-        if pauses == self.lifecycle.is_paused:
+        standing, pauses = self.lifecycle.standing, isinstance(call, protocol.Pause)
+        if pauses == standing.is_paused:
             self._reply_status(call.id)
-            return
-        self._begin(_Operation(call, "paused", _nothing, hold=pauses, finish=lambda _: self.lifecycle.pause(pauses)))
+        else:
+            self._begin(_Operation(call, "paused", standing.paused(pauses)))
 
     def _start_drain(self, call: protocol.Drain) -> None:
-        deadline = time.monotonic() + call.timeout
-        self._begin(
-            _Operation(
-                call,
-                "draining",
-                _nothing,
-                hold=True,
-                finish=lambda _: self.lifecycle.pause(True),
-                in_flight="drain",
-                deadline=deadline,
-            )
-        )
+        then = self.lifecycle.standing.paused(True)
+        self._begin(_Operation(call, "draining", then, in_flight="drain", timeout=call.timeout))
 
     def _start_sleep(self, call: protocol.Sleep) -> None:
         drops_weights = call.level == 2 and "weights" in call.tags
-        tags = _in_order(set(call.tags) - self.lifecycle.sleeping | ({"weights"} if drops_weights else set()))
-        started = time.monotonic()
 
-        def finish(_: float) -> None:
-            self._timings.sleep.observe(time.monotonic() - started)
-            self.lifecycle.sleep(tags, drops_weights)
+        def sleep(engine: Engine) -> list[Output]:
+            return engine.sleep(call.level, call.tags, call.in_flight)
 
-        self._begin(
-            _Operation(
-                call,
-                "draining",
-                lambda engine: engine.sleep(call.level, tags, call.in_flight),
-                hold=True,
-                finish=finish,
-                in_flight=call.in_flight,
-                deadline=time.monotonic() + call.timeout,
-                breaks_push=_slept() if drops_weights else None,
-            )
-        )
+        then = self.lifecycle.standing.slept(call.tags, drops_weights)
+        slept = PushError("push: the weights that it was to replace went to sleep; wake them up and push again")
+        operation = _Operation(call, "draining", then, sleep, call.in_flight, call.timeout)
+        operation.breaks_push = slept if "weights" in call.tags else None
+        self._begin(operation)
 
     def _start_wake_up(self, call: protocol.WakeUp) -> None:
-        tags = _in_order(self.lifecycle.sleeping & set(call.tags))
-        if not tags:
-            self._reply_status(call.id)
-            return
-
-        started = time.monotonic()
-
         def wake(engine: Engine) -> list[Output]:
-            engine.wake_up(tags)
+            engine.wake_up(call.tags)
             return []
 
-        def finish(_: float) -> None:
-            self._timings.wake_up.observe(time.monotonic() - started)
-            self.lifecycle.wake_up(tags)
-
-        hold = self._would_hold(sleeping=self.lifecycle.sleeping - set(tags))
-        self._begin(_Operation(call, "waking", wake, hold, finish))
+        standing = self.lifecycle.standing
+        if standing.sleeping.isdisjoint(call.tags):
+            self._reply_status(call.id)
+        else:
+            self._begin(_Operation(call, "waking", standing.woken(call.tags), wake))
 
     def _start_invalidate(self, call: protocol.Invalidate) -> None:
         def invalidate(engine: Engine) -> list[Output]:
             engine.invalidate_prefix_cache()
             return []
 
-        self._begin(_Operation(call, None, invalidate, hold=self.lifecycle.is_held, finish=lambda _: None))
-
-    def _would_hold(self, sleeping: Collection[Tag] | None = None, is_dirty: bool | None = None) -> bool:
-        """Whether the engine must not step once these facts have changed."""
-        lifecycle = self.lifecycle
-        sleeping = lifecycle.sleeping if sleeping is None else sleeping
-        return lifecycle.is_paused or bool(sleeping) or (lifecycle.is_dirty if is_dirty is None else is_dirty)
+        self._begin(_Operation(call, None, self.lifecycle.standing, invalidate))
 
     # Pushes.
 
@@ -365,45 +357,43 @@ class Control:
         if self._push is not None and self._push.begin == call:  # sent again after its reply was lost
             self._reply_push(call.id, call.push_id, "begun")
             return
-        self._check_base(call)
+        self._check_begin(call)
         superseded = PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
         if not call.in_place:
             self._break_push(superseded)
             self._receive(call)
             return
 
-        def finish(_: float) -> None:
-            self.lifecycle.set_dirty(True)
-            self._receive(call)
+        def interrupt(engine: Engine) -> list[Output]:
+            return engine.interrupt(call.in_flight)
 
+        then = self.lifecycle.standing.overwritten(is_whole=False)
         self._begin(
-            _Operation(
-                call,
-                "updating",
-                lambda engine: engine.interrupt(call.in_flight),
-                hold=True,
-                finish=finish,
-                in_flight=call.in_flight,
-                deadline=time.monotonic() + call.timeout,
-                breaks_push=superseded,
-            )
+            _Operation(call, "updating", then, interrupt, call.in_flight, call.drain_timeout, breaks_push=superseded)
         )
 
-    def _check_base(self, call: protocol.BeginPush) -> None:
+    def _check_begin(self, call: protocol.BeginPush) -> None:
+        """Raise PushError for what can be seen before anything is interrupted."""
+        if call.dtype != self._weights.dtype:
+            raise PushError(
+                f"dtype: expected {self._weights.dtype}, as this worker serves, found {call.dtype!r:.80}; push in that"
+            )
         if call.base is None:
             return
         if call.in_place:
             raise PushError("begin_push: expected whole tensors for in_place, found base; push without base")
-        served = None if self.lifecycle.is_dirty else self._served_push
-        if call.base != served:
+        if call.base != self._served_push:
             raise VersionGapError(
-                f"begin_push: expected changes to the push that is served ({served or 'none'}), found changes to "
-                f"{call.base}; push every tensor whole"
+                f"begin_push: expected changes to the push that is served ({self._served_push or 'none'}), found "
+                f"changes to {call.base}; push every tensor whole"
             )
 
     def _receive(self, call: protocol.BeginPush) -> None:
         from ..weight_sync.receiver import Receiver  # imports torch, which is there once the engine stands
 
+        if self.lifecycle.is_ending:
+            self._refuse(call.id, _ending())
+            return
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
         receiver = Receiver(call, self._weights, lambda event: self._host.publish_event(PushNews(push, event)))
         push = self._push = _Push(call, receiver, {call.id})
@@ -411,11 +401,14 @@ class Control:
 
     def _pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
         push = self._find_push(call.push_id)
+        if self._is_committing:
+            raise PushError(f"{call.type}: expected a push that is staged, found one that is being committed")
         push.calls.add(call.id)
-        if isinstance(call, protocol.StageBucket):
-            push.receiver.stage(call, call.id)
-        else:
-            push.receiver.verify(call, call.id)
+        push.receiver.take(call)
+
+    @property
+    def _is_committing(self) -> bool:
+        return self._operation is not None and isinstance(self._operation.call, protocol.CommitPush)
 
     def _find_push(self, push_id: str) -> _Push:
         if self._push is None or self._push.begin.push_id != push_id:
@@ -423,35 +416,28 @@ class Control:
         return self._push
 
     def _start_commit(self, call: protocol.CommitPush) -> None:
-        if self._push is None and call.push_id == self._served_push and not self.lifecycle.is_dirty:
+        if self._push is None and call.push_id == self._served_push:
             self._reply_push(call.id, call.push_id, "committed")  # sent again after its reply was lost
             return
         push = self._find_push(call.push_id)
-        if not push.is_verified:
+        if push.staging is None:
             raise PushError("commit_push: expected a push that was verified, found one that was not; verify it first")
         self.lifecycle.check_weights_awake(call.type)
-        version, staging = push.begin.weight_version, push.receiver.staging
 
-        def finish(seconds: float) -> None:
-            self._served_push = call.push_id
-            self.lifecycle.set_dirty(False)
-            self._timings.commit_pause.observe(seconds)
-            self._timings.push.observe(time.monotonic() - push.receiver.progress.started)
-            log.info("push %s: version %d is served", call.push_id, version)
-            self._reply_push(call.id, call.push_id, "committed", seconds)
+        def commit(engine: Engine) -> list[Output]:
+            return engine.commit_weights(push.staging, push.begin.weight_version, call.in_flight)
 
-        self._begin(
-            _Operation(
-                call,
-                "updating",
-                lambda engine: engine.commit_weights(staging, version, call.in_flight),
-                hold=self._would_hold(is_dirty=False),
-                finish=finish,
-                in_flight=call.in_flight,
-                deadline=time.monotonic() + call.timeout,
-            )
-        )
-        self._close_push()  # from here on it is the operation's
+        then = self.lifecycle.standing.overwritten(is_whole=True)
+        self._begin(_Operation(call, "updating", then, commit, call.in_flight, call.timeout))
+        push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
+
+    def _finish_commit(self, call: protocol.CommitPush, seconds: float) -> None:
+        assert self._push is not None
+        started, self._push, self._served_push = self._push.receiver.progress.started, None, call.push_id
+        self._timings.commit_pause.observe(seconds)
+        self._timings.push.observe(time.monotonic() - started)
+        log.info("push %s: version %d is served", call.push_id, self._host.weight_version())
+        self._reply_push(call.id, call.push_id, "committed", seconds)
 
     def _abort_push(self, call: protocol.AbortPush) -> None:
         operation = self._operation
@@ -476,28 +462,21 @@ class Control:
         )
         for id in self._push.calls:
             self._refuse(id, error)
-        self._close_push()
-
-    def _close_push(self) -> None:
-        assert self._push is not None
         self._push.receiver.close()
         self._push = None
 
     def handle_push_news(self, news: PushNews) -> None:
         """The thread of a push has come to an end of something."""
-        if self._push is None or news.push is not self._push:
-            return  # it was superseded or aborted, and whoever waited was told
+        if self._push is None or news.push is not self._push or self._is_committing:
+            return  # it is over or as good as that, and whoever waited was told
         match news.event:
-            case Broken(error=error):
+            case Broken(error):
                 self._break_push(error)
-            case Begun():
-                self._answer_push(self._push.begin.id, "begun")
-            case Staged(tag=id):
-                self._answer_push(id, "staged")
-            case Verified(tag=id):
-                self._push.is_verified = True
-                self._timings.stage.observe(time.monotonic() - self._push.receiver.progress.started)
-                self._answer_push(id, "verified")
+            case Reached(id, phase):
+                if phase == "verified":
+                    self._push.staging = self._push.receiver.staging
+                    self._timings.stage.observe(time.monotonic() - self._push.receiver.progress.started)
+                self._answer_push(id, phase)
 
     def _answer_push(self, id: str, phase: protocol.PushPhase) -> None:
         assert self._push is not None
@@ -534,17 +513,10 @@ class Control:
         self.lifecycle.fail()
 
     def _refuse_waiting(self, error: TruerollError) -> None:
-        self._break_push(error)
+        if not self._is_committing:
+            self._break_push(error)
         while self._waiting:
             self._refuse(self._waiting.popleft().id, error)
-
-
-def _nothing(engine: Engine) -> list[Output]:
-    return []
-
-
-def _in_order(tags: Collection[Tag]) -> list[Tag]:
-    return [tag for tag in protocol.ALL_TAGS if tag in tags]
 
 
 def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
@@ -553,10 +525,6 @@ def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) 
 
 def _aborted() -> PushError:
     return PushError("push: aborted by its trainer")
-
-
-def _slept() -> PushError:
-    return PushError("push: the weights it was to replace went to sleep at level 2; push again")
 
 
 def _ending() -> TruerollError:

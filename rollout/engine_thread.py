@@ -25,7 +25,7 @@ class Engine(Protocol):
 
     weight_version: int
     info: Any
-    """A dataclass that says what the engine is, with `backend`, `backend_note`, `weight_bytes` and `kv_bytes`."""
+    """A dataclass that says what the engine is, with `backend` and `backend_note`."""
 
     @property
     def weights(self) -> Any:
@@ -125,12 +125,11 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a `Run` finished, and how many seconds it kept the engine from stepping; or the error that refused it."""
+    """What a `Run` finished, and how many seconds it kept the engine from stepping."""
 
     command: Run
     outputs: list[Output]
     seconds: float
-    error: TruerollError | None = None
 
 
 @dataclass(frozen=True)
@@ -229,11 +228,7 @@ class EngineThread(threading.Thread):
 
     def _run_between_steps(self, engine: Engine, command: Run) -> None:
         started = time.monotonic()
-        try:
-            outputs = command.action(engine)
-        except TruerollError as error:
-            self._publish(Ran(command, [], time.monotonic() - started, error))
-            return
+        outputs = command.action(engine)
         self._is_held = command.hold
         seconds = time.monotonic() - started
         self._take_snapshot(engine, made_progress=True)

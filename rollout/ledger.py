@@ -41,9 +41,8 @@ class Entry:
 
 @dataclass
 class ServiceStats:
-    """Lifetime counters of requests: `accepted` ones given to the engine, `joined` ones that named a request already
-    known, `finished` and `failed` (answered with an error) ones of the accepted, and kept results `dropped` for want
-    of room.
+    """Lifetime counters of requests: `accepted` ones, `joined` ones that named a request already known, `finished` and
+    `failed` (answered with an error) ones of the accepted, and kept results `dropped` for want of room.
     """
 
     accepted: int = 0

@@ -1,6 +1,5 @@
 """The states of a worker: which moves are legal, which calls a state allows, and what the state follows from.
 
-Owns the facts that outlast a call (loaded, paused, asleep, dirty, ending, failed) and the state that they add up to.
 Does nothing by itself: the worker acts, then tells what has become true. A call that a state does not allow raises
 IllegalStateError, which names the state; a move that is not in the table is a bug and raises RuntimeError.
 """
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from ..engine.request import Tag
 from .errors import IllegalStateError
@@ -43,24 +43,58 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
 log = logging.getLogger(__name__)
 
 
-class Lifecycle:
-    """The state of one worker. Every method that changes a fact moves `state` along."""
+@dataclass(frozen=True)
+class Standing:
+    """What outlasts a call: whether generating is paused, which memory sleeps, whether some of it was woken since, and
+    whether the weights are missing or half overwritten.
+    """
 
-    def __init__(self) -> None:
-        self.state: State = "loading"
-        self.sleeping: frozenset[Tag] = frozenset()
-        self.is_paused = False
-        self.is_dirty = False
-        self.is_ending = False
-        self._is_loaded = False
-        self._has_failed = False
-        self._busy: State | None = None
-        self._is_waking = False
+    is_paused: bool = False
+    sleeping: frozenset[Tag] = frozenset()
+    is_waking: bool = False
+    is_dirty: bool = False
 
     @property
     def is_held(self) -> bool:
         """Whether the engine must not step."""
-        return self.is_paused or self.is_dirty or bool(self.sleeping)
+        return self.state != "ready"
+
+    @property
+    def state(self) -> State:
+        """The state of a worker that does nothing beside serving."""
+        if self.sleeping:
+            return "waking" if self.is_waking else "asleep"
+        if self.is_dirty:
+            return "dirty"
+        return "paused" if self.is_paused else "ready"
+
+    def paused(self, is_paused: bool) -> Standing:
+        return replace(self, is_paused=is_paused)
+
+    def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
+        """After the memory of `tags` was given back. If the weights are gone for good, a push must follow."""
+        sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
+        return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)
+
+    def woken(self, tags: Iterable[Tag]) -> Standing:
+        sleeping = self.sleeping - frozenset(tags)
+        return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
+
+    def overwritten(self, is_whole: bool) -> Standing:
+        """While or after the weights are written to."""
+        return replace(self, is_dirty=not is_whole)
+
+
+class Lifecycle:
+    """The state of one worker: of `standing`, unless it loads, is busy with a call, ends or has failed."""
+
+    def __init__(self) -> None:
+        self.state: State = "loading"
+        self.standing = Standing()
+        self.is_ending = False
+        self._is_loaded = False
+        self._has_failed = False
+        self._busy: State | None = None
 
     def check(self, call: str) -> None:
         """Raise IllegalStateError unless the state allows `call`."""
@@ -72,7 +106,7 @@ class Lifecycle:
 
     def check_weights_awake(self, call: str) -> None:
         """Raise IllegalStateError while the memory of the weights is given back."""
-        if "weights" in self.sleeping:
+        if "weights" in self.standing.sleeping:
             raise IllegalStateError(
                 f"{call}: expected weights that are awake, found state {self.state} with weights asleep; "
                 'call wake_up(tags=["weights"]) first'
@@ -87,30 +121,9 @@ class Lifecycle:
         self._busy = busy or self.state
         self._follow()
 
-    def end(self) -> None:
-        """The call that `begin` announced is over."""
-        self._busy = None
-        self._follow()
-
-    def pause(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
-        self._follow()
-
-    def sleep(self, tags: Iterable[Tag], drops_weights: bool) -> None:
-        """The memory of `tags` was given back. If the weights are gone for good, a push must follow."""
-        self.sleeping |= frozenset(tags)
-        self.is_dirty |= drops_weights
-        self._is_waking = False
-        self._follow()
-
-    def wake_up(self, tags: Iterable[Tag]) -> None:
-        self.sleeping -= frozenset(tags)
-        self._is_waking = bool(self.sleeping)
-        self._follow()
-
-    def set_dirty(self, is_dirty: bool) -> None:
-        """The weights are being overwritten, or whole again."""
-        self.is_dirty = is_dirty
+    def end(self, standing: Standing) -> None:
+        """The call that `begin` announced is over, and left this standing."""
+        self._busy, self.standing = None, standing
         self._follow()
 
     def start_ending(self) -> None:
@@ -137,14 +150,7 @@ class Lifecycle:
             return "draining"
         if not self._is_loaded:
             return "loading"
-        return self._busy or self._standing()
-
-    def _standing(self) -> State:
-        if self.sleeping:
-            return "waking" if self._is_waking else "asleep"
-        if self.is_dirty:
-            return "dirty"
-        return "paused" if self.is_paused else "ready"
+        return self._busy or self.standing.state
 
 
 _ADVICE: dict[State, str] = {

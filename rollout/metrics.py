@@ -169,7 +169,7 @@ def _load_metrics(health: protocol.Health) -> Iterator[Metric]:
 
 
 def _service_metrics(service: Mapping[str, int]) -> Iterator[Metric]:
-    yield CounterMetricFamily("trueroll_requests_accepted", "Given to the engine.", value=service["accepted"])
+    yield CounterMetricFamily("trueroll_requests_accepted", "Accepted.", value=service["accepted"])
     yield CounterMetricFamily("trueroll_requests_joined", "Named a request already known.", value=service["joined"])
     yield CounterMetricFamily("trueroll_requests_finished", "Ended with a result.", value=service["finished"])
     yield CounterMetricFamily("trueroll_requests_failed", "Ended with an error.", value=service["failed"])
@@ -191,7 +191,7 @@ _ENGINE_COUNTERS = (
     ("prefix_query_tokens", "prefix_queries", "Prompt tokens looked up."),
     ("prefix_hit_tokens", "prefix_hits", "Prompt tokens that did not have to be computed."),
     ("preemptions", "preemptions", "Sequences that gave their blocks to older ones."),
-    ("recomputed_requests", "recomputed", "Sequences computed anew after a commit or a sleep."),
+    ("recomputed_sequences", "recomputed", "Sequences computed anew after a commit or a sleep."),
     ("deferred_admissions", "deferred_admissions", "Steps waited for a prefix that another request computed."),
     ("evictions", "evictions", "Cached blocks that were reused."),
 )

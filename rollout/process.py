@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from ..engine.config import EngineConfig
 from ..engine.errors import TruerollError
@@ -37,14 +37,24 @@ def serve(
 
 
 def _run_to_the_end(worker: Worker) -> None:
-    exit_code = 1
+    """Run the worker, and end the process with exit code 0 when it was told to end.
+
+    An interpreter that shuts down around threads which are still inside torch, such as those of a push, may crash.
+    """
     try:
         worker.run()
-        exit_code = 0
-    finally:
-        if worker.is_computing:  # cannot be interrupted, and an interpreter that shuts down around it may crash
-            logging.shutdown()
-            os._exit(exit_code)
+    except BaseException:
+        if worker.is_computing:
+            _exit(1)
+        raise
+    _exit(0)
+
+
+def _exit(code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run_as_child(load: Callable[[EngineConfig], Engine] = load_engine) -> None:

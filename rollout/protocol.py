@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgpack
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from ..engine.errors import InvalidRequestError
 from ..engine.request import (
@@ -51,7 +51,7 @@ Count = Annotated[int, Field(ge=0)]
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
 Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
-Tags = Annotated[tuple[Tag, ...], Field(min_length=1)]
+Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 
 
 class _Message(BaseModel):
@@ -90,7 +90,7 @@ class Ack(_Message):
     """Says that the results of these requests are needed no more. Has no reply."""
 
     type: Literal["ack"] = "ack"
-    ids: tuple[Id, ...]
+    ids: Annotated[tuple[Id, ...], FailFast()]
 
 
 class GetHealth(_Message):
@@ -301,7 +301,8 @@ class Weights(_Message):
 class PushStatus(_Message):
     """Ends a begin_push, stage_bucket, verify_push, commit_push or abort_push: how far the push has come.
 
-    `state` and `weight_version` are the worker's. `pause_seconds`: how long the commit kept the engine from stepping; None before it.
+    `state` and `weight_version` are the worker's. `pause_seconds`: how long the commit kept the engine from stepping;
+    None before it.
     """
 
     type: Literal["push_status"] = "push_status"

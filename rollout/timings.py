@@ -37,7 +37,7 @@ class Timings:
 
     `step`: one step of the engine. Of a push: `stage` from its beginning until it is verified, `commit_pause` as long
     as its commit kept the engine from stepping, `push` from its beginning until it is committed. `sleep` and
-    `wake_up`: from the arrival of the call until it is done.
+    `wake_up`: with the wait for running requests, if they are drained.
     """
 
     step: Histogram = field(default_factory=Histogram)

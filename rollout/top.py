@@ -77,7 +77,7 @@ def _rows(before: Look, now: Look) -> Iterator[tuple[str, RenderableType]]:
     health, engine, service = now.health, now.stats.engine, now.stats.service
     yield "worker", _worker(health)
     if health.engine:
-        yield "model", f"{health.engine['model']}, backend {health.engine['backend']}"
+        yield "model", Text(f"{health.engine['model']}, backend {health.engine['backend']}")
     yield "state", _state(health)
     yield "requests", _numbers({**health.requests, "finished": service["finished"], "failed": service["failed"]})
     if engine and before.stats.engine and before.health.instance == health.instance:

@@ -87,6 +87,7 @@ class Worker:
         self._unanswered_aborts: list[tuple[bytes, str]] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._waiting_room: dict[str, Request] = {}
+        self._late_aborts: list[End] = []
         self._events: queue.SimpleQueue[Event | PushNews] = queue.SimpleQueue()
         self._timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
@@ -200,7 +201,7 @@ class Worker:
         """Send a message to a client."""
         self._send(identity, protocol.encode(message))
 
-    def reply_error(self, identity: bytes, id: str, error: TruerollError) -> None:
+    def reply_error(self, identity: bytes, id: str | None, error: TruerollError) -> None:
         """Tell a client that its message `id` has no result."""
         self._send(identity, _error_frame(id, error))
 
@@ -242,7 +243,7 @@ class Worker:
             self._handle(identity, protocol.from_client(fields))
         except TruerollError as error:
             log.debug("refused a message: %s", error.code)
-            self._send(identity, _error_frame(id, error))
+            self.reply_error(identity, id, error)
 
     def _check_frames(self, frames: list[bytes]) -> bytes:
         if len(frames) != 1:
@@ -265,9 +266,9 @@ class Worker:
                 for id in message.ids:
                     self._ledger.acknowledge(id)
             case protocol.GetHealth():
-                self._send(identity, protocol.encode(self.health(message.id)))
+                self.reply(identity, self.health(message.id))
             case protocol.GetStats():
-                self._send(identity, protocol.encode(self.stats(message.id)))
+                self.reply(identity, self.stats(message.id))
             case _:
                 self._control.handle(identity, message)
 
@@ -313,6 +314,9 @@ class Worker:
 
     def _give_to_engine(self, id: str) -> None:
         self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))
+        for end in [end for end in self._late_aborts if end.request_id == id]:
+            self._late_aborts.remove(end)
+            self._engine_thread.commands.put(end)
 
     def _abort(self, identity: bytes, message: protocol.Abort) -> None:
         if message.request_id not in self._ledger.open:
@@ -320,9 +324,13 @@ class Worker:
                 f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             )
         self._unanswered_aborts.append((identity, message.id))
+        end = End(message.request_id, message.index, tag=(identity, message.id))
+        if message.request_id in self._waiting_room and message.index is not None:
+            self._late_aborts.append(end)  # the other samples must not reach the engine before their time
+            return
         if message.request_id in self._waiting_room:
             self._give_to_engine(message.request_id)
-        self._engine_thread.commands.put(End(message.request_id, message.index, tag=(identity, message.id)))
+        self._engine_thread.commands.put(end)
 
     # Callable from any thread: they read what changes as a whole, and wait for nothing.
 
@@ -342,7 +350,7 @@ class Worker:
             memory=self._memory(),
             limits=self._config.limits(),
             engine=self._info,
-            sleeping=tuple(sorted(self._control.lifecycle.sleeping)),
+            sleeping=tuple(sorted(self._control.lifecycle.standing.sleeping)),
             push=self._control.progress(),
         )
 
@@ -424,7 +432,7 @@ class Worker:
 
     def _publish_error(self, request_id: str, error: TruerollError) -> None:
         for subscriber in self._ledger.fail(request_id).subscribers:
-            self._send(subscriber, _error_frame(request_id, error))
+            self.reply_error(subscriber, request_id, error)
 
     def _finish_abort(self, event: Ended) -> None:
         self._publish_outputs(event.outputs)
@@ -433,10 +441,10 @@ class Worker:
         self._unanswered_aborts.remove(event.command.tag)
         identity, id = event.command.tag
         if event.error is not None:
-            self._send(identity, _error_frame(id, event.error))
+            self.reply_error(identity, id, event.error)
         else:
             reply = protocol.Aborted(id=id, request_id=event.command.request_id, num_samples=len(event.outputs))
-            self._send(identity, protocol.encode(reply))
+            self.reply(identity, reply)
 
     # Ending.
 
@@ -447,7 +455,7 @@ class Worker:
         if not self._control.lifecycle.is_ending:
             self._start_ending()
         # What nothing computes need not be waited for.
-        if (self._drain_calls > 1 or self._control.lifecycle.is_held) and not self._aborts_sent:
+        if (self._drain_calls > 1 or self._control.lifecycle.standing.is_held) and not self._aborts_sent:
             self._deadline = time.monotonic()
         if time.monotonic() >= self._deadline and self._has_unanswered():
             self._abort_open_requests()
@@ -477,7 +485,7 @@ class Worker:
         for id in list(self._ledger.open):
             self._publish_error(id, WorkerFailedError(str(self._failure)))
         for identity, id in self._unanswered_aborts:
-            self._send(identity, _error_frame(id, WorkerFailedError(str(self._failure))))
+            self.reply_error(identity, id, WorkerFailedError(str(self._failure)))
         self._control.fail(WorkerFailedError(str(self._failure)))
         self._deadline = time.monotonic() + FAILED_SECONDS
 

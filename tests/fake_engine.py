@@ -2,7 +2,7 @@
 
 Sample i of a group has `max_tokens - i` tokens, at least one, so that the samples of a group finish one after the
 other. Three token ids in a prompt make trouble, so that a test can ask for it across a process boundary too. Its
-weights are three small tensors that it never computes with.
+weights are small tensors that it never computes with.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from trueroll.engine.request import (
     WeightSpan,
     derive_seed,
 )
+from trueroll.weight_sync.manifest import checksum
+from trueroll.weight_sync.tensors import raw_bytes
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 500
@@ -34,6 +36,7 @@ FAIL_IN_STEP = 901
 FAIL_IN_ADD = 902
 HANG_IN_STEP = 903
 STAGING_BYTES = 500
+SHAPES = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,6 @@ class FakeInfo:
     backend: str = "fake"
     backend_note: str = ""
     eos_token_ids: tuple[int, ...] = (2,)
-    weight_bytes: int = 1000
-    kv_bytes: int = 2000
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class FakeStats:
     blocks_in_use: int = 0
     blocks_cached: int = 0
     blocks_empty: int = 0
+    checksums: dict[str, int] = field(default_factory=dict)
+    """Of the live weights."""
 
 
 def expected_tokens(seed: int, index: int, count: int) -> list[int]:
@@ -73,38 +76,51 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
 
 
 class FakeStaging:
-    """Rows and elements that a push brings; see `trueroll.engine.weights.Staging`."""
+    """Rows and elements that a push brings; see `trueroll.engine.weights.Staging`. `staged`: what got rows."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, live: dict[str, torch.Tensor], in_place: bool) -> None:
+        self.in_place = in_place
+        self.tensors = live if in_place else {name: torch.full_like(tensor, 99.0) for name, tensor in live.items()}
+        self.staged: set[str] = set()
         self.elements: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self.num_bytes = STAGING_BYTES
 
     def rows(self, name: str, start: int, length: int) -> torch.Tensor:
+        self.staged.add(name)
         return self.tensors[name].narrow(0, start, length)
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        self.elements.append((name, indices, values))
+        assert not self.in_place
+        self.elements.append((name, indices.clone(), values.clone()))
 
 
 class FakeWeights:
-    """Where pushes go: `live` is what the last commit left."""
+    """Where pushes go, zeros at first. `live` is what the last commit left."""
 
-    dtype = "float32"
-    shapes = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
-    tied = {"head": "embed"}
-    ignored = frozenset({"constant"})
-
-    def __init__(self) -> None:
-        self.live = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str = "bfloat16",
+        tied: Mapping[str, str] | None = None,
+        ignored: Collection[str] = (),
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.dtype = dtype
+        self.tied = dict(tied or {})
+        self.ignored = frozenset(ignored)
+        self.live = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
 
     def new_staging(self, in_place: bool) -> FakeStaging:
-        return FakeStaging(self.live if in_place else {name: tensor.clone() for name, tensor in self.live.items()})
+        return FakeStaging(self.live, in_place)
 
     def commit(self, staging: FakeStaging) -> None:
+        for name in staging.staged:
+            self.live[name] = staging.tensors[name]
         for name, indices, values in staging.elements:
-            staging.tensors[name].put_(indices, values)
-        self.live = staging.tensors
+            self.live[name].put_(indices, values)
+
+    def checksums(self) -> dict[str, int]:
+        return {name: checksum(raw_bytes(tensor)) for name, tensor in self.live.items()}
 
 
 class FakeEngine:
@@ -115,9 +131,9 @@ class FakeEngine:
 
     info = FakeInfo()
 
-    def __init__(self) -> None:
+    def __init__(self, weights: FakeWeights | None = None) -> None:
         self.weight_version = 3
-        self.weights = FakeWeights()
+        self.weights = weights or FakeWeights(SHAPES, "float32", {"head": "embed"}, ["constant"])
         self.actions: list[tuple[Any, ...]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -200,7 +216,8 @@ class FakeEngine:
         return [output for id in list(self._open) for output in self.abort(id)] if in_flight == "abort" else []
 
     def stats(self) -> FakeStats:
-        return FakeStats(self._steps, len(self._open), 0, self._computed, dict(self._finished))
+        counters = self._steps, len(self._open), 0, self._computed, dict(self._finished)
+        return FakeStats(*counters, checksums=self.weights.checksums())
 
     def _step_request(self, id: str) -> list[Output]:
         request = self._by_id[id]

@@ -1,4 +1,4 @@
-"""What tests of the service share: a worker on a thread, a worker process with the fake engine, a plain client."""
+"""What tests of the service share: workers on threads, worker processes with the fake engine, a plain client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import zmq
 from fake_engine import FakeEngine, expected_tokens
 
 from trueroll.engine.config import EngineConfig
-from trueroll.rollout import Group, WorkerProcess
+from trueroll.engine.errors import TruerollError
+from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.engine_thread import Engine
 from trueroll.rollout.worker import Worker
@@ -56,6 +57,30 @@ def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
         running.worker.drain()
         running.worker.drain()
         running.join()
+
+
+class FaultyWorker(Worker):
+    """A worker in front of `engine` that can be made to misbehave. `ready`: set once it is.
+
+    `calls`: the types of the messages it got, without `health`. `refuse`: an error for a type, to be answered once.
+    `mute`: types that get no answer.
+    """
+
+    def __init__(self, config: WorkerConfig, engine: FakeEngine) -> None:
+        self.ready = threading.Event()
+        super().__init__(config, lambda: engine, lambda info: self.ready.set())
+        self.engine = engine
+        self.calls: list[str] = []
+        self.refuse: dict[str, TruerollError] = {}
+        self.mute: set[str] = set()
+
+    def _handle(self, identity: bytes, message: protocol.FromClient) -> None:
+        if message.type != "health":
+            self.calls.append(message.type)
+        if message.type in self.refuse:
+            raise self.refuse.pop(message.type)
+        if message.type not in self.mute:
+            super()._handle(identity, message)
 
 
 def fake_process(model: str = "fake", **settings: Any) -> WorkerProcess:

@@ -8,18 +8,15 @@ only if every parameter arrived exactly once.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from ..rollout.errors import PushError
 from .manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
 from .tensors import INDEX_DTYPE, dtype_named
-
-_MOST_NAMES = 10
+from .wanted import Wanted, check_complete, describe_unknown, list_names
 
 
 class Writable(Protocol):
@@ -33,21 +30,12 @@ class Staging(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
     def rows(self, name: str, start: int, length: int) -> Writable: ...
-    def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None: ...
 
-
-class Wanted(Protocol):
-    """The parameters that a push must bring."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    @property
-    def tied(self) -> Mapping[str, str]: ...
-    @property
-    def ignored(self) -> Collection[str]: ...
+    def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Flat int64 indices and the values that belong there. Copies both at once: their memory is used again."""
+        ...
 
 
 class Destination(Wanted, Protocol):
@@ -96,24 +84,36 @@ class Assembly:
                 f"bucket {bucket.index}: expected {end} bytes, as its pieces need, found {bucket.num_bytes}"
             )
 
-    def add(self, piece: Piece, data: torch.Tensor) -> None:
-        """Take up a checked piece. `data`: the bytes of its bucket, uint8 in host memory, to be reused afterwards."""
-        tally = self._tally(piece)
-        data = data[piece.offset : piece.offset + piece.num_bytes]
+    def inspect(self, piece: Piece, data: torch.Tensor) -> None:
+        """Raise PushError unless a checked piece comes in its order, with the right bytes. Writes nothing."""
         found = checksum(data.numpy())
         _expect(
             found == piece.checksum, piece, f"checksum {piece.checksum:016x}", f"{found:016x}: the bytes are corrupt"
         )
+        tally = self._tally(piece)
         if isinstance(piece, Rows):
-            self._add_rows(piece, tally, data)
+            _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
         else:
-            self._add_elements(piece, tally, data)
+            self._inspect_elements(piece, tally, data)
+        if self._reject_nonfinite:
+            finite = self._values(piece, data).isfinite().all()
+            _expect(bool(finite), piece, "finite values", "infinite ones or NaN")
+
+    def add(self, piece: Piece, data: torch.Tensor) -> None:
+        """Write an inspected piece into the staging. `data`: its bytes, in memory that is used again afterwards."""
+        tally, values = self._tallies[piece.name], self._values(piece, data)
+        if isinstance(piece, Rows):
+            self._staging.rows(piece.name, piece.start, piece.length).copy_(values.view(piece.length, *piece.shape[1:]))
+            tally.arrived += piece.length
+        elif piece.count:
+            indices = _indices(piece, data)
+            self._staging.put(piece.name, indices.to(torch.int64), values)
+            tally.arrived += piece.count
+            tally.last_index = int(indices[-1])
 
     def finish(self) -> None:
         """Raise PushError unless every parameter has arrived completely."""
-        missing = sorted(self._weights.shapes.keys() - self._tallies.keys())
-        if missing:
-            raise PushError(f"push: expected every parameter, but missing are {list_names(missing)}; push all of them")
+        check_complete(self._tallies, self._weights)
         cut = [f"{name} ({t.arrived} of {t.expected} {t.kind})" for name, t in self._tallies.items() if not t.is_whole]
         if cut:
             raise PushError(f"push: expected whole tensors, but incomplete are {list_names(cut)}; push again")
@@ -149,55 +149,25 @@ class Assembly:
         _expect(tally.expected == expected, piece, f"a total of {tally.expected}", expected)
         return tally
 
-    def _add_rows(self, piece: Rows, tally: _Tally, data: torch.Tensor) -> None:
-        _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
-        values = data.view(self._dtype).view(piece.length, *piece.shape[1:])
-        self._check_finite(piece, values)
-        self._staging.rows(piece.name, piece.start, piece.length).copy_(values)
-        tally.arrived += piece.length
+    def _values(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
+        start = 0 if isinstance(piece, Rows) else piece.count * INDEX_DTYPE.itemsize
+        return data[start:].view(self._dtype)
 
-    def _add_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
+    def _inspect_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
         arrived = tally.arrived + piece.count
         _expect(arrived <= piece.total, piece, f"{piece.total} elements", arrived)
-        split = piece.count * INDEX_DTYPE.itemsize
-        indices, values = data[:split].view(INDEX_DTYPE), data[split:].view(self._dtype)
         if piece.count:
-            self._check_indices(piece, tally, indices.numpy())
-            self._check_finite(piece, values)
-            self._staging.put(piece.name, indices.to(torch.int64), values.clone())
-            tally.last_index = int(indices[-1])
-        tally.arrived = arrived
+            indices, size = _indices(piece, data).numpy(), math.prod(piece.shape)
+            first, last = int(indices[0]), int(indices[-1])
+            is_right = first > tally.last_index and last < size and bool((indices[1:] > indices[:-1]).all())
+            expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
+            _expect(is_right, piece, expected, f"{first} to {last}, or some out of order")
 
-    def _check_indices(self, piece: Elements, tally: _Tally, indices: np.ndarray) -> None:
-        first, last, size = int(indices[0]), int(indices[-1]), math.prod(piece.shape)
-        is_right = first > tally.last_index and last < size and bool((indices[1:] > indices[:-1]).all())
-        expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
-        _expect(is_right, piece, expected, f"{first} to {last}, or some out of order")
 
-    def _check_finite(self, piece: Piece, values: torch.Tensor) -> None:
-        if self._reject_nonfinite:
-            _expect(bool(values.isfinite().all()), piece, "finite values", "infinite ones or NaN")
+def _indices(piece: Elements, data: torch.Tensor) -> torch.Tensor:
+    return data[: piece.count * INDEX_DTYPE.itemsize].view(INDEX_DTYPE)
 
 
 def _expect(holds: bool, piece: Piece, expected: str, found: object) -> None:
     if not holds:
         raise PushError(f"tensor {piece.name}: expected {expected}, found {found}; nothing of this push is served")
-
-
-def describe_unknown(name: str, weights: Wanted) -> str:
-    """What is wrong with a name that is none of the parameters, and what to do."""
-    if name in weights.tied:
-        return f"tensor {name}: expected to be left out, for it is tied to {weights.tied[name]}; send that one alone"
-    if name in weights.ignored:
-        return f"tensor {name}: expected to be left out, for the worker's model does not use it"
-    inner = next((known for known in weights.shapes if name.endswith(f".{known}")), None)
-    if inner is not None:
-        prefix = name.removesuffix(inner)
-        return f"tensor {name}: unknown, but {inner} is known; push the model inside the wrapper that adds {prefix!r}"
-    return f"tensor {name}: unknown to the worker's model; check that trainer and worker have the same model"
-
-
-def list_names(names: list[str]) -> str:
-    """Up to ten of the names, and how many there are beside."""
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

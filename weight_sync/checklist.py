@@ -12,10 +12,10 @@ import xxhash
 
 from ..rollout import protocol
 from ..rollout.errors import PushError
-from .assembly import describe_unknown, list_names
 from .manifest import Shape
 from .tensors import dtype_named, host_chunks, raw_bytes
 from .trainer import check_is_tensor, memory_of
+from .wanted import check_complete, describe_unknown
 
 
 class Checklist:
@@ -35,7 +35,7 @@ class Checklist:
             for name, tensor in mapping.items():
                 check_is_tensor(name, tensor)
                 self._check(name, tuple(tensor.shape))
-            self._check_complete(mapping)
+            check_complete(mapping.keys(), wanted)
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
@@ -50,7 +50,7 @@ class Checklist:
 
     def finish(self) -> None:
         """Raise PushError if a parameter has not come, or if two that the worker has tied have different values."""
-        self._check_complete(self._seen)
+        check_complete(self._seen, self._wanted)
         for name, other in self._ties.items():
             if name in self._checksums and self._checksums[name] != self._checksums[other]:
                 raise PushError(
@@ -70,11 +70,6 @@ class Checklist:
                 f"tensor {name}: expected shape {list(expected)}, found {list(shape)}; check that trainer and worker "
                 "have the same model"
             )
-
-    def _check_complete(self, names: Mapping[str, object] | set[str]) -> None:
-        missing = sorted(name for name in self._wanted.shapes if name not in names)
-        if missing:
-            raise PushError(f"push: expected every parameter, but missing are {list_names(missing)}; push all of them")
 
     def _checksum_of(self, tensor: torch.Tensor) -> int:
         hash = xxhash.xxh3_64()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 
 from ..rollout.errors import ConfigError, PushError
-from .manifest import Bucket, CollectiveSource
+from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 
 _BACKLOG = 512
 _JOIN_MARGIN_SECONDS = 1.0
@@ -29,12 +29,22 @@ c10d: Any = torch.distributed  # its stores and groups are documented, but not i
 class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
-    `slots`: uint8 tensors to fill. Raise ConfigError if nothing can listen at `host`.
+    `slots`: uint8 tensors to fill. `timeout`: seconds for each bucket, `join_timeout`: until all workers have joined.
+    Raise ConfigError if nothing can listen at `host`.
     """
 
-    def __init__(self, slots: list[torch.Tensor], host: str, num_workers: int, push_id: str, timeout: float) -> None:
+    def __init__(
+        self,
+        slots: list[torch.Tensor],
+        host: str,
+        num_workers: int,
+        push_id: str,
+        timeout: float,
+        join_timeout: float,
+    ) -> None:
         self.slots = slots
-        self._host, self._push_id, self._timeout = host, push_id, timedelta(seconds=timeout)
+        self._host, self._push_id = host, push_id
+        self._timeout, self._join_timeout = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
         self._world_size = num_workers + 1
         listener = _listen(host)
         self._port = listener.getsockname()[1]
@@ -49,11 +59,11 @@ class GroupSlots:
 
     def open(self) -> None:
         """Begin to join the group, while the workers do."""
-        self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._timeout)
+        self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout)
 
     def opened(self) -> None:
         """Wait until everybody has joined."""
-        self._group = _finish_joining(self._joining, self._timeout)
+        self._group = _finish_joining(self._joining, self._join_timeout)
 
     def send(self, slot: int, num_bytes: int) -> None:
         assert self._group is not None
@@ -73,12 +83,15 @@ class GroupSlots:
 
 
 class GroupReader:
-    """The worker's side: joins the group. Raise PushError if that fails within `timeout` seconds."""
+    """The worker's side: joins the group. Raise PushError if that fails within `join_timeout` seconds.
 
-    def __init__(self, source: CollectiveSource, push_id: str, timeout: float) -> None:
-        self._timeout = timedelta(seconds=timeout)
-        self._group = _finish_joining(_begin_to_join(source, source.rank, push_id, self._timeout), self._timeout)
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+    `timeout`: seconds for each bucket.
+    """
+
+    def __init__(self, source: CollectiveSource, push_id: str, timeout: float, join_timeout: float) -> None:
+        self._timeout, limit = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
+        self._group = _finish_joining(_begin_to_join(source, source.rank, push_id, limit), limit)
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY)]
         self._works: dict[int, Any] = {}
 
     def prepare(self, bucket: Bucket) -> None:
@@ -94,6 +107,9 @@ class GroupReader:
                 self.prepare(bucket)
             _wait(self._works.pop(bucket.index))
         return self._buffers[bucket.index % len(self._buffers)]
+
+    def read_unannounced(self) -> tuple[()]:
+        return ()
 
     def close(self) -> None:
         self._works.clear()
@@ -121,7 +137,7 @@ def _begin_to_join(source: CollectiveSource, rank: int, push_id: str, timeout: t
 
     def run() -> None:
         try:
-            joining.set_result(_join(source, rank, push_id, timeout))
+            joining.set_result(_new_group(source, rank, push_id, timeout))
         except Exception as error:
             joining.set_exception(error)
 
@@ -136,7 +152,7 @@ def _finish_joining(joining: Future[Any], timeout: timedelta) -> Any:
         raise PushError("collective: expected the store of the trainer to answer, found silence; push again") from None
 
 
-def _join(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta) -> Any:
+def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta) -> Any:
     gloo = c10d.ProcessGroupGloo
     try:
         store = c10d.TCPStore(source.host, source.port, None, False, timeout, wait_for_workers=False)

@@ -1,8 +1,8 @@
-"""Weights by a folder of safetensors files, which also lets a restarted worker catch up.
+"""Weights by a folder, which also lets a restarted worker catch up.
 
 A folder is written under a name that ends in `.tmp` and renamed once it is complete and on the disk, so that a folder
-without that ending is whole. Each holds the checkpoint's tensors in shards, the index that Hugging Face libraries read,
-and a manifest with the checksums. One publisher at a time uses a folder of folders.
+without that ending is whole. Each holds the tensors in one safetensors file, under the name that Hugging Face libraries
+look for, and a manifest with the checksums. One publisher at a time uses a folder of folders.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -22,11 +23,9 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from ..rollout.errors import PushError
-from .manifest import MANIFEST_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape
+from .manifest import MANIFEST_FILE, MODEL_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape
 from .tensors import dtype_named
 
-INDEX_FILE = "model.safetensors.index.json"
-MAX_SHARD_BYTES = 2**30
 _MAX_MANIFEST_BYTES = 2**26
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 _DTYPE_CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -41,63 +40,43 @@ class FolderWriter:
     def __init__(self, parent: Path, push_id: str, version: int, dtype: str, shapes: Mapping[str, Shape]) -> None:
         self._final = parent.absolute() / f"version-{version}-{push_id[:8]}"
         self._folder = self._final.with_name(f"{self._final.name}.tmp")
-        self.num_bytes = 0
-        self._manifest = FolderManifest(push_id=push_id, version=version, dtype=dtype, checksums={})
+        self._manifest = FolderManifest(push_id=push_id, weight_version=version, dtype=dtype, checksums={})
         self._hashes = {name: xxhash.xxh3_64() for name in shapes}
-        self._files: list[int] = []
-        self._places: dict[str, tuple[int, int]] = {}
-        self._shard_of: dict[str, str] = {}
+        self._file: int | None = None
+        header, self._offsets = _layout(shapes, dtype)
         with _explained(self._folder):
             self._folder.mkdir(parents=True)
-            shards = _shards(shapes, dtype_named(dtype).itemsize)
-            for number, shard in enumerate(shards, 1):
-                self._add_shard(f"model-{number:05}-of-{len(shards):05}.safetensors", shard, dtype, shapes)
-
-    def _add_shard(self, file_name: str, shard: dict[str, int], dtype: str, shapes: Mapping[str, Shape]) -> None:
-        entries, end = {}, 0
-        for name, num_bytes in shard.items():
-            offsets = [end, end := end + num_bytes]
-            entries[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shapes[name]), "data_offsets": offsets}
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-        header += b" " * (-len(header) % 8)
-        file = os.open(self._folder / file_name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        self._files.append(file)
-        os.pwrite(file, len(header).to_bytes(8, "little") + header, 0)
-        for name, entry in entries.items():
-            self._places[name] = file, 8 + len(header) + entry["data_offsets"][0]
-            self._shard_of[name] = file_name
+            self._file = os.open(self._folder / MODEL_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            os.pwrite(self._file, header, 0)
 
     def append(self, name: str, left: memoryview) -> None:
         """The next bytes of a tensor."""
-        file, offset = self._places[name]
+        assert self._file is not None
+        offset = self._offsets[name]
         self._hashes[name].update(left)
-        self.num_bytes += len(left)
         with _explained(self._folder):
             while left:
-                written = os.pwrite(file, left, offset)
+                written = os.pwrite(self._file, left, offset)
                 left, offset = left[written:], offset + written
-        self._places[name] = file, offset
+        self._offsets[name] = offset
 
     def finish(self) -> Path:
         """The complete folder, once it is on the disk under its final name."""
         checksums = {name: hash.intdigest() for name, hash in self._hashes.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
         with _explained(self._final):
-            for file in self._files:
-                os.fsync(file)
-            index = {"metadata": {}, "weight_map": self._shard_of}
-            _write_synced(self._folder / INDEX_FILE, json.dumps(index))
-            _write_synced(self._folder / MANIFEST_FILE, manifest.model_dump_json())
-            _sync(self._folder)
+            (self._folder / MANIFEST_FILE).write_text(manifest.model_dump_json(), encoding="utf-8")
+            for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
+                _sync(path)
             self._folder.rename(self._final)
             _sync(self._final.parent)
         return self._final
 
     def close(self) -> None:
-        """Close the files, and remove what was not finished."""
-        for file in self._files:
-            os.close(file)
-        self._files.clear()
+        """Close the file, and remove what was not finished."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -107,25 +86,29 @@ class FolderReader:
     def __init__(self, source: DiskSource, push_id: str, version: int, dtype: str) -> None:
         self._folder = Path(source.folder)
         self._manifest = read_manifest(self._folder)
-        found = self._manifest.push_id, self._manifest.version, self._manifest.dtype
+        found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
         if found != (push_id, version, dtype):
             raise PushError(
                 f"disk: expected push, version and dtype {push_id, version, dtype}, found {found} in {self._folder}"
             )
 
-    def tensors(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def prepare(self, bucket: Bucket) -> None:
+        """Nothing to do: `read` refuses it."""
+
+    def read(self, bucket: Bucket) -> torch.Tensor:
+        raise PushError(f"bucket {bucket.index}: expected none in a push by disk; ask to verify")
+
+    def read_unannounced(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Each tensor whole, as a bucket of one piece, and its bytes. Raise PushError for what cannot be read."""
-        for file in sorted(self._folder.glob("*.safetensors")):
-            for name in _names(file):
-                try:
-                    with safe_open(
-                        file, framework="pt"
-                    ) as shard:  # anew: what was read of an open file stays in memory
-                        tensor = shard.get_tensor(name)
-                except (OSError, SafetensorError) as error:
-                    raise PushError(f"disk: expected tensor {name} in {file}, found {error}") from None
-                yield self._bucket(name, tensor), tensor.view(-1).view(torch.uint8)
-                del tensor
+        file = self._folder / MODEL_FILE
+        for name in _names(file):
+            try:
+                with safe_open(file, framework="pt") as model:  # anew: what was read of an open file stays in memory
+                    tensor = model.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise PushError(f"disk: expected tensor {name} in {file}, found {error}") from None
+            yield self._bucket(name, tensor), tensor.view(-1).view(torch.uint8)
+            del tensor
 
     def _bucket(self, name: str, tensor: torch.Tensor) -> Bucket:
         if tensor.dtype != dtype_named(self._manifest.dtype) or not tensor.dim():
@@ -177,28 +160,25 @@ def remove_others(kept: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shards(shapes: Mapping[str, Shape], itemsize: int) -> list[dict[str, int]]:
-    """For each shard its tensors and their sizes in bytes: at most `MAX_SHARD_BYTES`, or one tensor."""
-    shards: list[dict[str, int]] = [{}]
+def _layout(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file with these tensors, and where in the file each of them lies."""
+    entries: dict[str, Any] = {}
+    end = 0
     for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * itemsize
-        if shards[-1] and sum(shards[-1].values()) + num_bytes > MAX_SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = num_bytes
-    return shards
+        start, end = end, end + math.prod(shape) * dtype_named(dtype).itemsize
+        entries[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    header = len(header).to_bytes(8, "little") + header
+    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
 def _names(file: Path) -> list[str]:
     try:
-        with safe_open(file, framework="pt") as shard:
-            return list(shard.keys())
+        with safe_open(file, framework="pt") as model:
+            return list(model.keys())
     except (OSError, SafetensorError) as error:
         raise PushError(f"disk: expected a complete safetensors file in {file}, found {error}; push again") from None
-
-
-def _write_synced(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

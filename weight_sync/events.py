@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..rollout.errors import DeadlineError, PushError
 from ..rollout.protocol import PushPhase
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The transport is up, and the staging is there."""
+class Reached:
+    """The call `id` was done, and with it the push has come to `phase`: begun, staged or verified."""
 
-    push_id: str
-    tag: Any = None
-
-
-@dataclass(frozen=True)
-class Staged:
-    """The bucket's bytes were right and have been copied."""
-
-    push_id: str
-    tag: Any
-
-
-@dataclass(frozen=True)
-class Verified:
-    """Every parameter is in the staging."""
-
-    push_id: str
-    tag: Any
+    id: str
+    phase: PushPhase
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The push is over without a result. `tag`: of the call that met the error; None if no call did."""
+    """The push is over without a result; `error` is the answer to every call that waits."""
 
-    push_id: str
     error: PushError | DeadlineError
-    tag: Any = None
 
 
-PushEvent: TypeAlias = Begun | Staged | Verified | Broken
+PushEvent: TypeAlias = Reached | Broken
 
 
 @dataclass(frozen=True)

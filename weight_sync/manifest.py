@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 ROW_MULTIPLE = 16
 """Pieces of a matrix begin at multiples of so many rows, since native kernels store that many side by side."""
@@ -71,7 +71,7 @@ class Bucket(_Part):
 
     index: Count
     num_bytes: Count
-    pieces: tuple[Piece, ...]
+    pieces: Annotated[tuple[Piece, ...], FailFast()]
 
 
 class CollectiveSource(_Part):
@@ -94,7 +94,7 @@ class SharedSource(_Part):
 
 
 class DiskSource(_Part):
-    """A folder of safetensors files with a `MANIFEST_FILE`, readable where the worker runs. It has no buckets."""
+    """A folder with a `MODEL_FILE` and a `MANIFEST_FILE`, readable where the worker runs. It has no buckets."""
 
     kind: Literal["disk"] = "disk"
     folder: str
@@ -102,6 +102,7 @@ class DiskSource(_Part):
 
 Source: TypeAlias = Annotated[CollectiveSource | SharedSource | DiskSource, Field(discriminator="kind")]
 
+MODEL_FILE = "model.safetensors"
 MANIFEST_FILE = "trueroll_push.json"
 
 
@@ -110,7 +111,7 @@ class FolderManifest(_Part):
 
     format: Literal[1] = 1
     push_id: PushId
-    version: Count
+    weight_version: Count
     dtype: str
     checksums: dict[str, Checksum]
 

@@ -1,16 +1,15 @@
-"""The trainer's side: `WeightPublisher` pushes weights to workers, all of which commit them, or none.
+"""The trainer's side: `WeightPublisher` pushes weights to workers, none of which commits them before all have verified.
 
-Owns: the connections to the workers, the buffers, the snapshot that sparse pushes need. Does not own the trainer's
-tensors, and keeps none of them. Promises: `push` returns when every worker serves the new weights, or raises an error
-that says which worker failed and what each of the others serves; no wait is without a deadline; after a failure the
-next push needs nothing restarted here. In memory it holds one gathered tensor and two buckets, and with `sparse` a copy
-of the weights in the workers' dtype.
+Owns: the connections to the workers, the buffers, the base that sparse pushes need. Does not own the trainer's tensors,
+and keeps none of them. Promises: `push` returns when every worker serves the new weights, or raises an error that says
+which worker failed and what each of the others serves: all of them the old weights, unless one failed at its commit; no
+wait is without a deadline; after a failure the next push needs nothing restarted here. In memory it holds one gathered
+tensor and two buckets, and with `sparse` a copy of the weights in the workers' dtype.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,15 +20,15 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from ..rollout import protocol
-from ..rollout.errors import ConfigError, PushError, TruerollError, VersionGapError
+from ..rollout.errors import ConfigError, PushError, TruerollError
+from .base import Base
 from .checklist import Checklist
 from .collective import GroupSlots
 from .disk import FolderWriter, read_manifest, remove_others
-from .manifest import MOST_UNDER_WAY, DiskSource
+from .manifest import MODEL_FILE, MOST_UNDER_WAY, DiskSource
 from .outbox import Outbox, Slots
 from .packing import slot_bytes
 from .shared import SharedSlots
-from .snapshot import Snapshot
 from .tensors import dtype_named, host_chunks, raw_bytes
 from .trainer import WORD_BYTES, Tensors, TrainerTensors
 from .transaction import PushSettings, Transaction
@@ -37,8 +36,9 @@ from .workers import WorkerFailure, Workers, new_id
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
-BUCKET_BYTES: dict[Transport, int] = {"shared": 4 * 2**20, "collective": 8 * 2**20, "disk": 8 * 2**20}
+BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 8 * 2**20}
 """What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
+DEFAULT_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class WeightPublisher:
 
     `timeout`: seconds that each wait may take; for `disk` that includes a worker's reading of the folder. `folder`: for
     `disk`, where a folder for each push is written; older ones are removed. `host`: for `collective`, the address of
-    this machine that workers can reach; what travels there is neither encrypted nor authenticated. `sparse`: send only
-    the elements that changed since the last push, where the worker still serves that; this keeps a copy of the weights
-    in the trainer. `in_flight`: what becomes of a worker's running requests: they go on under the new weights
-    (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with what they have (`abort`).
-    `in_place`: write into the live weights, for workers without memory for a second set; a push that fails then leaves
-    a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and infinities. `bucket_bytes`: how
-    much is sent at once, by default what suits the transport. `server_public_key`: of workers with CURVE keys.
+    this machine that workers can reach, by default 127.0.0.1; what travels there is neither encrypted nor
+    authenticated. `sparse`: send only the elements that changed since the last push, where the workers still serve
+    that; this keeps a copy of the weights in the trainer. `in_flight`: what becomes of a worker's running requests:
+    they go on under the new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with
+    what they have (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a
+    push that fails then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and
+    infinities. `server_public_key`: of workers with CURVE keys.
     """
 
     def __init__(
@@ -77,13 +77,12 @@ class WeightPublisher:
         *,
         timeout: float = 60.0,
         folder: str | Path | None = None,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         sparse: bool = False,
         in_flight: protocol.InFlight = "recompute",
         in_place: bool = False,
         reject_nonfinite: bool = False,
         drain_timeout: float = 600.0,
-        bucket_bytes: int | None = None,
         server_public_key: str | None = None,
     ) -> None:
         _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
@@ -95,22 +94,21 @@ class WeightPublisher:
         )
         _check(0.0 < timeout <= 86400.0, "timeout", "seconds from 0 to 86400", timeout)
         _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "seconds from 0 to 86400", drain_timeout)
-        _check(bucket_bytes is None or bucket_bytes >= 1, "bucket_bytes", "at least 1", bucket_bytes)
         _check((folder is None) == (transport != "disk"), "folder", "one for disk, none otherwise", folder)
+        _check(host is None or transport == "collective", "host", f"none for {transport}", host)
         _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
         self._transport = transport
         self._settings = PushSettings(timeout, in_flight, in_place, reject_nonfinite, drain_timeout)
         self._folder = None if folder is None else Path(folder)
-        self._host = host
+        self._host = host or DEFAULT_HOST
         self._is_sparse = sparse
-        self._bucket_bytes = BUCKET_BYTES[transport] if bucket_bytes is None else bucket_bytes
         self._server_public_key = server_public_key
         self._workers: Workers | None = None
         self._buffers: list[torch.Tensor] = []
-        self._snapshot: Snapshot | None = None
+        self._base: Base | None = None
         self._committed: str | None = None
-        """The push that the snapshot is of."""
+        """The push that the base is of."""
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Push to these workers from now on, and to no others. Sends nothing yet."""
@@ -124,32 +122,30 @@ class WeightPublisher:
         `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
         on any device. Where they are sharded (DTensor), every rank of the trainer calls this with the same names in the
         same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
-        PushError if not all workers have committed.
+        PushError if not all workers have committed; the next push then sends every tensor whole.
         """
         _check(isinstance(version, int) and 0 <= version < 2**63, "version", "an integer from 0 on", version)
         with torch.no_grad():
-            source = TrainerTensors(tensors)
-            if source.are_pushed_by_another_rank(self._workers is not None):
-                return _follow(source)
-            return self._lead(source, version)
+            from_trainer = TrainerTensors(tensors)
+            if from_trainer.are_pushed_by_another_rank(self._workers is not None):
+                return _follow(from_trainer)
+            return self._lead(from_trainer, version)
 
     def push_folder(self, folder: str | Path) -> PushResult:
         """Push what an earlier push by `disk` wrote: thus a restarted worker gets the weights that it had."""
-        start = time.perf_counter()
         path = Path(folder).absolute()
         manifest = read_manifest(path)
+        transaction = self._transaction(manifest.weight_version, manifest.push_id)
         wanted = self._ask_what_is_wanted()
-        transaction = self._transaction(manifest.version, manifest.dtype, push_id=manifest.push_id)
         _check(
             manifest.dtype == wanted.dtype, "folder", f"weights in {wanted.dtype}, as the workers serve", manifest.dtype
         )
-        num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        return self._commit_folder(transaction, path, num_bytes, start)
+        return self._commit_folder(transaction, wanted, path)
 
     def close(self) -> None:
         """Disconnect, and free what is held. The workers go on."""
         self._disconnect()
-        self._buffers, self._snapshot, self._committed = [], None, None
+        self._buffers, self._base, self._committed = [], None, None
 
     def __enter__(self) -> WeightPublisher:
         return self
@@ -162,30 +158,25 @@ class WeightPublisher:
             self._workers.close()
             self._workers = None
 
-    def _lead(self, source: TrainerTensors, version: int) -> PushResult:
+    def _lead(self, tensors: TrainerTensors, version: int) -> PushResult:
         try:
-            result = self._push(source, version)
+            result = self._push(tensors, version)
         except Exception as error:
-            source.gather_rest()
-            if source.were_gathered and not source.is_broken:
-                source.tell(_failure_word(error))
+            tensors.gather_rest()
+            if tensors.were_gathered and not tensors.is_broken:
+                tensors.tell(_failure_word(error))
             raise
-        if source.were_gathered:
-            source.tell(json.dumps({"result": asdict(result)}).encode())
+        if tensors.were_gathered:
+            tensors.tell(json.dumps({"result": asdict(result)}).encode())
         return result
 
-    def _push(self, source: TrainerTensors, version: int) -> PushResult:
-        start = time.perf_counter()
+    def _push(self, tensors: TrainerTensors, version: int) -> PushResult:
+        transaction = self._transaction(version)
         wanted = self._ask_what_is_wanted()
-        checklist = Checklist(wanted, source.mapping)
+        checklist = Checklist(wanted, tensors.mapping)
         if self._transport == "disk":
-            return self._push_by_folder(source, checklist, wanted, version, start)
-        if wanted.push_id is not None and wanted.push_id == self._committed:
-            try:
-                return self._push_by_slots(source, checklist, wanted, version, start, base=self._committed)
-            except VersionGapError:
-                pass  # found at begin, before a tensor was taken
-        return self._push_by_slots(source, checklist, wanted, version, start, base=None)
+            return self._push_by_folder(transaction, wanted, checklist, tensors)
+        return self._push_by_slots(transaction, wanted, checklist, tensors)
 
     def _ask_what_is_wanted(self) -> protocol.Weights:
         """What all workers want; `push_id` is what all serve, None if they differ. Raise PushError if they want
@@ -193,7 +184,7 @@ class WeightPublisher:
         """
         workers = self._connected()
         try:
-            asked = workers.ask("weights", lambda _: protocol.GetWeights(id=new_id()), self._settings.timeout)
+            asked = workers.ask("weights", protocol.GetWeights(id=new_id()), self._settings.timeout)
             first, *others = asked.result()
         except WorkerFailure as failure:
             failed = [f"worker {workers.addresses[i]} failed: {error}" for i, error in failure.errors.items()]
@@ -212,47 +203,38 @@ class WeightPublisher:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers
 
-    def _transaction(
-        self, version: int, dtype: str, base: str | None = None, push_id: str | None = None
-    ) -> Transaction:
-        return Transaction(self._connected(), self._settings, version, dtype, base, push_id)
+    def _transaction(self, version: int, push_id: str | None = None) -> Transaction:
+        return Transaction(self._connected(), self._settings, version, push_id)
 
     def _push_by_slots(
-        self,
-        source: TrainerTensors,
-        checklist: Checklist,
-        wanted: protocol.Weights,
-        version: int,
-        start: float,
-        base: str | None,
+        self, transaction: Transaction, wanted: protocol.Weights, checklist: Checklist, tensors: TrainerTensors
     ) -> PushResult:
-        transaction = self._transaction(version, wanted.dtype, base)
-        dtype = dtype_named(wanted.dtype)
+        base = self._committed if wanted.push_id == self._committed else None
         self._committed = None
         with closing(self._open_slots(wanted, transaction.push_id)) as slots:
             with transaction.phase("begin"):
                 slots.open()
-                transaction.begin(slots.source).result()
+                transaction.begin(wanted.dtype, slots.source, base).result()
                 slots.opened()
             with transaction.phase("stage"):
-                outbox = Outbox(slots, transaction, dtype, self._bucket_bytes)
-                put = self._putter(outbox, wanted, base)
-                _take_all(source, checklist, put)
+                outbox = Outbox(slots, transaction, dtype_named(wanted.dtype), BUCKET_BYTES[self._transport])
+                _take_all(tensors, checklist, self._putter(outbox, wanted, base))
                 outbox.finish()
             transaction.verify()
             self._keep_buffers(slots)
         pause = transaction.commit()
         self._committed = transaction.push_id if self._is_sparse else None
-        return _result(transaction, outbox.num_bytes, start, pause)
+        return _result(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
 
     def _open_slots(self, wanted: protocol.Weights, push_id: str) -> Slots:
-        size = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, self._bucket_bytes)
+        size = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, BUCKET_BYTES[self._transport])
         if self._transport == "shared":
-            return SharedSlots(size, MOST_UNDER_WAY)
+            return SharedSlots(size)
         buffers, self._buffers = self._buffers, []
         if not buffers or len(buffers[0]) < size:
             buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY)]
-        return GroupSlots(buffers, self._host, len(self._connected().addresses), push_id, self._settings.timeout)
+        num_workers, settings = len(self._connected().addresses), self._settings
+        return GroupSlots(buffers, self._host, num_workers, push_id, settings.timeout, settings.begin_timeout)
 
     def _keep_buffers(self, slots: Slots) -> None:
         """Once nothing is under way from them any more."""
@@ -264,46 +246,45 @@ class WeightPublisher:
         if not self._is_sparse:
             return outbox.put_rows
         dtype = dtype_named(wanted.dtype)
-        if self._snapshot is None or not self._snapshot.fits(wanted.shapes, dtype):
-            self._snapshot = Snapshot(wanted.shapes, dtype)
-        snapshot = self._snapshot
+        if self._base is None or not self._base.fits(wanted.shapes, dtype):
+            self._base = Base(wanted.shapes, dtype)
+        kept = self._base
 
         def put_whole(name: str, tensor: torch.Tensor) -> None:
-            outbox.put_rows(name, snapshot.replace(name, tensor))
+            outbox.put_rows(name, kept.replace(name, tensor))
 
         def put_changes(name: str, tensor: torch.Tensor) -> None:
-            changes = snapshot.update(name, tensor)
+            changes = kept.update(name, tensor)
             if changes is None:
-                outbox.put_rows(name, snapshot.tensors[name])
+                outbox.put_rows(name, kept.tensors[name])
             else:
                 outbox.put_elements(name, wanted.shapes[name], *changes)
 
         return put_whole if base is None else put_changes
 
     def _push_by_folder(
-        self, source: TrainerTensors, checklist: Checklist, wanted: protocol.Weights, version: int, start: float
+        self, transaction: Transaction, wanted: protocol.Weights, checklist: Checklist, tensors: TrainerTensors
     ) -> PushResult:
         assert self._folder is not None
-        transaction = self._transaction(version, wanted.dtype)
-        dtype = dtype_named(wanted.dtype)
         with transaction.phase("stage"):
-            writer = FolderWriter(self._folder, transaction.push_id, version, wanted.dtype, wanted.shapes)
+            writer = FolderWriter(self._folder, transaction.push_id, transaction.version, wanted.dtype, wanted.shapes)
             with closing(writer):
-                _take_all(source, checklist, partial(_write, writer, dtype))
+                _take_all(tensors, checklist, partial(_write, writer, dtype_named(wanted.dtype)))
                 folder = writer.finish()
-        result = self._commit_folder(transaction, folder, writer.num_bytes, start)
+        result = self._commit_folder(transaction, wanted, folder)
         remove_others(folder)
         return result
 
-    def _commit_folder(self, transaction: Transaction, folder: Path, num_bytes: int, start: float) -> PushResult:
+    def _commit_folder(self, transaction: Transaction, wanted: protocol.Weights, folder: Path) -> PushResult:
         with transaction.phase("begin"):
-            transaction.begin(lambda _: DiskSource(folder=str(folder))).result()
+            transaction.begin(wanted.dtype, lambda _: DiskSource(folder=str(folder))).result()
         transaction.verify()
-        return _result(transaction, num_bytes, start, transaction.commit())
+        pause = transaction.commit()
+        return _result(transaction, (folder / MODEL_FILE).stat().st_size, pause, is_sparse=False)
 
 
-def _take_all(source: TrainerTensors, checklist: Checklist, put: Put) -> None:
-    for name, tensor in source:
+def _take_all(tensors: TrainerTensors, checklist: Checklist, put: Put) -> None:
+    for name, tensor in tensors:
         if checklist.take(name, tensor):
             put(name, tensor)
         del tensor  # before the next one is made
@@ -315,24 +296,24 @@ def _write(writer: FolderWriter, dtype: torch.dtype, name: str, tensor: torch.Te
         writer.append(name, raw_bytes(chunk))
 
 
-def _result(transaction: Transaction, num_bytes: int, start: float, pause_seconds: float) -> PushResult:
+def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_sparse: bool) -> PushResult:
     return PushResult(
         version=transaction.version,
         push_id=transaction.push_id,
         num_bytes=num_bytes,
-        total_seconds=time.perf_counter() - start,
+        total_seconds=transaction.total_seconds,
         seconds=transaction.seconds,
         pause_seconds=pause_seconds,
-        is_sparse=transaction.base is not None,
+        is_sparse=is_sparse,
     )
 
 
-def _follow(source: TrainerTensors) -> PushResult:
+def _follow(tensors: TrainerTensors) -> PushResult:
     """Take part in the gathers, and learn from rank 0 how the push ended."""
-    source.gather_rest()
-    if not source.were_gathered:
+    tensors.gather_rest()
+    if not tensors.were_gathered:
         raise ConfigError("push: expected workers, or sharded tensors, on a rank other than 0; push from rank 0 alone")
-    word = json.loads(source.hear())
+    word = json.loads(tensors.hear())
     if "error" in word:
         raise PushError(f"on rank 0 of the trainer: {word['error']}")
     return PushResult(**word["result"])

@@ -1,9 +1,9 @@
 """The worker's side of a push: one thread that takes it from begin to its end.
 
 Owns: the transport's reading end (group, mapped memory), and the staging until somebody else takes it. Does not own:
-the live weights, the commit, the socket. Promises: never blocks who calls it for longer than one piece takes to copy;
-publishes one event for each call, or `Broken` and then nothing more; ends by itself when nothing was asked of it for
-`begin.timeout` seconds, and when closed writes nothing more.
+the live weights, the commit, the socket. Promises: never blocks who calls it for longer than it takes to write one
+piece; publishes `Reached` for each call, or `Broken` and then nothing more; ends by itself when nothing was asked of it
+for `begin.timeout` seconds (while other workers drain, for so much longer), and when closed writes nothing more.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from dataclasses import replace
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -25,8 +25,8 @@ from ..rollout.errors import DeadlineError, PushError, TruerollError
 from .assembly import Assembly, Destination, Staging
 from .collective import GroupReader
 from .disk import FolderReader
-from .events import Begun, Broken, Progress, PushEvent, Staged, Verified
-from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource, DiskSource, Piece, SharedSource
+from .events import Broken, Progress, PushEvent, Reached
+from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource, DiskSource, SharedSource
 from .shared import SharedReader
 
 log = logging.getLogger(__name__)
@@ -43,22 +43,14 @@ class _Reader(Protocol):
         """The bucket's bytes, valid until the next one is read: uint8 [at least bucket.num_bytes]."""
         ...
 
+    def read_unannounced(self) -> Iterable[tuple[Bucket, torch.Tensor]]:
+        """What no call announces, each bucket with its bytes."""
+        ...
+
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Stage:
-    bucket: Bucket
-    tag: Any
-
-
-@dataclass(frozen=True)
-class _Verify:
-    num_buckets: int
-    tag: Any
-
-
-_Command: TypeAlias = _Stage | _Verify | None
+Call: TypeAlias = protocol.StageBucket | protocol.VerifyPush
 
 
 class _Closed(Exception):
@@ -69,7 +61,7 @@ class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights`; `publish` is called on this thread with each event.
 
     A call that is repeated, as after a reconnect, is answered again and done once. `progress` may be read at any time;
-    `staging` after `Verified`: whoever is to commit it takes it before `close`.
+    `staging` once the push is verified: whoever is to commit it takes it before `close`.
     """
 
     def __init__(self, begin: protocol.BeginPush, weights: Destination, publish: Callable[[PushEvent], None]) -> None:
@@ -79,28 +71,27 @@ class Receiver(threading.Thread):
         self._begin = begin
         self._weights = weights
         self._publish = publish
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._ahead: _Command = None
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._ahead: Call | None = None
+        self._early: protocol.StageBucket | None = None
+        self._patience = _begin_seconds(begin)
         self._writing = threading.Lock()
         self._is_closed = False
-        self._tag: Any = None
         self._last_buckets: deque[Bucket] = deque(maxlen=MOST_UNDER_WAY)
         self._num_buckets = 0
         self._is_verified = False
 
-    def stage(self, message: protocol.StageBucket, tag: Any) -> None:
-        """Take up a bucket; `Staged` follows."""
-        self._commands.put(_Stage(message.bucket, tag))
-
-    def verify(self, message: protocol.VerifyPush, tag: Any) -> None:
-        """Find out whether everything is there; `Verified` follows."""
-        self._commands.put(_Verify(message.num_buckets, tag))
+    def take(self, call: Call) -> None:
+        """Do this after what was taken before; `Reached` follows."""
+        self._calls.put(call)
 
     def close(self) -> None:
-        """End soon, and free what this holds. When it returns nothing more is written, and hardly an event comes."""
+        """End soon, and free what this holds. Waits while a piece is being written, and for nothing else; when it
+        returns nothing more is written. An event that is on its way may still come.
+        """
         self._is_closed = True
         with self._writing:
-            self._commands.put(None)
+            self._calls.put(None)
 
     def run(self) -> None:
         try:
@@ -123,7 +114,7 @@ class Receiver(threading.Thread):
 
     def _break(self, error: PushError | DeadlineError) -> None:
         if not self._is_closed:
-            self._publish(Broken(self._begin.push_id, error, self._tag))
+            self._publish(Broken(error))
 
     def _receive(self) -> None:
         begin = self._begin
@@ -132,14 +123,13 @@ class Receiver(threading.Thread):
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
-            self._answer(Begun(begin.push_id))
-            while not self._is_closed and (command := self._next_command()) is not None:
-                self._tag = command.tag
-                if isinstance(command, _Stage):
-                    self._stage(command, reader, assembly)
+            self._answer(begin.id, "begun")
+            while not self._is_closed and (call := self._next_call()) is not None:
+                if isinstance(call, protocol.StageBucket):
+                    self._stage(call, reader, assembly)
                 else:
-                    self._verify(command, reader, assembly)
-                self._tag = None
+                    self._verify(call.num_buckets, reader, assembly)
+                    self._answer(call.id, "verified")
         finally:
             reader.close()
 
@@ -150,40 +140,46 @@ class Receiver(threading.Thread):
         if begin.in_place and begin.base is not None:
             raise PushError("in_place: expected every tensor whole, found a push of changed elements; push in full")
 
-    def _next_command(self) -> _Command:
+    def _next_call(self) -> Call | None:
         if self._ahead is not None:
-            command, self._ahead = self._ahead, None
-            return command
+            call, self._ahead = self._ahead, None
+            return call
         try:
-            return self._commands.get(timeout=self._begin.timeout)
+            call = self._calls.get(timeout=self._patience)
         except queue.Empty:
             raise DeadlineError(
-                f"push {self._begin.push_id}: expected the next call within {self._begin.timeout} s, found none; "
+                f"push {self._begin.push_id}: expected the next call within {self._patience} s, found none; "
                 "the trainer died or hangs, and may push again"
             ) from None
+        self._patience = self._begin.timeout
+        return call
 
-    def _stage(self, command: _Stage, reader: _Reader | FolderReader, assembly: Assembly) -> None:
-        bucket = command.bucket
-        if bucket not in self._last_buckets:
-            self._check_turn(bucket.index)
-            if isinstance(reader, FolderReader):
-                raise PushError("bucket: expected none in a push by disk; ask to verify")
-            assembly.check(bucket)
-            data = reader.read(bucket)
-            self._look_ahead(reader, assembly)
-            for piece in bucket.pieces:
-                self._add(assembly, piece, data)
-            self._last_buckets.append(bucket)
-            self._num_buckets += 1
-            self._advance("staged", bucket.num_bytes)
-        self._answer(Staged(self._begin.push_id, command.tag))
+    def _stage(self, call: protocol.StageBucket, reader: _Reader, assembly: Assembly) -> None:
+        if self._early is None and call.bucket.index == self._num_buckets + 1:
+            self._early = call  # the one before it was lost with a connection, and is sent again
+            return
+        if call.bucket not in self._last_buckets:
+            self._copy(call.bucket, reader, assembly)
+        self._answer(call.id, "staged")
+        if self._early is not None:
+            early, self._early = self._early, None
+            self._stage(early, reader, assembly)
+
+    def _copy(self, bucket: Bucket, reader: _Reader, assembly: Assembly) -> None:
+        self._check_turn(bucket.index)
+        assembly.check(bucket)
+        data = reader.read(bucket)
+        self._look_ahead(reader, assembly)
+        self._add(bucket, data, assembly)
+        self._last_buckets.append(bucket)
+        self._num_buckets += 1
 
     def _look_ahead(self, reader: _Reader, assembly: Assembly) -> None:
         """Let the next bucket come while this one is copied, if it is announced; if it is wrong, its turn tells."""
-        if self._commands.empty():
+        if self._calls.empty():
             return
-        self._ahead = self._commands.get()
-        if isinstance(self._ahead, _Stage) and self._ahead.bucket.index == self._num_buckets + 1:
+        self._ahead = self._calls.get()
+        if isinstance(self._ahead, protocol.StageBucket) and self._ahead.bucket.index == self._num_buckets + 1:
             with suppress(PushError):
                 assembly.check(self._ahead.bucket)
                 reader.prepare(self._ahead.bucket)
@@ -193,41 +189,45 @@ class Receiver(threading.Thread):
             expected = "no bucket after verify" if self._is_verified else f"bucket {self._num_buckets}"
             raise PushError(f"bucket: expected {expected}, found bucket {index}; push again")
 
-    def _verify(self, command: _Verify, reader: _Reader | FolderReader, assembly: Assembly) -> None:
-        if command.num_buckets != self._num_buckets:
-            raise PushError(f"verify: expected {self._num_buckets} buckets, as arrived, found {command.num_buckets}")
-        if not self._is_verified and isinstance(reader, FolderReader):
-            self._read_folder(reader, assembly)
+    def _verify(self, num_buckets: int, reader: _Reader, assembly: Assembly) -> None:
+        if num_buckets != self._num_buckets:
+            raise PushError(f"verify: expected {self._num_buckets} buckets, as arrived, found {num_buckets}")
+        if not self._is_verified:
+            for bucket, data in reader.read_unannounced():
+                assembly.check(bucket)
+                self._add(bucket, data, assembly)
         assembly.finish()
         self._is_verified = True
         self._advance("verified", 0)
-        self._answer(Verified(self._begin.push_id, command.tag))
 
-    def _read_folder(self, reader: FolderReader, assembly: Assembly) -> None:
-        for bucket, data in reader.tensors():
-            assembly.check(bucket)
-            self._add(assembly, bucket.pieces[0], data)
-            self._advance("staged", bucket.num_bytes)
-
-    def _add(self, assembly: Assembly, piece: Piece, data: torch.Tensor) -> None:
-        with self._writing:
-            if self._is_closed:
-                raise _Closed
-            assembly.add(piece, data)
+    def _add(self, bucket: Bucket, data: torch.Tensor, assembly: Assembly) -> None:
+        for piece in bucket.pieces:
+            content = data[piece.offset : piece.offset + piece.num_bytes]
+            assembly.inspect(piece, content)
+            with self._writing:
+                if self._is_closed:
+                    raise _Closed
+                assembly.add(piece, content)
+        self._advance("staged", bucket.num_bytes)
 
     def _advance(self, phase: protocol.PushPhase, num_bytes: int) -> None:
         self.progress = replace(self.progress, phase=phase, bytes_staged=self.progress.bytes_staged + num_bytes)
 
-    def _answer(self, event: PushEvent) -> None:
+    def _answer(self, id: str, phase: protocol.PushPhase) -> None:
         if self._is_closed:
             raise _Closed
-        self._publish(event)
+        self._publish(Reached(id, phase))
 
 
-def _open_source(begin: protocol.BeginPush) -> _Reader | FolderReader:
+def _begin_seconds(begin: protocol.BeginPush) -> float:
+    """How long the other workers may take to begin: in place they let running requests end first, if they drain."""
+    return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
+
+
+def _open_source(begin: protocol.BeginPush) -> _Reader:
     match begin.source:
         case CollectiveSource() as source:
-            return GroupReader(source, begin.push_id, begin.timeout)
+            return GroupReader(source, begin.push_id, begin.timeout, _begin_seconds(begin))
         case SharedSource() as source:
             return SharedReader(source)
         case DiskSource() as source:

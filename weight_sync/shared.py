@@ -1,8 +1,8 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
-Owns: on the trainer's side a segment of two slots, for one push; on the worker's side a mapping of it. The name is
-removed as soon as all workers have mapped the memory, which the system frees with its last mapping; so a process that
-is killed leaves nothing behind, except between `begin` and the workers' answer. Both sides run as the same user.
+Owns: on the trainer's side a segment of slots, for one push; on the worker's side a mapping of it. The name is removed
+as soon as all workers have mapped the memory, which the system frees with its last mapping; so a process that is killed
+leaves nothing behind, except between `begin` and the workers' answer. Both sides run as the same user.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..rollout.errors import PushError
-from .manifest import Bucket, SharedSource
+from .manifest import MOST_UNDER_WAY, Bucket, SharedSource
 
 _FOLDER = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
@@ -24,11 +24,11 @@ _PAGE = mmap.PAGESIZE
 class SharedSlots:
     """The trainer's side. `slots`: uint8 tensors to fill. Raise PushError if there is too little shared memory."""
 
-    def __init__(self, slot_bytes: int, num_slots: int = 2) -> None:
+    def __init__(self, slot_bytes: int) -> None:
         slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
         self._name = f"trueroll-{secrets.token_hex(16)}"
-        self._source = SharedSource(name=self._name, slot_bytes=slot_bytes, num_slots=num_slots)
-        memory = torch.frombuffer(_create(self._name, slot_bytes * num_slots), dtype=torch.uint8)
+        self._source = SharedSource(name=self._name, slot_bytes=slot_bytes, num_slots=MOST_UNDER_WAY)
+        memory = torch.frombuffer(_create(self._name, slot_bytes * MOST_UNDER_WAY), dtype=torch.uint8)
         self.slots = list(memory.split(slot_bytes))
 
     def source(self, position: int) -> SharedSource:
@@ -72,6 +72,9 @@ class SharedReader:
                 f"bucket {bucket.index}: expected {self._slot_bytes} bytes at most, a slot, found {bucket.num_bytes}"
             )
         return self._slots[bucket.index % len(self._slots)]
+
+    def read_unannounced(self) -> tuple[()]:
+        return ()
 
     def close(self) -> None:
         self._slots = ()

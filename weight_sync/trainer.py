@@ -8,7 +8,7 @@ the trainer's default process group only where tensors are sharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 import torch
@@ -64,7 +64,7 @@ class TrainerTensors:
     def _start_sharded(self) -> bool:
         if self.mapping is not None:
             return any(is_sharded(tensor) for tensor in self.mapping.values())
-        first = list(_take_one(self._items))
+        first = list(islice(self._items, 1))
         self._items = chain(first, self._items)
         return any(is_sharded(tensor) for _, tensor in first)
 
@@ -112,12 +112,6 @@ def memory_of(tensor: Any) -> tuple[object, ...]:
     """What two tensors have in common that are the same elements in memory, as long as both live."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
-
-
-def _take_one(items: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for item in items:
-        yield item
-        return
 
 
 def _is_distributed() -> bool:

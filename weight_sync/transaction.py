@@ -33,27 +33,33 @@ class PushSettings:
     reject_nonfinite: bool
     drain_timeout: float
 
+    @property
+    def begin_timeout(self) -> float:
+        """How long a worker may take to begin: in place it lets running requests end first, if it is to drain."""
+        return self.commit_timeout if self.in_place else self.timeout
+
+    @property
+    def commit_timeout(self) -> float:
+        """How long a worker may take to commit."""
+        return self.timeout + (self.drain_timeout if self.in_flight == "drain" else 0.0)
+
 
 class Transaction:
-    """A push of version `version` to `workers`. `base`: see `BeginPush`. `seconds`: how long each phase took."""
+    """A push of version `version` to `workers`. `seconds`: how long each phase took."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        settings: PushSettings,
-        version: int,
-        dtype: str,
-        base: str | None = None,
-        push_id: str | None = None,
-    ) -> None:
+    def __init__(self, workers: Workers, settings: PushSettings, version: int, push_id: str | None = None) -> None:
         self.push_id = push_id or new_id()
         self.version = version
-        self.dtype = dtype
-        self.base = base
         self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
         self._workers = workers
         self._settings = settings
         self._num_buckets = 0
+
+    @property
+    def total_seconds(self) -> float:
+        """Since this was made."""
+        return time.perf_counter() - self._start
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -70,53 +76,46 @@ class Transaction:
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def begin(self, source: Callable[[int], Source]) -> Future[list[Any]]:
-        """Announce the push. `source`: of the worker at each position."""
+    def begin(self, dtype: str, source: Callable[[int], Source], base: str | None = None) -> Future[list[Any]]:
+        """Announce the push. `source`: of the worker at each position. `base`: see `BeginPush`."""
         settings = self._settings
-
-        def call(position: int) -> protocol.Call:
-            return protocol.BeginPush(
-                id=new_id(),
-                push_id=self.push_id,
-                weight_version=self.version,
-                base=self.base,
-                dtype=self.dtype,
-                source=source(position),
-                in_place=settings.in_place,
-                in_flight=settings.in_flight,
-                reject_nonfinite=settings.reject_nonfinite,
-                timeout=settings.timeout,
-            )
-
-        return self._workers.ask("begin", call, self._settings.timeout)
+        fields: dict[str, Any] = dict(
+            push_id=self.push_id,
+            weight_version=self.version,
+            base=base,
+            dtype=dtype,
+            in_place=settings.in_place,
+            in_flight=settings.in_flight,
+            drain_timeout=settings.drain_timeout,
+            reject_nonfinite=settings.reject_nonfinite,
+            timeout=settings.timeout,
+        )
+        positions = range(len(self._workers.addresses))
+        calls: list[protocol.Call] = [
+            protocol.BeginPush(id=new_id(), source=source(position), **fields) for position in positions
+        ]
+        return self._workers.ask("begin", calls, settings.begin_timeout)
 
     def stage(self, bucket: Bucket) -> Future[list[Any]]:
         """Announce a bucket. The future ends when every worker has copied it."""
         self._num_buckets += 1
-
-        def call(position: int) -> protocol.Call:
-            return protocol.StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
-
+        call = protocol.StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
         return self._workers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
 
     def verify(self) -> None:
         """Let every worker say that all is there."""
-
-        def call(position: int) -> protocol.Call:
-            return protocol.VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=self._num_buckets)
-
+        call = protocol.VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=self._num_buckets)
         with self.phase("verify"):
             self._workers.ask("verify", call, self._settings.timeout).result()
 
     def commit(self) -> float:
         """Let every worker serve the new weights. Returns the longest pause that this meant for one of them."""
         settings = self._settings
-        timeout = settings.timeout + (settings.drain_timeout if settings.in_flight == "drain" else 0.0)
-        commit: dict[str, Any] = dict(
-            push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout
+        call = protocol.CommitPush(
+            id=new_id(), push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout
         )
         start = time.perf_counter()
-        replies = self._workers.ask_each(lambda _: protocol.CommitPush(id=new_id(), **commit), timeout)
+        replies = self._workers.ask_all(call, settings.commit_timeout)
         errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
         if errors:
             raise self._abort(WorkerFailure("commit", errors))
@@ -133,17 +132,14 @@ class Transaction:
 
     def _abort_everywhere(self) -> str:
         """What each worker serves then."""
+        call = protocol.AbortPush(id=new_id(), push_id=self.push_id)
+        replies = self._workers.ask_all(call, min(ABORT_SECONDS, self._settings.timeout))
+        return "; ".join(map(_describe, self._workers.addresses, replies))
 
-        def call(position: int) -> protocol.Call:
-            return protocol.AbortPush(id=new_id(), push_id=self.push_id)
 
-        replies = self._workers.ask_each(call, min(ABORT_SECONDS, self._settings.timeout))
-        return "; ".join(self._describe(i, reply) for i, reply in enumerate(replies))
-
-    def _describe(self, position: int, reply: protocol.FromWorker | TruerollError) -> str:
-        address = self._workers.addresses[position]
-        if not isinstance(reply, protocol.PushStatus):
-            return f"{address} does not answer"
-        if self._settings.in_place and reply.weight_version != self.version:
-            return f"{address} was at version {reply.weight_version}; written in place, it needs a complete push"
-        return f"{address} serves version {reply.weight_version}"
+def _describe(address: str, reply: protocol.FromWorker | TruerollError) -> str:
+    if not isinstance(reply, protocol.PushStatus):
+        return f"{address} does not answer"
+    if reply.state == "dirty":
+        return f"{address} was at version {reply.weight_version}, whose weights are lost; it needs a complete push"
+    return f"{address} serves version {reply.weight_version}"

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from ..rollout import protocol
 from ..rollout.client import AsyncRolloutClient
 from ..rollout.errors import ConfigError, DeadlineError, TruerollError
 
-T = TypeVar("T")
-MakeCall = Callable[[int], protocol.Call]
+Calls: TypeAlias = protocol.Call | list[protocol.Call]
 
 
 class WorkerFailure(Exception):
@@ -42,15 +41,16 @@ class Workers:
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-publisher", daemon=True)
         self._thread.start()
 
-    def ask(self, what: str, make_call: MakeCall, timeout: float) -> Future[list[Any]]:
-        """Send each worker a call. The result: all replies, in order; or WorkerFailure as soon as one failed."""
-        calls = [make_call(position) for position in range(len(self._clients))]
+    def ask(self, what: str, calls: Calls, timeout: float) -> Future[list[Any]]:
+        """Send each worker its call, or all the same one. The result: all replies, in order; or WorkerFailure as soon
+        as one failed.
+        """
+        calls = calls if isinstance(calls, list) else [calls] * len(self.addresses)
         return asyncio.run_coroutine_threadsafe(self._ask_until_failure(what, calls, timeout), self._loop)
 
-    def ask_each(self, make_call: MakeCall, timeout: float) -> list[protocol.FromWorker | TruerollError]:
-        """Send each worker a call, and wait for all the replies, or the errors in their place."""
-        calls = [make_call(position) for position in range(len(self._clients))]
-        return asyncio.run_coroutine_threadsafe(self._ask_all(calls, timeout), self._loop).result()
+    def ask_all(self, call: protocol.Call, timeout: float) -> list[protocol.FromWorker | TruerollError]:
+        """Send every worker a call, and wait for all the replies, or the errors in their place."""
+        return asyncio.run_coroutine_threadsafe(self._ask_all(call, timeout), self._loop).result()
 
     def close(self) -> None:
         """Disconnect, and end the thread."""
@@ -77,8 +77,8 @@ class Workers:
             raise WorkerFailure(what, errors)  # type: ignore[arg-type]
         return [task.result() for task in tasks]
 
-    async def _ask_all(self, calls: list[protocol.Call], timeout: float) -> list[Any]:
-        asked = (self._ask(position, call, timeout) for position, call in enumerate(calls))
+    async def _ask_all(self, call: protocol.Call, timeout: float) -> list[Any]:
+        asked = (self._ask(position, call, timeout) for position in range(len(self.addresses)))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     async def _ask(self, position: int, call: protocol.Call, timeout: float) -> protocol.FromWorker:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from fake_engine import STAGING_BYTES, FakeEngine, FakeWeights
+from fake_engine import SHAPES, STAGING_BYTES, FakeEngine
 from pushing import HandPush, ask
 from serving import RawClient, WorkerOnThread, serving
 
@@ -17,7 +18,7 @@ from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import DeadlineError, IllegalStateError
 
 LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate")
-NEW = {name: torch.randn(shape) for name, shape in FakeWeights.shapes.items()}
+NEW = {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
 @pytest.fixture
@@ -167,6 +168,59 @@ def test_a_call_sent_again_is_done_once(worker: WorkerOnThread, raw: RawClient, 
     assert [action[0] for action in engine.actions] == ["sleep"]
 
 
+def test_an_id_in_use_for_another_call_is_refused(worker: WorkerOnThread, raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    raw.send("drain", id="same")
+    raw.send("drain", id="same")
+    wait_for(raw, "draining")
+    with RawClient(worker.address) as other:
+        other.send("drain", id="same", timeout=5.0)
+        error = other.receive()
+        assert error["code"] == "id_conflict" and error["id"] == "same"
+    engine.flow.set()
+    assert [raw.receive_until("status")[-1]["id"] for _ in range(2)] == ["same", "same"]
+
+
+def test_an_abort_of_one_waiting_sample_is_done_when_the_request_is(raw: RawClient, engine: FakeEngine) -> None:
+    ask(raw, "sleep", level=2)
+    ask(raw, "wake_up")
+    raw.generate("a", n=2)
+    raw.send("abort", id="abort", request_id="a", index=1)
+    with HandPush(raw, NEW) as push:
+        assert push.begin(in_place=True, in_flight="drain")["phase"] == "begun"
+        push.stage()
+        push.verify()
+        raw.send("commit_push", id="commit", push_id=push.push_id, in_flight="drain")
+        replies = [raw.receive() for _ in range(5)]
+    assert {reply["type"] for reply in replies} == {"push_status", "aborted", "sample", "done"}
+    assert replies[-1]["type"] == "done" and replies[-1]["finish_reasons"] == {"abort": 1, "length": 1}
+
+
+def test_calls_before_the_model_has_loaded_are_refused() -> None:
+    may_load = threading.Event()
+
+    def load() -> FakeEngine:
+        assert may_load.wait(timeout=20)
+        return FakeEngine()
+
+    running = WorkerOnThread(WorkerConfig(), load)
+    with RawClient(running.address) as raw:
+        raw.generate("a")
+        calls = {call: {} for call in (*LIFECYCLE, "weights")} | {"abort_push": {"push_id": "0" * 32}}
+        for call, fields in calls.items():
+            error = ask(raw, call, **fields)
+            assert error["code"] == "illegal_state" and "found state loading" in error["message"], call
+        running.worker.drain()
+        wait_for(raw, "draining")
+        for call, fields in calls.items():
+            assert ask(raw, call, **fields)["code"] == "illegal_state", call
+        may_load.set()
+        assert raw.receive_until("done")[-1]["id"] == "a"
+    running.join()
+    assert running.error is None
+
+
 # Sleeping and waking.
 
 
@@ -214,7 +268,7 @@ def test_sleeping_deeper_drops_the_weights_too(raw: RawClient, engine: FakeEngin
     ask(raw, "sleep", level=2, tags=["weights"])
     assert engine.actions == [
         ("sleep", 1, ("weights", "kv_cache"), "recompute"),
-        ("sleep", 1, (), "recompute"),
+        ("sleep", 1, ("weights", "kv_cache"), "recompute"),
         ("sleep", 2, ("weights",), "recompute"),
     ]
     assert ask(raw, "wake_up")["state"] == "dirty"
@@ -257,7 +311,7 @@ def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
 def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -> None:
     before = ask(raw, "weights")
     assert before["push_id"] is None and before["weight_version"] == 3 and before["tied"] == {"head": "embed"}
-    assert {name: tuple(shape) for name, shape in before["shapes"].items()} == FakeWeights.shapes
+    assert {name: tuple(shape) for name, shape in before["shapes"].items()} == SHAPES
     with HandPush(raw, NEW) as push:
         push.up_to_verify()
         health = raw.health()
@@ -266,7 +320,6 @@ def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -
         assert not any(torch.equal(engine.weights.live[name], tensor) for name, tensor in NEW.items())
         committed = push.commit()
         assert committed["phase"] == "committed" and committed["weight_version"] == 5
-        assert committed["pause_seconds"] >= 0
         assert push.commit()["phase"] == "committed"  # as after a reconnect
     assert_serves(engine, NEW)
     after = ask(raw, "weights")
@@ -294,7 +347,8 @@ def test_a_push_with_a_fault_leaves_the_old_weights(raw: RawClient, engine: Fake
             assert replies[-1]["phase"] == "staged"
             replies.append(push.verify())
         assert replies[-1]["code"] == "push_failed"
-        assert ("nobody" if spoil == "unknown" else "a") in replies[-1]["message"]
+        named = {"missing": "missing are a;", "unknown": "tensor nobody:"}.get(spoil, "tensor a:")
+        assert named in replies[-1]["message"]
         assert push.commit()["code"] == "push_failed"
     assert engine.actions == [] and ask(raw, "weights")["push_id"] is None
     with HandPush(raw, NEW) as push:
@@ -348,13 +402,15 @@ def test_running_requests_at_a_commit(raw: RawClient, engine: FakeEngine, in_fli
         if in_flight == "drain":
             wait_for(raw, "updating")
             raw.generate("late")
-            assert raw.health()["requests"]["open"] == 2 and len(engine.requests) == 1
+            health = raw.health()
+            assert health["requests"]["open"] == 2 and len(engine.requests) == 1
+            assert health["push"]["phase"] == "verified" and health["memory"]["staging"] == STAGING_BYTES
             engine.flow.set()
         replies = raw.receive_until("push_status")
         reasons = [reply["finish_reason"] for reply in replies if reply["type"] == "sample"]
         assert reasons == {"recompute": [], "abort": ["abort"], "drain": ["length"]}[in_flight]
-        versions = [reply["weight_versions"][0][0] for reply in replies if reply.get("weight_versions")]
-        assert set(versions) <= {3}
+        versions = [span[0] for reply in replies for span in reply.get("weight_versions", [])]
+        assert versions == {"recompute": [], "abort": [], "drain": [3]}[in_flight]
     engine.flow.set()
     assert_serves(engine, NEW)
 
@@ -395,7 +451,7 @@ def test_a_call_that_is_refused_leaves_the_push_under_way(raw: RawClient, engine
         if call == "sleep":
             error = ask(raw, "sleep", level=2, in_flight="drain", timeout=0.05)
         else:
-            error = other.begin(in_place=True, in_flight="drain", timeout=0.05)
+            error = other.begin(in_place=True, in_flight="drain", drain_timeout=0.05)
         assert error["code"] == "deadline_exceeded" and raw.health()["state"] == "ready"
         ask(raw, "pause")
         if call == "sleep":

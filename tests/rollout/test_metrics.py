@@ -156,7 +156,7 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         "trueroll_prefix_query_tokens_total": 100,
         "trueroll_prefix_hit_tokens_total": 60,
         "trueroll_preemptions_total": 4,
-        "trueroll_recomputed_requests_total": 6,
+        "trueroll_recomputed_sequences_total": 6,
         "trueroll_deferred_admissions_total": 5,
         "trueroll_evictions_total": 7,
         'trueroll_blocks{state="in_use"}': 11,

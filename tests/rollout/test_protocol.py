@@ -137,6 +137,26 @@ def test_long_faults_are_cut() -> None:
     assert len(str(caught.value)) <= protocol.MAX_ERROR_CHARS
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "ack", "ids": (0,) * 1000},
+        {
+            "type": "stage_bucket",
+            "id": "a",
+            "push_id": "0" * 32,
+            "bucket": {"index": 0, "num_bytes": 0, "pieces": (0,) * 1000},
+        },
+        {"type": "sleep", "id": "a", "tags": (0,) * 1000},
+        {"type": "generate", "id": "a", "prompt_token_ids": b"", "params": {"stop_token_ids": ("x",) * 1000}},
+    ],
+)
+def test_a_list_is_read_up_to_its_first_fault(fields: dict[str, Any]) -> None:
+    with pytest.raises(TruerollError) as caught:
+        protocol.from_client({"version": 1, **fields})
+    assert ".0: " in str(caught.value) and ".1: " not in str(caught.value)
+
+
 # docs/protocol.md says the same as the code.
 
 

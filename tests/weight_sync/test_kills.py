@@ -30,6 +30,7 @@ from trueroll.rollout.protocol import PushProgress
 from trueroll.weight_sync import WeightPublisher
 
 from .forwarder import Fault, Forwarder
+from .trainer_process import BUCKET_BYTES
 
 TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("begin", "stage", "verify", "commit")
@@ -38,7 +39,6 @@ PATIENT = 60.0
 """For pushes that must succeed, seconds."""
 SHORT = 1.5
 """For pushes that must fail: it is waited for."""
-BUCKET_BYTES = 2**15
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, seed=5, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
@@ -306,7 +306,7 @@ def fleet(whole_fleet: Fleet) -> Fleet:
 
 
 def settings_of(transport: str, timeout: float, folder: Path | None) -> dict[str, Any]:
-    settings: dict[str, Any] = dict(transport=transport, timeout=timeout, bucket_bytes=BUCKET_BYTES)
+    settings: dict[str, Any] = dict(transport=transport, timeout=timeout)
     return settings | ({"folder": str(folder)} if transport == "disk" else {})
 
 

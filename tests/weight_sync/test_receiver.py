@@ -12,20 +12,31 @@ from typing import Any
 
 import pytest
 import torch
+from fake_engine import FakeStaging, FakeWeights
 
 from trueroll.rollout import protocol
 from trueroll.rollout.errors import DeadlineError, PushError
-from trueroll.weight_sync.manifest import Bucket, CollectiveSource, DiskSource, Elements, Rows, SharedSource, checksum
-from trueroll.weight_sync.receiver import Begun, Broken, PushEvent, Receiver, Staged, Verified
+from trueroll.weight_sync import assembly as assembly_module
+from trueroll.weight_sync.events import Broken, PushEvent, Reached
+from trueroll.weight_sync.manifest import (
+    MOST_UNDER_WAY,
+    Bucket,
+    CollectiveSource,
+    DiskSource,
+    Elements,
+    Rows,
+    SharedSource,
+    checksum,
+)
+from trueroll.weight_sync.receiver import Receiver
 from trueroll.weight_sync.shared import SharedSlots
 from trueroll.weight_sync.tensors import raw_bytes
-
-from .fake_worker import FakeStaging, FakeWeights
 
 SHAPES = {"embed.weight": (48, 8), "layer.weight": (32, 4, 2), "norm.weight": (24,)}
 TIED = {"head.weight": "embed.weight"}
 PUSH_ID = "0123456789abcdef" * 2
 SECONDS = 20
+BEGUN, STAGED, VERIFIED = Reached("b", "begun"), Reached("s", "staged"), Reached("v", "verified")
 
 
 def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -34,7 +45,7 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Feed:
-    """A receiver, the shared memory it reads, and its events. Tags are counted."""
+    """A receiver, the shared memory it reads, and its events. The ids of its calls are `b`, `s` and `v`."""
 
     def __init__(self, weights: FakeWeights | None = None, **begin: Any) -> None:
         self.slots = SharedSlots(4096)
@@ -80,7 +91,7 @@ class Feed:
 
     @property
     def _slot(self) -> torch.Tensor:
-        return self.slots.slots[self.num_buckets % 2]
+        return self.slots.slots[self.num_buckets % MOST_UNDER_WAY]
 
     def stage(self, *pieces: Rows | Elements, **changes: Any) -> PushEvent:
         end = max((piece.offset + piece.num_bytes for piece in pieces), default=0)
@@ -88,13 +99,13 @@ class Feed:
         self.num_buckets += 1
         return self.announce(bucket)
 
-    def announce(self, bucket: Bucket, tag: object = "stage") -> PushEvent:
-        self.receiver.stage(protocol.StageBucket(id="s", push_id=PUSH_ID, bucket=bucket), tag)
+    def announce(self, bucket: Bucket, id: str = "s") -> PushEvent:
+        self.receiver.take(protocol.StageBucket(id=id, push_id=PUSH_ID, bucket=bucket))
         return self.next()
 
     def verify(self, num_buckets: int | None = None) -> PushEvent:
         count = self.num_buckets if num_buckets is None else num_buckets
-        self.receiver.verify(protocol.VerifyPush(id="v", push_id=PUSH_ID, num_buckets=count), "verify")
+        self.receiver.take(protocol.VerifyPush(id="v", push_id=PUSH_ID, num_buckets=count))
         return self.next()
 
     def close(self) -> None:
@@ -107,7 +118,7 @@ class Feed:
 @pytest.fixture
 def feed() -> Iterator[Feed]:
     feed = Feed()
-    assert feed.next() == Begun(PUSH_ID)
+    assert feed.next() == BEGUN
     yield feed
     feed.close()
 
@@ -115,7 +126,7 @@ def feed() -> Iterator[Feed]:
 @pytest.fixture
 def sparse_feed() -> Iterator[Feed]:
     feed = Feed(base=PUSH_ID)
-    assert feed.next() == Begun(PUSH_ID)
+    assert feed.next() == BEGUN
     yield feed
     feed.close()
 
@@ -131,12 +142,12 @@ def test_what_was_sent_is_in_the_staging(feed: Feed) -> None:
     sent = random_tensors()
     embed, layer, norm = (sent[name] for name in SHAPES)
     first = feed.stage(feed.rows("embed.weight", embed, 0, 32), feed.rows("norm.weight", norm, at=1024))
-    assert first == Staged(PUSH_ID, "stage")
+    assert first == STAGED
     assert feed.receiver.progress.phase == "staged"
     assert feed.receiver.progress.bytes_staged == 1024 + norm.nbytes
-    assert isinstance(feed.stage(feed.rows("embed.weight", embed, 32)), Staged)
-    assert isinstance(feed.stage(feed.rows("layer.weight", layer)), Staged)
-    assert feed.verify() == Verified(PUSH_ID, "verify")
+    assert feed.stage(feed.rows("embed.weight", embed, 32)) == STAGED
+    assert feed.stage(feed.rows("layer.weight", layer)) == STAGED
+    assert feed.verify() == VERIFIED
     assert feed.receiver.progress.phase == "verified"
     staging = feed.receiver.staging
     assert isinstance(staging, FakeStaging)
@@ -148,11 +159,11 @@ def test_what_was_sent_is_in_the_staging(feed: Feed) -> None:
 
 def test_in_place_the_live_weights_are_written() -> None:
     feed = Feed(in_place=True)
-    assert isinstance(feed.next(), Begun)
+    assert feed.next() == BEGUN
     sent = random_tensors()
     for name in SHAPES:
-        assert isinstance(feed.stage(feed.rows(name, sent[name])), Staged)
-    assert isinstance(feed.verify(), Verified)
+        assert feed.stage(feed.rows(name, sent[name])) == STAGED
+    assert feed.verify() == VERIFIED
     assert all(torch.equal(feed.weights.live[name], tensor) for name, tensor in sent.items())
     feed.close()
 
@@ -160,29 +171,51 @@ def test_in_place_the_live_weights_are_written() -> None:
 def test_a_repeated_bucket_is_answered_and_not_taken_twice(feed: Feed) -> None:
     piece = feed.rows("embed.weight", random_tensors()["embed.weight"])
     bucket = Bucket(index=0, num_bytes=piece.num_bytes, pieces=(piece,))
-    assert feed.announce(bucket) == Staged(PUSH_ID, "stage")
+    assert feed.announce(bucket) == STAGED
     staged = feed.receiver.progress.bytes_staged
-    assert feed.announce(bucket, tag="again") == Staged(PUSH_ID, "again")
+    assert feed.announce(bucket, id="again") == Reached("again", "staged")
     assert feed.receiver.progress.bytes_staged == staged
     other = Bucket(index=0, num_bytes=0, pieces=())
     refused(feed.announce(other), "expected bucket 1")
+
+
+def test_a_bucket_may_overtake_the_one_before_it(feed: Feed) -> None:
+    """As it does where that one was lost with a connection and is sent again."""
+    sent = random_tensors()
+    buckets = []
+    for name in ("embed.weight", "norm.weight"):
+        piece = feed.rows(name, sent[name])
+        buckets.append(Bucket(index=feed.num_buckets, num_bytes=piece.num_bytes, pieces=(piece,)))
+        feed.num_buckets += 1
+    feed.receiver.take(protocol.StageBucket(id="second", push_id=PUSH_ID, bucket=buckets[1]))
+    assert feed.announce(buckets[0], "first") == Reached("first", "staged")
+    assert feed.next() == Reached("second", "staged")
+    assert feed.stage(feed.rows("layer.weight", sent["layer.weight"])) == STAGED
+    assert feed.verify() == VERIFIED
+    staging = feed.receiver.staging
+    assert isinstance(staging, FakeStaging)
+    assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("index", [2, 7])
+def test_a_bucket_that_is_further_ahead_is_refused(feed: Feed, index: int) -> None:
+    piece = feed.rows("embed.weight", random_tensors()["embed.weight"])
+    refused(feed.stage(piece, index=index), "expected bucket 0", f"found bucket {index}")
 
 
 def test_verified_is_answered_again(feed: Feed) -> None:
     sent = random_tensors()
     for name in SHAPES:
         feed.stage(feed.rows(name, sent[name]))
-    assert isinstance(feed.verify(), Verified)
-    assert isinstance(feed.verify(), Verified)
+    assert feed.verify() == VERIFIED
+    assert feed.verify() == VERIFIED
     refused(feed.stage(feed.rows("norm.weight", sent["norm.weight"])), "no bucket after verify")
 
 
 def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
     piece = feed.rows("embed.weight", random_tensors()["embed.weight"])
     feed.slots.slots[0][100] ^= 1
-    event = feed.stage(piece)
-    refused(event, "embed.weight", "checksum", "corrupt")
-    assert isinstance(event, Broken) and event.tag == "stage"
+    refused(feed.stage(piece), "embed.weight", "checksum", "corrupt")
     feed.receiver.join(SECONDS)
     assert feed.receiver.staging is None
     assert feed.events.empty()
@@ -227,7 +260,7 @@ def test_a_bucket_must_fit_its_slot() -> None:
     slots = SharedSlots(4096)
     small = SharedSource(name=slots.source(0).name, slot_bytes=512, num_slots=16)
     feed = Feed(source=small)
-    assert isinstance(feed.next(), Begun)
+    assert feed.next() == BEGUN
     refused(feed.stage(feed.rows("embed.weight", random_tensors()["embed.weight"])), "512 bytes at most")
     feed.close()
     slots.close()
@@ -235,12 +268,12 @@ def test_a_bucket_must_fit_its_slot() -> None:
 
 def test_a_tensor_that_comes_twice_is_refused(feed: Feed) -> None:
     norm = random_tensors()["norm.weight"]
-    assert isinstance(feed.stage(feed.rows("norm.weight", norm)), Staged)
+    assert feed.stage(feed.rows("norm.weight", norm)) == STAGED
     refused(feed.stage(feed.rows("norm.weight", norm)), "norm.weight", "twice")
 
 
 def test_a_tensor_that_is_missing_is_refused(feed: Feed) -> None:
-    assert isinstance(feed.stage(feed.rows("norm.weight", random_tensors()["norm.weight"])), Staged)
+    assert feed.stage(feed.rows("norm.weight", random_tensors()["norm.weight"])) == STAGED
     refused(feed.verify(), "missing are embed.weight, layer.weight")
 
 
@@ -248,7 +281,7 @@ def test_a_tensor_that_is_incomplete_is_refused(feed: Feed) -> None:
     sent = random_tensors()
     feed.stage(feed.rows("norm.weight", sent["norm.weight"]))
     feed.stage(feed.rows("layer.weight", sent["layer.weight"]))
-    assert isinstance(feed.stage(feed.rows("embed.weight", sent["embed.weight"], 0, 16)), Staged)
+    assert feed.stage(feed.rows("embed.weight", sent["embed.weight"], 0, 16)) == STAGED
     refused(feed.verify(), "embed.weight (16 of 48 rows)")
 
 
@@ -264,9 +297,9 @@ def test_a_payload_that_is_not_finite_is_refused_if_asked(value: float) -> None:
     norm = random_tensors()["norm.weight"]
     norm[11] = value
     asked, not_asked = Feed(reject_nonfinite=True), Feed()
-    assert isinstance(asked.next(), Begun) and isinstance(not_asked.next(), Begun)
+    assert asked.next() == not_asked.next() == BEGUN
     refused(asked.stage(asked.rows("norm.weight", norm)), "norm.weight", "finite")
-    assert isinstance(not_asked.stage(not_asked.rows("norm.weight", norm)), Staged)
+    assert not_asked.stage(not_asked.rows("norm.weight", norm)) == STAGED
     asked.close()
     not_asked.close()
 
@@ -279,11 +312,11 @@ def test_another_dtype_is_refused() -> None:
 
 def test_changed_elements_are_put(sparse_feed: Feed) -> None:
     values = torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16)
-    assert isinstance(sparse_feed.stage(sparse_feed.elements("embed.weight", [0, 5, 383], values)), Staged)
-    assert isinstance(sparse_feed.stage(sparse_feed.elements("norm.weight", [], values[:0])), Staged)
+    assert sparse_feed.stage(sparse_feed.elements("embed.weight", [0, 5, 383], values)) == STAGED
+    assert sparse_feed.stage(sparse_feed.elements("norm.weight", [], values[:0])) == STAGED
     layer = random_tensors()["layer.weight"]
-    assert isinstance(sparse_feed.stage(sparse_feed.rows("layer.weight", layer)), Staged)
-    assert isinstance(sparse_feed.verify(), Verified)
+    assert sparse_feed.stage(sparse_feed.rows("layer.weight", layer)) == STAGED
+    assert sparse_feed.verify() == VERIFIED
     staging = sparse_feed.receiver.staging
     assert isinstance(staging, FakeStaging)
     sparse_feed.slots.slots[0].fill_(7)
@@ -302,7 +335,7 @@ def test_indices_must_ascend_within_the_tensor(sparse_feed: Feed, indices: list[
 
 def test_indices_ascend_over_pieces(sparse_feed: Feed) -> None:
     values = torch.ones(2, dtype=torch.bfloat16)
-    assert isinstance(sparse_feed.stage(sparse_feed.elements("embed.weight", [3, 9], values, total=4)), Staged)
+    assert sparse_feed.stage(sparse_feed.elements("embed.weight", [3, 9], values, total=4)) == STAGED
     refused(sparse_feed.stage(sparse_feed.elements("embed.weight", [9, 10], values, total=4)), "in [10, 384)")
 
 
@@ -323,8 +356,8 @@ def test_elements_that_are_too_few_too_many_or_mixed_are_refused() -> None:
         (("verify", None), ["missing"]),
     ]:
         feed = Feed(base=PUSH_ID)
-        assert isinstance(feed.next(), Begun)
-        assert isinstance(feed.stage(feed.elements("embed.weight", [3, 9], values, total=4)), Staged)
+        assert feed.next() == BEGUN
+        assert feed.stage(feed.elements("embed.weight", [3, 9], values, total=4)) == STAGED
         if second[0] == "total":
             refused(feed.stage(feed.elements("embed.weight", [10, 11], values, total=5)), "embed.weight", *words)
         elif second[0] == "rows":
@@ -347,9 +380,9 @@ def test_in_place_takes_no_elements() -> None:
 
 def test_a_silent_trainer_breaks_the_push() -> None:
     feed = Feed(timeout=0.2)
-    assert isinstance(feed.next(), Begun)
+    assert feed.next() == BEGUN
     event = feed.next()
-    assert isinstance(event, Broken) and isinstance(event.error, DeadlineError) and event.tag is None
+    assert isinstance(event, Broken) and isinstance(event.error, DeadlineError)
     assert "0.2 s" in str(event.error)
     feed.receiver.join(SECONDS)
     assert not feed.receiver.is_alive()
@@ -357,7 +390,7 @@ def test_a_silent_trainer_breaks_the_push() -> None:
 
 
 def test_a_closed_receiver_lets_everything_go(feed: Feed) -> None:
-    assert isinstance(feed.stage(feed.rows("norm.weight", random_tensors()["norm.weight"])), Staged)
+    assert feed.stage(feed.rows("norm.weight", random_tensors()["norm.weight"])) == STAGED
     name = feed.slots.source(0).name
     assert mappings_of(name) == 2
     feed.receiver.close()
@@ -429,12 +462,12 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
             return Slow(self.live, in_place)
 
     feed = Feed(SlowWeights(SHAPES), in_place=True)
-    assert isinstance(feed.next(), Begun)
+    assert feed.next() == BEGUN
     sent = random_tensors()
     pieces = feed.rows("norm.weight", sent["norm.weight"]), feed.rows("embed.weight", sent["embed.weight"], at=1024)
     end = pieces[1].offset + pieces[1].num_bytes
     bucket = Bucket(index=0, num_bytes=end, pieces=pieces)
-    feed.receiver.stage(protocol.StageBucket(id="s", push_id=PUSH_ID, bucket=bucket), "stage")
+    feed.receiver.take(protocol.StageBucket(id="s", push_id=PUSH_ID, bucket=bucket))
     assert entered.wait(SECONDS)
     closer = threading.Thread(target=feed.receiver.close)
     closer.start()
@@ -446,3 +479,24 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
     assert feed.weights.live["norm.weight"].any() and not feed.weights.live["embed.weight"].any()
     assert feed.events.empty()
     feed.slots.close()
+
+
+def test_a_receiver_that_checks_a_piece_is_not_waited_for(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def slow_checksum(data: Any) -> int:
+        entered.set()
+        go_on.wait(SECONDS)
+        return checksum(data)
+
+    monkeypatch.setattr(assembly_module, "checksum", slow_checksum)
+    piece = feed.rows("norm.weight", random_tensors()["norm.weight"])
+    bucket = Bucket(index=0, num_bytes=piece.num_bytes, pieces=(piece,))
+    feed.receiver.take(protocol.StageBucket(id="s", push_id=PUSH_ID, bucket=bucket))
+    assert entered.wait(SECONDS)
+    staging = feed.receiver.staging
+    assert isinstance(staging, FakeStaging)
+    feed.receiver.close()
+    go_on.set()
+    feed.receiver.join(SECONDS)
+    assert not staging.staged and feed.events.empty()

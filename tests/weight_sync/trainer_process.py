@@ -23,11 +23,14 @@ from safetensors.torch import load_file
 from trueroll.rollout.errors import TruerollError
 from trueroll.rollout.protocol import CommitPush
 from trueroll.weight_sync import WeightPublisher
+from trueroll.weight_sync import publisher as publisher_module
 from trueroll.weight_sync.collective import GroupSlots
 from trueroll.weight_sync.disk import FolderWriter
 from trueroll.weight_sync.transaction import Transaction
 from trueroll.weight_sync.workers import Workers
 
+BUCKET_BYTES = 2**15
+"""Small ones, so that a push takes many."""
 BUCKET = 3
 """The bucket that a push is held at, announced to the workers and, by `collective`, not yet sent."""
 
@@ -40,6 +43,7 @@ class Hold:
 
     def arm(self, phase: str | None) -> None:
         self.phase, self.memory = phase, None
+        self.has_written = False
         self.released = threading.Event()
         self.committed = threading.Event()
 
@@ -75,9 +79,9 @@ def install(hold: Hold) -> None:
     begin, stage, verify = Transaction.begin, Transaction.stage, Transaction.verify
     ask, join, append = Workers._ask, GroupSlots.open, FolderWriter.append
 
-    def held_begin(self: Transaction, source: Any) -> Any:
+    def held_begin(self: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
         hold.memory = getattr(source(0), "name", None)
-        future = begin(self, source)
+        future = begin(self, dtype, source, base)
         hold.at("begin")
         return future
 
@@ -96,9 +100,10 @@ def install(hold: Hold) -> None:
         return future
 
     def held_append(self: FolderWriter, name: str, data: memoryview) -> None:
-        if self.num_bytes:
+        if hold.has_written:
             hold.at("stage")
         append(self, name, data)
+        hold.has_written = True
 
     def held_verify(self: Transaction) -> None:
         hold.at("verify")
@@ -116,10 +121,11 @@ def install(hold: Hold) -> None:
             hold.committed.set()
 
     Transaction.begin, Transaction.stage, Transaction.verify = held_begin, held_stage, held_verify
-    Workers._ask, GroupSlots._join, FolderWriter.append = held_ask, held_join, held_append
+    Workers._ask, GroupSlots.open, FolderWriter.append = held_ask, held_join, held_append
 
 
 def main() -> None:
+    publisher_module.BUCKET_BYTES = dict.fromkeys(publisher_module.BUCKET_BYTES, BUCKET_BYTES)
     hold = Hold()
     install(hold)
     publisher: WeightPublisher | None = None

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueroll.weight_sync.snapshot import Snapshot
+from trueroll.weight_sync.base import Base
 from trueroll.weight_sync.tensors import DTYPES, raw_bits
 
 VALUES = st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")])
@@ -19,12 +19,12 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
     before, after = (
         torch.tensor(data.draw(st.lists(VALUES, min_size=size, max_size=size))).view(rows, columns) for _ in range(2)
     )
-    snapshot = Snapshot({"w": (rows, columns)}, DTYPES[dtype])
-    snapshot.replace("w", before)
+    base = Base({"w": (rows, columns)}, DTYPES[dtype])
+    base.replace("w", before)
     old, new = raw_bits(before.to(DTYPES[dtype])), raw_bits(after.to(DTYPES[dtype]))
     expected = [i for i in range(size) if old[i] != new[i]]
-    changes = snapshot.update("w", after)
-    assert (raw_bits(snapshot.tensors["w"]) == new).all()
+    changes = base.update("w", after)
+    assert (raw_bits(base.tensors["w"]) == new).all()
     itemsize = DTYPES[dtype].itemsize
     if changes is None:
         assert len(expected) * (4 + itemsize) >= size * itemsize
@@ -37,10 +37,10 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_tensor_of_several_chunks(dtype: str) -> None:
     before = torch.zeros(3000, 1001)
-    snapshot = Snapshot({"w": (3000, 1001)}, DTYPES[dtype])
-    snapshot.replace("w", before)
+    base = Base({"w": (3000, 1001)}, DTYPES[dtype])
+    base.replace("w", before)
     places = [0, 1, 1001 * 1500 + 7, 3000 * 1001 - 1]
     before.view(-1)[places] = -0.0
-    changes = snapshot.update("w", before)
+    changes = base.update("w", before)
     assert changes is not None
     assert changes[0].tolist() == places and torch.signbit(changes[1]).all()

@@ -18,7 +18,7 @@ _MAX_ELEMENTS = 2**31
 """Indices are int32."""
 
 
-class Snapshot:
+class Base:
     """`tensors`: the copy. Its content means nothing before the first `replace` of every tensor."""
 
     def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
