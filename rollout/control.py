@@ -55,6 +55,10 @@ class Host(Protocol):
         """Of the requests that the engine was given, those that have not ended."""
         ...
 
+    def begun_requests(self) -> Collection[str]:
+        """Of those, the ones that the engine may have computed something for."""
+        ...
+
     def weight_version(self) -> int: ...
 
 
@@ -70,7 +74,7 @@ class _Operation:
     call: protocol.LifecycleCall | protocol.PushCall
     busy: State | None
     then: Standing
-    action: Callable[[Engine], list[Output]] = lambda engine: []
+    action: Callable[[Engine, InFlight], list[Output]] = lambda engine, in_flight: []
     in_flight: InFlight = "recompute"
     timeout: float = float("inf")
     breaks_push: PushError | None = None
@@ -254,12 +258,13 @@ class Control:
     # Operations.
 
     def _begin(self, operation: _Operation) -> None:
-        count = len(self._host.unfinished_requests())
-        if operation.in_flight == "drain" and self.lifecycle.standing.is_held and count:
-            raise IllegalStateError(
-                f"{operation.call.type}: cannot drain in state {self.lifecycle.state}, found {count} unfinished "
-                "requests that nothing computes; choose in_flight recompute or abort, or resume first"
-            )
+        if operation.in_flight == "drain" and self.lifecycle.standing.is_held:
+            if count := len(self._host.begun_requests()):
+                raise IllegalStateError(
+                    f"{operation.call.type}: cannot drain in state {self.lifecycle.state}, found {count} unfinished "
+                    "requests that nothing computes; choose in_flight recompute or abort, or resume first"
+                )
+            operation.in_flight = "recompute"  # of nothing: what is there has not begun
         self._operation = operation
         self.lifecycle.begin(operation.busy)
         self._follow_operation()
@@ -271,7 +276,9 @@ class Control:
         if operation.in_flight != "drain" or not self._host.unfinished_requests():
             if operation.breaks_push is not None:
                 self._break_push(operation.breaks_push)
-            operation.run = Run(operation.action, hold=operation.then.is_held)
+            operation.run = Run(
+                lambda engine: operation.action(engine, operation.in_flight), hold=operation.then.is_held
+            )
             self._host.command(operation.run)
         elif time.monotonic() >= operation.deadline:
             count = len(self._host.unfinished_requests())
@@ -323,8 +330,8 @@ class Control:
     def _start_sleep(self, call: protocol.Sleep) -> None:
         drops_weights = call.level == 2 and "weights" in call.tags
 
-        def sleep(engine: Engine) -> list[Output]:
-            return engine.sleep(call.level, call.tags, call.in_flight)
+        def sleep(engine: Engine, in_flight: InFlight) -> list[Output]:
+            return engine.sleep(call.level, call.tags, in_flight)
 
         then = self.lifecycle.standing.slept(call.tags, drops_weights)
         slept = PushError("push: the weights that it was to replace went to sleep; wake them up and push again")
@@ -333,7 +340,7 @@ class Control:
         self._begin(operation)
 
     def _start_wake_up(self, call: protocol.WakeUp) -> None:
-        def wake(engine: Engine) -> list[Output]:
+        def wake(engine: Engine, in_flight: InFlight) -> list[Output]:
             engine.wake_up(call.tags)
             return []
 
@@ -344,7 +351,7 @@ class Control:
             self._begin(_Operation(call, "waking", standing.woken(call.tags), wake))
 
     def _start_invalidate(self, call: protocol.Invalidate) -> None:
-        def invalidate(engine: Engine) -> list[Output]:
+        def invalidate(engine: Engine, in_flight: InFlight) -> list[Output]:
             engine.invalidate_prefix_cache()
             return []
 
@@ -364,8 +371,8 @@ class Control:
             self._receive(call)
             return
 
-        def interrupt(engine: Engine) -> list[Output]:
-            return engine.interrupt(call.in_flight)
+        def interrupt(engine: Engine, in_flight: InFlight) -> list[Output]:
+            return engine.interrupt(in_flight)
 
         then = self.lifecycle.standing.overwritten(is_whole=False)
         self._begin(
@@ -424,8 +431,8 @@ class Control:
             raise PushError("commit_push: expected a push that was verified, found one that was not; verify it first")
         self.lifecycle.check_weights_awake(call.type)
 
-        def commit(engine: Engine) -> list[Output]:
-            return engine.commit_weights(push.staging, push.begin.weight_version, call.in_flight)
+        def commit(engine: Engine, in_flight: InFlight) -> list[Output]:
+            return engine.commit_weights(push.staging, push.begin.weight_version, in_flight)
 
         then = self.lifecycle.standing.overwritten(is_whole=True)
         self._begin(_Operation(call, "updating", then, commit, call.in_flight, call.timeout))

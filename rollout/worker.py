@@ -20,7 +20,7 @@ import queue
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from typing import Any
 
 import psutil
@@ -87,7 +87,7 @@ class Worker:
         self._unanswered_aborts: list[tuple[bytes, str]] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._waiting_room: dict[str, Request] = {}
-        self._late_aborts: list[End] = []
+        self._not_begun: set[str] = set()
         self._events: queue.SimpleQueue[Event | PushNews] = queue.SimpleQueue()
         self._timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
@@ -212,12 +212,17 @@ class Worker:
     def admit_requests(self) -> None:
         """Give the engine the requests that wait, if it is to have them."""
         if self._control.takes_requests:
+            self._not_begun.clear()
             for id in list(self._waiting_room):
                 self._give_to_engine(id)
 
-    def unfinished_requests(self) -> Collection[str]:
+    def unfinished_requests(self) -> Set[str]:
         """Of the requests that the engine was given, those that have not ended."""
         return self._ledger.open.keys() - self._waiting_room.keys()
+
+    def begun_requests(self) -> Collection[str]:
+        """Of those, the ones that it may have computed something for: the others came since it is held."""
+        return self.unfinished_requests() - self._not_begun
 
     def weight_version(self) -> int:
         """Of the weights that the engine had after its last step or command."""
@@ -314,9 +319,6 @@ class Worker:
 
     def _give_to_engine(self, id: str) -> None:
         self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))
-        for end in [end for end in self._late_aborts if end.request_id == id]:
-            self._late_aborts.remove(end)
-            self._engine_thread.commands.put(end)
 
     def _abort(self, identity: bytes, message: protocol.Abort) -> None:
         if message.request_id not in self._ledger.open:
@@ -324,13 +326,10 @@ class Worker:
                 f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             )
         self._unanswered_aborts.append((identity, message.id))
-        end = End(message.request_id, message.index, tag=(identity, message.id))
-        if message.request_id in self._waiting_room and message.index is not None:
-            self._late_aborts.append(end)  # the other samples must not reach the engine before their time
-            return
         if message.request_id in self._waiting_room:
+            self._not_begun.add(message.request_id)
             self._give_to_engine(message.request_id)
-        self._engine_thread.commands.put(end)
+        self._engine_thread.commands.put(End(message.request_id, message.index, tag=(identity, message.id)))
 
     # Callable from any thread: they read what changes as a whole, and wait for nothing.
 

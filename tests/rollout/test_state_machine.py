@@ -199,8 +199,8 @@ class Rules:
     def _sleep(self, level: int, tags: frozenset[str]) -> None:
         self.sleeping |= tags
         self.waking = False
-        if level == 2 and "weights" in tags:
-            self.dirty, self.push = True, None
+        if "weights" in tags:
+            self.dirty, self.push = self.dirty or level == 2, None
 
 
 @dataclass(eq=False)
