@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,8 +139,12 @@ def read_manifest(folder: Path) -> FolderManifest:
     """What push a folder holds. Raise PushError if it is not the folder of a push."""
     path = folder / MANIFEST_FILE
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise PushError(f"disk: expected at most {_MAX_MANIFEST_BYTES} bytes, found more in {path}")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_MANIFEST_BYTES:
+            raise PushError(
+                f"disk: expected a file of at most {_MAX_MANIFEST_BYTES} bytes, found something else at {path}; give "
+                "the folder of a push"
+            )
         return FolderManifest.model_validate_json(path.read_bytes())
     except OSError as error:
         raise PushError(

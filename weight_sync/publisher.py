@@ -10,6 +10,7 @@ tensor and two buckets, and with `sparse` a copy of the weights in the workers' 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ from .workers import WorkerFailure, Workers, new_id
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
-BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 8 * 2**20}
+BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
 """What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
 DEFAULT_HOST = "127.0.0.1"
 
@@ -124,7 +125,7 @@ class WeightPublisher:
         same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
         PushError if not all workers have committed; the next push then sends every tensor whole.
         """
-        _check(isinstance(version, int) and 0 <= version < 2**63, "version", "an integer from 0 on", version)
+        _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
         with torch.no_grad():
             from_trainer = TrainerTensors(tensors)
             if from_trainer.are_pushed_by_another_rank(self._workers is not None):
@@ -140,7 +141,8 @@ class WeightPublisher:
         _check(
             manifest.dtype == wanted.dtype, "folder", f"weights in {wanted.dtype}, as the workers serve", manifest.dtype
         )
-        return self._commit_folder(transaction, wanted, path)
+        self._verify_folder(transaction, wanted, path)
+        return self._commit_folder(transaction, path)
 
     def close(self) -> None:
         """Disconnect, and free what is held. The workers go on."""
@@ -271,14 +273,21 @@ class WeightPublisher:
             with closing(writer):
                 _take_all(tensors, checklist, partial(_write, writer, dtype_named(wanted.dtype)))
                 folder = writer.finish()
-        result = self._commit_folder(transaction, wanted, folder)
+        try:
+            self._verify_folder(transaction, wanted, folder)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        result = self._commit_folder(transaction, folder)
         remove_others(folder)
         return result
 
-    def _commit_folder(self, transaction: Transaction, wanted: protocol.Weights, folder: Path) -> PushResult:
+    def _verify_folder(self, transaction: Transaction, wanted: protocol.Weights, folder: Path) -> None:
         with transaction.phase("begin"):
             transaction.begin(wanted.dtype, lambda _: DiskSource(folder=str(folder))).result()
         transaction.verify()
+
+    def _commit_folder(self, transaction: Transaction, folder: Path) -> PushResult:
         pause = transaction.commit()
         return _result(transaction, (folder / MODEL_FILE).stat().st_size, pause, is_sparse=False)
 

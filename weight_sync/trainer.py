@@ -29,6 +29,11 @@ class TrainerTensors:
 
     def __init__(self, tensors: Tensors) -> None:
         source: Any = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
+        if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
+            raise PushError(
+                "push: expected a module, a mapping of names to tensors, or an iterable of pairs, found "
+                f"{type(source).__name__}; give one of them"
+            )
         self.mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
         self.is_broken = False
         self._items: Iterator[tuple[str, Any]] = iter(source.items() if isinstance(source, Mapping) else source)
@@ -38,11 +43,14 @@ class TrainerTensors:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
-        name, tensor = self._next()
+        item = self._next()
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise PushError(f"push: expected pairs of a name and a tensor, found {type(item).__name__}; give pairs")
+        name, tensor = item
         check_is_tensor(name, tensor)
-        return name, self._whole(tensor.detach())
+        return name, self._whole(tensor.detach()).resolve_neg()
 
-    def _next(self) -> tuple[str, Any]:
+    def _next(self) -> Any:
         try:
             return next(self._items)
         except Exception as error:
@@ -97,10 +105,15 @@ class TrainerTensors:
         return word.cpu().numpy().tobytes().rstrip(b"\0")
 
 
-def check_is_tensor(name: str, value: object) -> None:
-    """Raise PushError otherwise."""
+def check_is_tensor(name: object, value: object) -> None:
+    """Raise PushError unless it is a name with numbers in memory that can be copied one by one."""
+    if not isinstance(name, str):
+        raise PushError(f"push: expected names that are strings, found {name!r:.80}; give Hugging Face names")
     if not isinstance(value, torch.Tensor):
-        raise PushError(f"tensor {name}: expected a tensor, found {type(value).__name__}; leave it out")
+        raise PushError(f"tensor {name:.80}: expected a tensor, found {type(value).__name__}; leave it out")
+    if value.is_meta or value.is_quantized or value.is_complex() or value.layout != torch.strided:
+        kind = "on the meta device" if value.is_meta else f"of {value.dtype}, {value.layout}"
+        raise PushError(f"tensor {name:.80}: expected real numbers in dense memory, found one {kind}; convert it")
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -116,11 +116,12 @@ class Transaction:
         )
         start = time.perf_counter()
         replies = self._workers.ask_all(call, settings.commit_timeout)
-        errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
+        committed = [reply for reply in replies if isinstance(reply, protocol.PushStatus)]
+        errors: dict[int, Any] = {i: reply for i, reply in enumerate(replies) if reply not in committed}
         if errors:
             raise self._abort(WorkerFailure("commit", errors))
         self.seconds["commit"] = time.perf_counter() - start
-        return max(reply.pause_seconds or 0.0 for reply in replies if isinstance(reply, protocol.PushStatus))
+        return max(reply.pause_seconds or 0.0 for reply in committed)
 
     def _abort(self, failure: WorkerFailure) -> PushError:
         """Abort everywhere, and tell what became of every worker."""

@@ -39,9 +39,9 @@ def describe_unknown(name: str, wanted: Wanted) -> str:
         return f"tensor {name}: expected to be left out, for the worker's model does not use it"
     inner = next((known for known in wanted.shapes if name.endswith(f".{known}")), None)
     if inner is not None:
-        prefix = name.removesuffix(inner)
-        return f"tensor {name}: unknown, but {inner} is known; push the model inside the wrapper that adds {prefix!r}"
-    return f"tensor {name}: unknown to the worker's model; check that trainer and worker have the same model"
+        prefix = name.removesuffix(inner)[:80]
+        return f"tensor {name:.80}: unknown, but {inner} is known; push what is inside the wrapper that adds {prefix!r}"
+    return f"tensor {name:.80}: unknown to the worker's model; check that trainer and worker have the same model"
 
 
 def list_names(names: list[str]) -> str:

@@ -33,6 +33,8 @@ class Workers:
     """The workers at `addresses`; a position is an index into them."""
 
     def __init__(self, addresses: Sequence[str], timeout: float, server_public_key: str | None) -> None:
+        if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
+            raise ConfigError(f"addresses: expected a list of strings, found {addresses!r:.80}; give a list")
         if len(set(addresses)) != len(addresses):
             raise ConfigError(f"addresses: expected each worker once, found {list(addresses)}; leave the others out")
         self.addresses = tuple(addresses)

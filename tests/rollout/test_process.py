@@ -9,17 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FAIL_IN_STEP, HANG_IN_STEP
+import torch
+from fake_engine import FAIL_IN_STEP, HANG_IN_STEP, SHAPES
 from serving import RawClient, check_group, fake_process
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.errors import ConfigError, ModelError
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.errors import WorkerFailedError, WorkerLostError
+from trueroll.rollout.errors import PushError, WorkerFailedError, WorkerLostError
+from trueroll.weight_sync import WeightPublisher
 
 SECONDS = 20
 
@@ -167,3 +170,20 @@ def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
         os.close(handle)
         parent.stdin.close()
         parent.stdout.close()
+
+
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+def test_sigterm_in_the_middle_of_a_push_is_an_orderly_end(transport: str) -> None:
+    with fake_process(drain_seconds=1.0) as worker, WeightPublisher(transport, timeout=5.0) as publisher:
+        publisher.connect([worker.address])
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, shape in SHAPES.items():
+                yield name, torch.zeros(shape)
+                if worker.exit_code is None:
+                    os.kill(worker.pid, signal.SIGTERM)
+                    wait_for_end(worker)
+
+        with pytest.raises(PushError, match="worker .* failed"):
+            publisher.push(tensors(), 1)
+        assert worker.exit_code == 0

@@ -593,3 +593,45 @@ def test_a_host_that_is_not_here_is_refused(cluster: Cluster) -> None:
         with pytest.raises(ConfigError, match="host"):
             publisher.push(trainer_tensors(), 1)
     assert worker.engine.weight_version == 0
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        (None, "found NoneType"),
+        (torch.zeros(3), "found Tensor"),
+        ([torch.zeros(3)], "expected pairs"),
+        ({5: torch.zeros(3)}, "names that are strings"),
+        ({"norm.weight": torch.zeros(40, device="meta")}, "tensor norm.weight: .* meta"),
+        ({"norm.weight": torch.zeros(40, dtype=torch.complex64)}, "tensor norm.weight: .*complex64"),
+        ({"norm.weight": torch.zeros(40).to_sparse()}, "tensor norm.weight: .*sparse"),
+        ([("x" * 10**6, torch.zeros(5))], f"tensor {'x' * 80}: unknown"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_with_a_word_on_it(cluster: Cluster, tensors: Any, named: str) -> None:
+    cluster.start()
+    with cluster.publisher() as publisher:
+        with pytest.raises(PushError, match=named) as caught:
+            publisher.push(tensors, 1)
+        assert len(str(caught.value)) < 1000
+
+
+def test_addresses_and_versions_of_the_wrong_kind_are_refused(cluster: Cluster) -> None:
+    worker = cluster.start()
+    with cluster.publisher() as publisher:
+        for addresses in (worker.address, [None], [5]):
+            with pytest.raises(ConfigError, match="addresses: expected a list of strings"):
+                publisher.connect(addresses)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="version"):
+            publisher.push({}, True)
+
+
+def test_a_push_by_disk_that_fails_leaves_no_folder(cluster: Cluster) -> None:
+    worker = cluster.start()
+    with cluster.publisher("disk") as publisher:
+        first = publisher.push(trainer_tensors(1), 1)
+        worker.refuse["verify_push"] = PushError("verify: expected nothing of the kind")
+        with pytest.raises(PushError, match="nothing of the kind"):
+            publisher.push(trainer_tensors(2), 2)
+        [folder] = (cluster.folder / "pushes").iterdir()
+        assert folder.name == f"version-1-{first.push_id[:8]}"

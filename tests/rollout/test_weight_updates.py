@@ -1,0 +1,105 @@
+"""Pushes and sleeps of a real worker process, as a trainer sees them: the bits are those of a worker started from the
+pushed checkpoint, whatever was cached before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tiny import make_tiny_model
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.weight_sync import WeightPublisher
+
+PROMPTS = [[*range(3, 90), 200 + i] for i in range(4)]
+PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True)
+SETTINGS = dict(num_blocks=256, device="cpu")
+Bits = list[tuple[bytes, bytes]]
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen2", tmp_path_factory.mktemp("versions") / "old", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in which about every tenth weight is another one."""
+    folder = make_tiny_model("qwen2", tmp_path_factory.mktemp("versions") / "new", dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.view(-1)[::10] *= 1.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(new: Path) -> Bits:
+    """What a worker gives that was started from the new checkpoint."""
+    with launch_worker(str(new), **SETTINGS) as worker, RolloutClient(worker.address) as client:
+        return generate(client)[0]
+
+
+@pytest.fixture
+def worker(old: Path) -> Iterator[WorkerProcess]:
+    with launch_worker(str(old), **SETTINGS) as worker:
+        yield worker
+
+
+def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
+    """The bits, the weight versions that they came from, and how many prompt tokens were cached."""
+    samples = [sample for group in client.generate(PROMPTS, PARAMS) for sample in group.samples]
+    assert all(sample.logprobs is not None for sample in samples)
+    bits = [(sample.token_ids.tobytes(), np.asarray(sample.logprobs).view(np.int32).tobytes()) for sample in samples]
+    versions = {span.version for sample in samples for span in sample.weight_versions}
+    return bits, versions, sum(sample.num_cached_tokens for sample in samples)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(), dict(transport="collective"), dict(transport="disk"), dict(sparse=True), dict(in_place=True)],
+    ids=["shared", "collective", "disk", "sparse", "in_place"],
+)
+def test_after_a_push_a_worker_is_one_that_was_started_with_these_weights(
+    worker: WorkerProcess, old: Path, new: Path, expected: Bits, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    if settings.get("transport") == "disk":
+        settings = settings | {"folder": tmp_path}
+    with RolloutClient(worker.address) as client, WeightPublisher(**settings) as publisher:
+        publisher.connect([worker.address])
+        publisher.push(load_file(old / "model.safetensors"), 1)
+        before, versions, cold = generate(client)
+        again, _, hot = generate(client)
+        assert again == before != expected and versions == {1} and hot > cold, "prefixes are hot"
+        result = publisher.push(load_file(new / "model.safetensors"), 2)
+        assert result.is_sparse == ("sparse" in settings)
+        after, versions, cached = generate(client)
+        assert after == expected and versions == {2} and cached == cold
+
+
+def test_a_sleep_returns_memory_and_a_push_brings_the_weights_back(
+    worker: WorkerProcess, new: Path, expected: Bits
+) -> None:
+    process = psutil.Process(worker.pid)
+    with RolloutClient(worker.address) as client, WeightPublisher() as publisher:
+        publisher.connect([worker.address])
+        before = generate(client)[0]
+        assert before != expected
+        awake = client.health().memory
+        assert awake["weights"] > 0 and awake["kv_cache"] > 0
+        resident = process.memory_info().rss
+        assert client.sleep(level=2).state == "asleep"
+        assert client.health().memory["weights"] == client.health().memory["kv_cache"] == 0
+        assert process.memory_info().rss < resident
+        assert client.wake_up(["weights"]).state == "waking"
+        publisher.push(load_file(new / "model.safetensors"), 7)
+        assert client.wake_up(["kv_cache"]).state == "ready"
+        assert generate(client)[:2] == (expected, {7})
+        assert client.sleep(level=1).state == "asleep" and client.wake_up().state == "ready"
+        assert generate(client)[0] == expected
