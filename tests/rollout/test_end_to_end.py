@@ -74,7 +74,7 @@ def test_health_names_the_engine(client: RolloutClient) -> None:
     assert health.state == "ready" and health.engine is not None
     assert health.engine["backend"] == "cpu" and health.engine["dtype"] == "float32"
     assert health.engine["isa"] == load_library().instruction_set() and health.engine["backend_note"] == ""
-    assert health.memory["weights"] > 0 and health.memory["kv"] > 0
+    assert health.memory["weights"] > 0 and health.memory["kv_cache"] > 0
 
 
 def test_why_a_faster_backend_is_not_used_is_in_health_and_in_one_line_of_the_log(

@@ -142,6 +142,8 @@ def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> N
         stderr=subprocess.PIPE,
         env=environment,
         start_new_session=True,
+        # Where tests run in the background, interrupts are ignored, which a child inherits.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(theirs)
     shown = b""
