@@ -464,6 +464,20 @@ def test_a_call_that_is_refused_leaves_the_push_under_way(raw: RawClient, engine
     assert [action[0] for action in engine.actions] == ["commit"]
 
 
+@pytest.mark.parametrize("fields", [dict(dtype="bfloat16"), dict(base="1" * 32)], ids=["dtype", "base"])
+def test_a_begin_in_place_that_cannot_go_well_interrupts_nothing(
+    raw: RawClient, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push:
+        assert push.begin(in_place=True, in_flight="abort", **fields)["code"] == "push_failed"
+    assert raw.health()["state"] == "ready" and engine.actions == []
+    engine.flow.set()
+    assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+
+
 def test_a_begin_in_place_that_drains_can_be_aborted(
     worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
 ) -> None:
