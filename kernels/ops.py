@@ -151,10 +151,11 @@ class Backend(Protocol):
         ...
 
     def gate_up(self, x: Tensor, norm: Tensor, eps: float, gate: Weight, up: Weight) -> Tensor:
-        """silu(linear(h, gate)) * linear(h, up) for h = rmsnorm(x, norm, eps), gate and up [I, H]: [M, I].
+        """silu_mul(linear(h, gate), linear(h, up)) for h = rmsnorm(x, norm, eps), gate and up [I, H]: [M, I]."""
+        ...
 
-        SiLU and its product with the other half are computed in float32 and rounded once.
-        """
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up of tensors of one shape, computed in float32 and rounded once."""
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -162,6 +163,10 @@ class Backend(Protocol):
 
         Both float32 [M, D / 2].
         """
+        ...
+
+    def rope(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """x [M, heads, D] rotated in float32, in pairs (i, i + D / 2) as in Hugging Face models: [M, heads, D]."""
         ...
 
     def qkv(
@@ -178,7 +183,7 @@ class Backend(Protocol):
         """Queries [M, heads, D] of hidden states x [M, H]; their keys and values go to the caches like `write_kv`.
 
         From rmsnorm(x, norm, eps): products with their biases, norms of the heads of q and k with the same eps, and
-        q and k rotated by `rotation` in float32, in pairs (i, i + D / 2) as in Hugging Face models.
+        `rope` of q and k.
         """
         ...
 

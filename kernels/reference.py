@@ -93,7 +93,6 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor,
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """x [M, heads, D] rotated."""
     cos, sin = (part[:, None, :] for part in rotation)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

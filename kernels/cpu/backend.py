@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from ..ops import AttentionBatch, Qkv, Wanted
+from ..reference import rope as rope
 from ..reference import rotation as rotation
 from .library import load_library
 from .weight import PackedWeight
@@ -54,6 +55,13 @@ def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     x, out = x.contiguous(), torch.empty(len(x), weight.shape[0], dtype=x.dtype)
     _library.linear(*_rows(x), weight.pointer, weight.shape[0], _pointer(bias), _pointer(residual), out.data_ptr())
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
+    pointers = gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr()
+    _library.silu_mul(get_num_threads(), _is_bfloat16(gate), *pointers)
     return out
 
 

@@ -17,7 +17,7 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 2
+_INTERFACE = 3
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
@@ -25,6 +25,7 @@ _SIGNATURES = {
     "embedding": "iplpllp",
     "rmsnorm": "lipllpfp",
     "linear": "lipllplppp",
+    "silu_mul": "lipplp",
     "gate_up": "lipllpfpplp",
     "qkv": "lipllpfpppppppppppllllppp",
     "write_kv": "ippplpplll",

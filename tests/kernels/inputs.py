@@ -42,19 +42,6 @@ def make_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool,
     return Qkv(q, k, v, (bq, bk, bv) if biases else None, head_norms if norms else None)
 
 
-def activated(served: Served, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up for vectors, by `gate_up` itself: a row of ones stays one in the norm, whose weight are both
-    vectors, and each of the matrices takes out one of them."""
-    n = len(gate)
-    identity, nothing = torch.eye(n, dtype=served.dtype), torch.zeros(n, n, dtype=served.dtype)
-    first, second = (stored(served.ops, torch.cat(halves, 1)) for halves in ((identity, nothing), (nothing, identity)))
-    both = torch.cat((gate, up))
-    ones = torch.ones(1, 2 * n, dtype=served.dtype)
-    normed = served.ops.rmsnorm(ones, both, 0.0)
-    assert same_bits(served.ops.linear(normed, first)[0], gate) and same_bits(served.ops.linear(normed, second)[0], up)
-    return served.ops.gate_up(ones, both, 0.0, first, second)[0]
-
-
 def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Caches of keys and values in which every place holds NaN."""
     shape = (blocks, block_size, kv_heads, size)

@@ -16,7 +16,7 @@ from trueroll.kernels import reference
 from trueroll.kernels.ops import AttentionBatch, Backend
 
 from .backends import Served
-from .inputs import Paged, activated, randn, same_bits, stored
+from .inputs import Paged, randn, same_bits, stored
 
 # The largest error of rounding to a dtype, relative to the value.
 EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -86,7 +86,7 @@ def test_activation(served: Served) -> None:
     gate = torch.cat((torch.tensor(special), randn(50) * 4)).to(served.dtype)
     up = randn(len(gate), seed=1).clamp(-1, 1).to(served.dtype)
     expected = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
-    check(activated(served, gate, up), expected, 1, 8, expected.abs())
+    check(served.ops.silu_mul(gate, up), expected, 1, 8, expected.abs())
 
 
 def test_gate_up_against_torch(served: Served) -> None:

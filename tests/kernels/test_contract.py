@@ -58,6 +58,16 @@ def gate_up(n: int, k: int, served: Served) -> RowOp:
     return RowOp(lambda x: served.ops.gate_up(x, norm, 1e-6, gate, up), (randn(ROWS, k, dtype=served.dtype),))
 
 
+def silu_mul(n: int, served: Served) -> RowOp:
+    rows = (3 * randn(ROWS, n, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=1))
+    return RowOp(served.ops.silu_mul, rows)
+
+
+def rope(size: int, served: Served) -> RowOp:
+    rows = (randn(ROWS, 3, size, dtype=served.dtype), *served.ops.rotation(torch.arange(ROWS), randn(size // 2), 1.2))
+    return RowOp(lambda x, cosines, sines: served.ops.rope(x, (cosines, sines)), rows)
+
+
 def qkv(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, served: Served) -> RowOp:
     hidden = 130
     weights = make_qkv(served, heads, kv_heads, size, biases, norms, hidden)
@@ -155,6 +165,8 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"linear {n}x{k}": partial(linear, n, k, False) for n, k in ((576, 576), (96, 1536), (1, 7), (513, 130))},
     **{f"linear {n}x{k} bias": partial(linear, n, k, True) for n, k in ((96, 64), (1, 7), (513, 130))},
     **{f"linear_add {n}x{k}": partial(linear_add, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
+    **{f"silu_mul {n}": partial(silu_mul, n) for n in (7, 130, 1001)},
+    **{f"rope {size}": partial(rope, size) for size in (16, 80, 128)},
     **{f"gate_up {n}x{k}": partial(gate_up, n, k) for n, k in ((7, 40), (130, 577), (1001, 64))},
     "qkv 16": partial(qkv, 4, 2, 16, False, False),
     "qkv 64 biases": partial(qkv, 6, 2, 64, True, False),

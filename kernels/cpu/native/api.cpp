@@ -200,7 +200,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 2; }
+EXPORT long trueroll_interface() { return 3; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -345,6 +345,14 @@ EXPORT void trueroll_rmsnorm(
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).rmsnorm({as<const T>(x), count, k, as<const T>(weight), eps}, as<T>(out), k);
+    });
+}
+
+EXPORT void trueroll_silu_mul(long threads, int bfloat16, const void* gate, const void* up, long count, void* out) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).silu_mul(as<const T>(gate), as<const T>(up), count, as<T>(out));
     });
 }
 

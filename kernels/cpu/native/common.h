@@ -129,6 +129,7 @@ struct Ops {
     void (*attention)(const AttentionArgs<T>&);
     void (*head)(const HeadArgs<T>&);
     void (*rmsnorm)(const Input<T>&, T* out, long stride);
+    void (*silu_mul)(const T* gate, const T* up, long count, T* out);
 };
 
 struct InstructionSet {

@@ -14,5 +14,5 @@
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
-    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, head<T>, rmsnorm<T>,
+    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, head<T>, rmsnorm<T>, silu_mul<T>,
 };

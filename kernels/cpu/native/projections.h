@@ -94,6 +94,16 @@ inline F silu_times(F gate, F up) {
 }
 
 template <class T>
+void silu_mul(const T* gate, const T* up, long count, T* out) {
+    constexpr long VALUES = 4096;
+    parallel(round_up(count, VALUES) / VALUES, [&](long task) {
+        const long end = smaller(count, (task + 1) * VALUES);
+        for (long i = task * VALUES; i < end; i += LANES)
+            store(out + i, silu_times(load(gate + i, end - i), load(up + i, end - i)), end - i);
+    });
+}
+
+template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
     const long N = args.gate.rows, panels = args.gate.panels(), width = panels_in_group(args.x.count) / 2;

@@ -44,6 +44,7 @@ void trueroll_head(
     const int64_t*, const int64_t*, int64_t*, float*, uint8_t*
 );
 void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
+void trueroll_silu_mul(long, int, const void*, const void*, long, void*);
 void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
 void trueroll_sample(long, const float*, long, long, const int64_t*, const int64_t*, int64_t*);
 void trueroll_filter(long, float*, long, long, const int64_t*, const float*, const float*);
@@ -136,6 +137,8 @@ struct Run {
         trueroll_gate_up(
             threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, weight.data(), up.data(), n, out.data()
         );
+        digest->add(out);
+        trueroll_silu_mul(threads, bfloat16, out.data(), residual.data(), rows * n, out.data());
         digest->add(out);
         std::vector<int64_t> ids = counting(rows, 0, 1);
         for (int64_t& id : ids) id %= n;

@@ -1,0 +1,305 @@
+"""The ops that training needs, with gradients.
+
+The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is plain torch, in the
+dtype of the forward pass: it promises what plain training promises, gradients within rounding. Both ignore autocast,
+which would change a dtype in between; the caller casts.
+
+M: rows, which are tokens of any number of sequences. All floating-point tensors of a call share one dtype and device.
+Owns nothing: a weight is packed anew for each call, since nothing tells that an optimizer has changed it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn.utils.rnn import pad_sequence
+
+from .ops import AttentionBatch, Backend, Wanted, Weight
+
+BLOCK_SIZE = 16
+# The most memory that the logits of a backward pass take at once.
+_LOGITS_BYTES = 2**28
+
+
+def _pack(ops: Backend, weight: Tensor) -> Weight:
+    rows, columns = weight.shape
+    packed = ops.new_weight(rows, columns, weight.new_empty)
+    packed.copy_(weight)
+    return packed
+
+
+def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(ctx: Any, *args: Any) -> Any:
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        with torch.autocast(device.type, enabled=False):
+            return method(ctx, *args)
+
+    return run
+
+
+class _Linear(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return ops.linear(x, _pack(ops, weight), bias)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            None,
+            grad @ weight if of_x else None,
+            grad.T @ x if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )
+
+
+def linear(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
+    return _Linear.apply(ops, x, weight, bias)  # type: ignore[return-value]
+
+
+class _Rmsnorm(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return ops.rmsnorm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wide, grad = x.float(), grad.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
+        normed = wide.mul_(scale)
+        of_weight = (grad * normed).sum(0).to(weight.dtype)
+        grad = grad * weight
+        along = (grad * normed).mean(-1, keepdim=True)
+        of_x = grad.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype)
+        return None, of_x, of_weight, None
+
+
+def rmsnorm(ops: Backend, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [M, H] over its root mean square, times weight [H]: [M, H]."""
+    return _Rmsnorm.apply(ops, x, weight, eps)  # type: ignore[return-value]
+
+
+class _Rope(Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.ops = ops
+        ctx.save_for_backward(cosines, sines)
+        return ops.rope(x, (cosines, sines))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cosines, sines = ctx.saved_tensors
+        return None, ctx.ops.rope(grad, (cosines, -sines)), None, None
+
+
+def rope(ops: Backend, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x [M, heads, D] rotated by constant (cosines, sines), each float32 [M, D / 2]: [M, heads, D]."""
+    return _Rope.apply(ops, x, *rotation)  # type: ignore[return-value]
+
+
+class _SiluMul(Function):
+    @staticmethod
+    def forward(ctx: Any, ops: Backend, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return ops.silu_mul(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return None, torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+def silu_mul(ops: Backend, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [M, I]: [M, I]."""
+    return _SiluMul.apply(ops, gate, up)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of `lens` tokens each, all of which are rows, one sequence after the other.
+
+    `positions` int64 [M]: of each row in its sequence, from 0 on.
+    """
+
+    lens: Sequence[int]
+    positions: Tensor
+
+    @classmethod
+    def of(cls, lens: Sequence[int], device: torch.device) -> Packed:
+        return cls(lens, torch.cat([torch.arange(n, device=device) for n in lens]))
+
+    @cached_property
+    def batch(self) -> AttentionBatch:
+        """Every row attends to the rows of its sequence up to itself, in a cache where each has blocks of its own."""
+        counts = torch.tensor([-(-n // BLOCK_SIZE) for n in self.lens], device=self.positions.device)
+        first = counts.cumsum(0) - counts
+        tables = first[:, None] + torch.arange(int(counts.max()), device=counts.device)
+        return AttentionBatch(
+            query_starts=[0, *torch.tensor(self.lens).cumsum(0).tolist()],
+            context_lens=list(self.lens),
+            block_tables=torch.minimum(tables, counts.sum() - 1),
+        )
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where in the cache each row's key and value stand: int64 [M]."""
+        lens = torch.tensor(self.lens, device=self.positions.device)
+        return self.batch.block_tables[:, 0].repeat_interleave(lens) * BLOCK_SIZE + self.positions
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks that the cache must have."""
+        return sum(-(-n // BLOCK_SIZE) for n in self.lens)
+
+    def groups(self) -> Iterator[tuple[int, ...]]:
+        """The sequences by length, so that a group padded to its longest has less than twice its tokens."""
+        alike: dict[int, list[int]] = defaultdict(list)
+        for i, length in enumerate(self.lens):
+            alike[length.bit_length()].append(i)
+        yield from map(tuple, alike.values())
+
+
+class _Attention(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.packed, ctx.scale = packed, scale
+        caches = k.new_zeros(2, packed.num_blocks, BLOCK_SIZE, *k.shape[1:])
+        ops.write_kv(k, v, caches[0], caches[1], packed.slots)
+        return ops.paged_attention(q, caches[0], caches[1], packed.batch, scale)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        lens = list(ctx.packed.lens)
+        inputs = [x.split(lens) for x in ctx.saved_tensors]
+        outputs = [torch.empty_like(x) for x in ctx.saved_tensors]
+        places = [x.split(lens) for x in outputs]
+        grads = grad.split(lens)
+        for group in ctx.packed.groups():
+            padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*inputs, grads)]
+            for found, place in zip(_attention_gradients(padded, ctx.scale), places, strict=True):
+                for i, rows in zip(group, found, strict=True):
+                    place[i].copy_(rows[: lens[i]])
+        return None, *outputs, None, None
+
+
+def _attention_gradients(padded: Sequence[Tensor], scale: float) -> list[Tensor]:
+    """Those of q, k and v, of sequences padded on the right: no query that counts sees the padding behind it.
+
+    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D].
+    """
+    *inputs, grad = (x.transpose(1, 2) for x in padded)
+    inputs = [x.requires_grad_() for x in inputs]
+    group = inputs[0].shape[1] // inputs[1].shape[1]
+    with torch.enable_grad():
+        key, value = (x.repeat_interleave(group, dim=1) for x in inputs[1:])
+        out = F.scaled_dot_product_attention(inputs[0], key, value, is_causal=True, scale=scale)
+    return [x.transpose(1, 2) for x in torch.autograd.grad(out, inputs, grad)]
+
+
+def attention(ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
+    """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D]; returns [M, heads, D]."""
+    return _Attention.apply(ops, q, k, v, packed, scale)  # type: ignore[return-value]
+
+
+class _Logits(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return ops.lm_head(hidden, _pack(ops, weight))
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(weight.dtype)
+        _, of_hidden, of_weight = ctx.needs_input_grad
+        return None, grad @ weight if of_hidden else None, grad.T @ hidden if of_weight else None
+
+
+def logits(ops: Backend, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
+    return _Logits.apply(ops, hidden, weight)  # type: ignore[return-value]
+
+
+class _LogProbs(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(
+        ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
+    ) -> Tensor:
+        ctx.ops, ctx.temperature, ctx.packed = ops, temperature, _pack(ops, weight)
+        temperatures = torch.full(token_ids.shape, temperature, dtype=torch.float32, device=hidden.device)
+        unused = torch.zeros_like(token_ids)
+        rows = torch.arange(len(token_ids), device=hidden.device)
+        wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
+        _, log_probs, _ = ops.next_tokens(hidden, ctx.packed, wanted)
+        ctx.save_for_backward(hidden, weight, token_ids, log_probs)
+        return log_probs
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, for a part of the vocabulary at a time."""
+        hidden, weight, token_ids, log_probs = ctx.saved_tensors
+        of_weight = ctx.needs_input_grad[2]
+        scaled = (hidden.float() * weight[token_ids].float()).sum(-1) / ctx.temperature
+        log_totals = (scaled - log_probs)[:, None]
+        grad = grad[:, None] / ctx.temperature
+        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+        weight_grad = torch.empty_like(weight) if of_weight else None
+        for start, end in _vocabulary_parts(len(weight), len(hidden)):
+            part = ctx.packed.narrow(0, start, end - start)
+            logits = ctx.ops.lm_head(hidden, part).div_(ctx.temperature)
+            logits_grad = logits.sub_(log_totals).exp_().mul_(-grad)
+            rows = ((token_ids >= start) & (token_ids < end)).nonzero().flatten()
+            logits_grad[rows, token_ids[rows] - start] += grad[rows, 0]
+            logits_grad = logits_grad.to(hidden.dtype)
+            hidden_grad += logits_grad @ weight[start:end]
+            if weight_grad is not None:
+                torch.mm(logits_grad.T, hidden, out=weight_grad[start:end])
+        return None, hidden_grad.to(hidden.dtype), weight_grad, None, None
+
+
+def _vocabulary_parts(vocab_size: int, rows: int) -> Iterator[tuple[int, int]]:
+    """[start, end) of each part; a packed weight is cut at multiples of 16."""
+    size = max(16, _LOGITS_BYTES // (4 * max(rows, 1)) // 16 * 16)
+    for start in range(0, vocab_size, size):
+        yield start, min(start + size, vocab_size)
+
+
+def log_probs(ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+    """The log-prob, at `temperature`, of one token (int64 [M]) after each of hidden [M, H], with weight [V, H].
+
+    float32 [M]. Never are all logits in memory.
+    """
+    return _LogProbs.apply(ops, hidden, weight, token_ids, temperature)  # type: ignore[return-value]

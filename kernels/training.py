@@ -1,0 +1,281 @@
+"""The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
+
+`align` gives the decoder, its layers and the head of a Llama, Qwen2 or Qwen3 model another forward pass, and leaves its
+parameters, names, hooks and checkpoints alone; `unalign` gives them their own back. The forward pass drops padding,
+computes the tokens of all sequences as rows, and keeps no KV cache.
+
+Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
+the worker's log-probs, whatever the micro-batch, padding or packing. Gradients agree with those of the unaligned model
+within rounding. float32 parameters under bfloat16 autocast compute what a bfloat16 worker computes that was given
+these parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from . import autograd
+from .autograd import Packed
+from .ops import Backend, select_backend
+
+_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def align(model: Any, backend: str = "auto") -> None:
+    """Make a transformers causal language model compute with the ops of `backend`, as `EngineConfig.backend` names it.
+
+    Raise ValueError if the model is aligned already, or is none that the ops compute.
+    """
+    _check_model(model)
+    head_dim, weight = model.model.layers[0].self_attn.head_dim, model.lm_head.weight
+    _select_backend(backend, weight.device, weight.dtype, head_dim)
+    for module, forward in _parts(model):
+        module.__class__ = _aligned_class(type(module), forward, backend, head_dim)
+
+
+def unalign(model: Any) -> None:
+    """Undo `align`. Raise ValueError if the model is not aligned."""
+    _check_aligned(model)
+    for module, _ in _parts(model):
+        module.__class__ = type(module).__bases__[0]
+
+
+def token_log_probs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    temperature: float = 1.0,
+    completion_mask: Tensor | None = None,
+) -> Tensor:
+    """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
+
+    `input_ids` int64: padded [B, T], with `attention_mask` [B, T] unless there is no padding, which may be on either
+    side; or packed [M], with the `lengths` of the sequences. `temperature`: of the log-probs; 0 for greedy samples,
+    whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the tokens whose
+    log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence.
+
+    Raise ValueError for shapes that do not fit together, and for a model that is not aligned.
+    """
+    _check_aligned(model)
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
+    _check_shape("completion_mask", mask, input_ids.shape)
+    if lengths is None:
+        real = _real_tokens(input_ids, attention_mask)
+        rows = real.flatten().nonzero().flatten()
+        lens = [n for n in real.sum(1).tolist() if n > 0]
+    else:
+        _check_lengths(input_ids, attention_mask, lengths)
+        rows, lens = torch.arange(len(input_ids), device=input_ids.device), list(lengths)
+    found = _packed_log_probs(model, input_ids.flatten()[rows], lens, temperature, mask.flatten()[rows])
+    return found.new_zeros(input_ids.numel()).index_copy(0, rows, found).view(input_ids.shape)
+
+
+def _packed_log_probs(model: Any, ids: Tensor, lens: Sequence[int], temperature: float, mask: Tensor) -> Tensor:
+    packed = Packed.of(lens, ids.device)
+    hidden = model.model(input_ids=ids[None], position_ids=packed.positions[None]).last_hidden_state[0]
+    wanted = (mask.bool() & (packed.positions > 0)).nonzero().flatten()
+    weight = model.lm_head.weight.to(hidden.dtype)
+    ops = _backend(model.lm_head, hidden)
+    found = autograd.log_probs(ops, hidden[wanted - 1], weight, ids[wanted], temperature or 1.0)
+    return found.new_zeros(len(ids)).index_copy(0, wanted, found)
+
+
+# The three forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
+
+
+def _decoder_forward(
+    self: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> BaseModelOutputWithPast:
+    unserved = dict(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
+    unserved |= {name: kwargs.get(name) or None for name in ("output_attentions", "output_hidden_states")}
+    for name, value in unserved.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected none for an aligned model, found some; leave it out, or call unalign")
+    if input_ids is None:
+        raise ValueError("input_ids: expected int64 [B, T], found none; give token ids")
+    rows, packed = _pack_tokens(input_ids, attention_mask, position_ids)
+    x = self.embed_tokens(input_ids.flatten()[rows]).to(_forward_dtype(self))
+    ops = _backend(self, x)
+    inv_freq, scale = _rope_parameters(self)
+    rotation = ops.rotation(packed.positions, inv_freq.to(x.device), scale)
+    for layer in self.layers:
+        x = layer(x, packed, rotation)
+    x = autograd.rmsnorm(ops, x, self.norm.weight.to(x.dtype), self.norm.variance_epsilon)
+    hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, rows, x)
+    return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
+
+
+def _layer_forward(self: Any, x: Tensor, packed: Packed, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    ops, attn, mlp = _backend(self, x), self.self_attn, self.mlp
+
+    def linear(module: nn.Linear, x: Tensor) -> Tensor:
+        bias = None if module.bias is None else module.bias.to(x.dtype)
+        return autograd.linear(ops, x, module.weight.to(x.dtype), bias)
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        return autograd.rmsnorm(ops, x.flatten(0, -2), module.weight.to(x.dtype), module.variance_epsilon).view_as(x)
+
+    hidden = norm(self.input_layernorm, x)
+    q, k, v = (
+        linear(module, hidden).unflatten(1, (-1, attn.head_dim)) for module in (attn.q_proj, attn.k_proj, attn.v_proj)
+    )
+    if hasattr(attn, "q_norm"):
+        q, k = norm(attn.q_norm, q), norm(attn.k_norm, k)
+    q, k = autograd.rope(ops, q, rotation), autograd.rope(ops, k, rotation)
+    attended = autograd.attention(ops, q, k, v, packed, attn.scaling)
+    x = linear(attn.o_proj, attended.flatten(1)) + x
+    hidden = norm(self.post_attention_layernorm, x)
+    activated = autograd.silu_mul(ops, linear(mlp.gate_proj, hidden), linear(mlp.up_proj, hidden))
+    return linear(mlp.down_proj, activated) + x
+
+
+def _head_forward(self: Any, hidden: Tensor) -> Tensor:
+    rows = hidden.flatten(0, -2)
+    ops = _backend(self, hidden)
+    return autograd.logits(ops, rows, self.weight.to(hidden.dtype)).unflatten(0, hidden.shape[:-1])
+
+
+def _parts(model: Any) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """The modules whose forward pass is replaced: by which."""
+    yield model.model, _decoder_forward
+    for layer in model.model.layers:
+        yield layer, _layer_forward
+    yield model.lm_head, _head_forward
+
+
+@cache
+def _aligned_class(original: type, forward: Callable[..., Any], backend: str, head_dim: int) -> type:
+    """A class of the same name, by which trainers that wrap or checkpoint layers find them."""
+    fields = {"forward": forward, "__module__": original.__module__, "_backend_name": backend, "_head_dim": head_dim}
+    return type(original.__name__, (original,), fields)
+
+
+_select_backend = cache(select_backend)
+
+
+def _backend(module: Any, x: Tensor) -> Backend:
+    return _select_backend(module._backend_name, x.device, x.dtype, module._head_dim).ops
+
+
+def _forward_dtype(decoder: Any) -> torch.dtype:
+    weight = decoder.embed_tokens.weight
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype
+
+
+def _rope_parameters(decoder: Any) -> tuple[Tensor, float]:
+    """(inv_freq, scale), computed anew: a model that was cast to bfloat16 has rounded its own."""
+    rotary = type(decoder.rotary_emb)(config=decoder.config)
+    return rotary.inv_freq, rotary.attention_scaling
+
+
+def _pack_tokens(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> tuple[Tensor, Packed]:
+    """The flat indices of the tokens that are not padding, and the sequences that they make.
+
+    A sequence begins with each row of `input_ids`, and wherever `position_ids` are 0.
+    """
+    rows = _real_tokens(input_ids, attention_mask).flatten().nonzero().flatten()
+    if not len(rows):
+        raise ValueError(
+            "attention_mask: expected at least one token that is not padding, found none; leave such batches out"
+        )
+    begins = torch.diff(rows // input_ids.shape[1], prepend=rows.new_full((1,), -1)) != 0
+    if position_ids is None:
+        return rows, _cut(begins)
+    given = position_ids.expand(input_ids.shape).flatten()[rows]
+    packed = _cut(begins | (given == 0))
+    if not torch.equal(given, packed.positions):
+        raise ValueError(
+            "position_ids: expected to count up from 0 in each sequence, found something else; leave them out, and "
+            "mark padding in attention_mask"
+        )
+    return rows, packed
+
+
+def _cut(begins: Tensor) -> Packed:
+    """Sequences that begin where `begins` (bool [M]) says, the first of them at 0."""
+    starts = [*begins.nonzero().flatten().tolist(), len(begins)]
+    return Packed.of([end - start for start, end in pairwise(starts)], begins.device)
+
+
+def _real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Which of input_ids are not padding: bool [B, T]."""
+    if input_ids.dim() != 2:
+        raise ValueError(
+            f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add a dimension"
+        )
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    _check_shape("attention_mask", attention_mask, input_ids.shape)
+    return attention_mask != 0
+
+
+def _check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
+    if found.shape != expected:
+        raise ValueError(
+            f"{name}: expected {list(expected)} like input_ids, found {list(found.shape)}; one entry per token"
+        )
+
+
+def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> None:
+    if attention_mask is not None:
+        raise ValueError("attention_mask: expected none with lengths, found both; packed tokens have no padding")
+    if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
+        raise ValueError(
+            f"lengths: expected at least 1 each and {list(input_ids.shape)} in sum, the shape of input_ids, found "
+            f"{list(lengths)[:8]} with sum {sum(lengths)}; give one for each packed sequence"
+        )
+
+
+def _check_aligned(model: Any) -> None:
+    if not hasattr(getattr(model, "lm_head", None), "_backend_name"):
+        raise ValueError(
+            f"model: expected an aligned one, found a {type(model).__name__} as it was; call align(model) first"
+        )
+
+
+def _check_model(model: Any) -> None:
+    name = type(model).__name__
+    if name not in _ARCHITECTURES:
+        raise ValueError(
+            f"model: expected one of {', '.join(_ARCHITECTURES)}, found {name}; unwrap it, or use another model"
+        )
+    if hasattr(model.lm_head, "_backend_name"):
+        raise ValueError("model: expected one that is not aligned, found an aligned one; call unalign first")
+    for module_name, module in model.named_modules():
+        if module_name.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:
+            raise ValueError(
+                f"{module_name}: expected nn.Linear, found {type(module).__name__}; merge adapters, and align before "
+                "wrapping"
+            )
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    config = model.config
+    features: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "dtypes of parameters": (len(dtypes), (1,)),
+        "hidden_act": (config.hidden_act, ("silu",)),
+        "rope_type": (config.rope_parameters["rope_type"], _ROPE_TYPES),
+        "attention_dropout": (config.attention_dropout, (0.0,)),
+        "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), (False,)),
+    }
+    for feature, (found, expected) in features.items():
+        if found not in expected:
+            raise ValueError(f"{feature}: expected one of {expected}, found {found!r}; train it without alignment")
