@@ -1,0 +1,199 @@
+"""A trainer's aligned model computes the bits of the rollout's log-probs: for samples whose prompts were partly cached
+and that were preempted, whatever the trainer's own batches look like.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from trueroll.engine.request import SampleOutput
+from trueroll.kernels import training
+from trueroll.kernels.cpu.library import Library
+from trueroll.kernels.ops import select_backend
+from trueroll.kernels.training import align, token_log_probs
+
+from .drive import generate, make_engine, run, tokens
+
+DTYPES = ["float32", "bfloat16"]
+TEMPERATURE = 0.8
+
+Rollout = list[tuple[np.ndarray, SampleOutput]]
+
+
+def roll_out(model: Path, lengths: tuple[int, ...] = (150, 64, 40, 5), **settings: Any) -> Rollout:
+    """(prompt, sample) of groups of three, with prompts that were partly cached, and most of them preempted."""
+    engine = make_engine(model, **settings, num_blocks=6 * len(lengths) + max(lengths) // 8, block_size=8)
+    prompts = [np.concatenate((tokens(n), tokens(7, seed=i))) for i, n in enumerate(lengths)]
+    run(engine, [generate("warm", tokens(max(lengths)), max_tokens=1)])
+    params = dict(n=3, temperature=TEMPERATURE)
+    requests = [generate(str(i), p, **params, max_tokens=20 + 5 * i, seed=i) for i, p in enumerate(prompts)]
+    samples = run(engine, requests)
+    assert engine.stats().preemptions > 2, "premise: preempted"
+    cached = [(sample.num_cached_tokens, len(prompts[int(id)])) for (id, _), sample in samples.items()]
+    assert any(0 < hit < length for hit, length in cached), "premise: prompts partly from the cache"
+    return [(prompts[int(id)], sample) for (id, _), sample in samples.items()]
+
+
+def trainer_model(folder: Path, dtype: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+
+
+def packed(model: Any, rollout: Rollout) -> list[Tensor]:
+    """The log-probs of each sample's tokens, all samples in one row."""
+    sequences = [torch.from_numpy(np.concatenate((prompt, s.token_ids))).long() for prompt, s in rollout]
+    found = token_log_probs(model, torch.cat(sequences), lengths=[len(s) for s in sequences], temperature=TEMPERATURE)
+    parts = found.detach().split([len(s) for s in sequences])
+    return [part[len(prompt) :] for part, (prompt, _) in zip(parts, rollout, strict=True)]
+
+
+def padded(model: Any, rollout: Rollout) -> list[Tensor]:
+    """The same from a batch as trainers make it: prompts padded on the left, completions on the right."""
+    left, right = (max(map(len, part)) for part in ([p for p, _ in rollout], [s.token_ids for _, s in rollout]))
+    ids, mask = torch.zeros(2, len(rollout), left + right, dtype=torch.int64)
+    completion_mask = torch.zeros_like(mask, dtype=torch.bool)
+    for i, (prompt, sample) in enumerate(rollout):
+        end = left + len(sample.token_ids)
+        ids[i, left - len(prompt) : end] = torch.from_numpy(np.concatenate((prompt, sample.token_ids)))
+        mask[i, left - len(prompt) : end] = 1
+        completion_mask[i, left:end] = True
+    assert not mask[:, 0].all() and not mask[:, -1].all(), "premise: padding on both sides"
+    found = token_log_probs(model, ids, mask, temperature=TEMPERATURE, completion_mask=completion_mask).detach()
+    assert found[~completion_mask].eq(0).all()
+    return [row[left : left + len(sample.token_ids)] for row, (_, sample) in zip(found, rollout, strict=True)]
+
+
+def alone(model: Any, rollout: Rollout) -> list[Tensor]:
+    """The same with a call for each sample."""
+    return [packed(model, [one])[0] for one in rollout]
+
+
+BATCHES = (packed, padded, alone)
+
+
+def count_differences(found: list[Tensor], rollout: Rollout) -> int:
+    """How many log-probs differ in any bit."""
+    differences = 0
+    for tensor, (_, sample) in zip(found, rollout, strict=True):
+        assert sample.logprobs is not None and len(tensor) == len(sample.logprobs) > 0
+        differences += int((tensor.numpy().view(np.int32) != sample.logprobs.view(np.int32)).sum())
+    return differences
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str, backend: str) -> None:
+    rollout = roll_out(tiny_model, dtype=dtype, backend=backend)
+    model = trainer_model(tiny_model, dtype)
+    align(model, backend)
+    assert {batch.__name__: count_differences(batch(model, rollout), rollout) for batch in BATCHES} == {
+        "packed": 0,
+        "padded": 0,
+        "alone": 0,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_it_does_for_smollm2(smollm2: Path, dtype: str, backend: str) -> None:
+    rollout = roll_out(smollm2, (130, 40), dtype=dtype, backend=backend, num_threads=2)[::2]
+    model = trainer_model(smollm2, dtype)
+    align(model, backend)
+    assert count_differences(packed(model, rollout), rollout) == 0
+    assert count_differences(padded(model, rollout), rollout) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_it_does_with_every_instruction_set(tiny_llama: Path, native_library: Library, dtype: str) -> None:
+    model = trainer_model(tiny_llama, dtype)
+    align(model, "cpu")
+    for name in native_library.instruction_sets():
+        native_library.choose(name)
+        rollout = roll_out(tiny_llama, dtype=dtype, backend="cpu")
+        assert count_differences(packed(model, rollout), rollout) == 0, name
+
+
+def test_masters_under_autocast_compute_what_a_bfloat16_worker_does(tiny_model: Path) -> None:
+    """The masters are no bfloat16 numbers; the worker's weights are these, rounded."""
+    masters = trainer_model(tiny_model, "float32")
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in masters.parameters())
+    rollout = roll_out(tiny_model, dtype="bfloat16")
+    align(masters)
+    for batch in BATCHES:
+        assert count_differences(batch(masters, rollout), rollout) > 0, "float32 differs"
+        with torch.autocast("cpu", torch.bfloat16):
+            assert count_differences(batch(masters, rollout), rollout) == 0
+
+
+def test_an_unaligned_trainer_differs(tiny_llama: Path) -> None:
+    rollout = roll_out(tiny_llama)
+    model = trainer_model(tiny_llama, "float32")
+    found = []
+    for prompt, sample in rollout:
+        ids = torch.from_numpy(np.concatenate((prompt, sample.token_ids))).long()
+        log_probs = torch.log_softmax(model(ids[None]).logits[0] / TEMPERATURE, -1)
+        found.append(log_probs[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0].detach())
+    assert count_differences(found, rollout) > 0
+
+
+def linear_in_halves(ops: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    (left, right), (left_weight, right_weight) = x.chunk(2, 1), weight.to_dense().chunk(2, 1)
+    return F.linear(left, left_weight, bias) + F.linear(right, right_weight)
+
+
+def norm_in_double(ops: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double(), eps).to(x.dtype)
+
+
+def rope_by_complex_numbers(ops: Any, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    turned = torch.complex(*x.double().chunk(2, -1)) * torch.complex(*(part[:, None].double() for part in rotation))
+    return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
+
+
+def torch_silu_mul(ops: Any, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.double()).to(gate.dtype) * up
+
+
+def attention_of_later_rounding(ops: Any, q: Tensor, *rest: Any) -> Tensor:
+    *others, scale = rest
+    return ops.paged_attention(q * (scale * 1.7), *others, 1 / 1.7)
+
+
+def log_probs_by_torch(ops: Any, hidden: Tensor, weight: Any, wanted: Any) -> tuple[Tensor, Tensor, Tensor]:
+    scaled = ops.lm_head(hidden, weight).double() / wanted.temperatures[:, None]
+    found = scaled.log_softmax(-1).gather(1, wanted.targets[:, None])[:, 0].float()
+    return wanted.targets, found, found.isfinite()
+
+
+BROKEN: dict[str, Callable[..., Any]] = {
+    "linear": linear_in_halves,
+    "rmsnorm": norm_in_double,
+    "rope": rope_by_complex_numbers,
+    "silu_mul": torch_silu_mul,
+    "paged_attention": attention_of_later_rounding,
+    "next_tokens": log_probs_by_torch,
+}
+
+
+@pytest.mark.parametrize("op", BROKEN)
+def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replacement is as accurate as the op itself, and still it shows."""
+    rollout = roll_out(tiny_llama, backend="cpu")
+    model = trainer_model(tiny_llama, "float32")
+    align(model, "cpu")
+    whole = packed(model, rollout)
+    assert count_differences(whole, rollout) == 0
+    ops = select_backend("cpu", torch.device("cpu"), torch.float32, 16).ops
+    broken = types.SimpleNamespace(**{name: getattr(ops, name) for name in dir(ops)})
+    setattr(broken, op, lambda *args: BROKEN[op](ops, *args))
+    monkeypatch.setattr(training, "_backend", lambda module, x: broken)
+    found = packed(model, rollout)
+    assert count_differences(found, rollout) > 0
+    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"
