@@ -197,8 +197,9 @@ class _Attention(Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         lens = list(ctx.packed.lens)
-        inputs = [x.split(lens) for x in ctx.saved_tensors]
-        outputs = [torch.empty_like(x) for x in ctx.saved_tensors]
+        saved = ctx.saved_tensors  # a checkpointed layer lets them be read once
+        inputs = [x.split(lens) for x in saved]
+        outputs = [torch.empty_like(x) for x in saved]
         places = [x.split(lens) for x in outputs]
         grads = grad.split(lens)
         for group in ctx.packed.groups():

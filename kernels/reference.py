@@ -54,8 +54,9 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
-    """x [M, K] padded with zero rows and cut into tiles [ROW_TILE, K]."""
-    return F.pad(x, (0, 0, 0, -x.shape[0] % ROW_TILE)).split(ROW_TILE)
+    """x [M, K] padded with zero rows and cut into at least one tile [ROW_TILE, K]."""
+    padding = -len(x) % ROW_TILE if len(x) else ROW_TILE
+    return F.pad(x, (0, 0, 0, padding)).split(ROW_TILE)
 
 
 def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -66,21 +66,20 @@ def token_log_probs(
     Raise ValueError for shapes that do not fit together, and for a model that is not aligned.
     """
     _check_aligned(model)
+    if not temperature >= 0.0:
+        raise ValueError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     _check_shape("completion_mask", mask, input_ids.shape)
     if lengths is None:
-        real = _real_tokens(input_ids, attention_mask)
-        rows = real.flatten().nonzero().flatten()
-        lens = [n for n in real.sum(1).tolist() if n > 0]
+        rows, packed = _pack_tokens(input_ids, attention_mask)
     else:
         _check_lengths(input_ids, attention_mask, lengths)
-        rows, lens = torch.arange(len(input_ids), device=input_ids.device), list(lengths)
-    found = _packed_log_probs(model, input_ids.flatten()[rows], lens, temperature, mask.flatten()[rows])
+        rows, packed = torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
+    found = _packed_log_probs(model, input_ids.flatten()[rows], packed, temperature, mask.flatten()[rows])
     return found.new_zeros(input_ids.numel()).index_copy(0, rows, found).view(input_ids.shape)
 
 
-def _packed_log_probs(model: Any, ids: Tensor, lens: Sequence[int], temperature: float, mask: Tensor) -> Tensor:
-    packed = Packed.of(lens, ids.device)
+def _packed_log_probs(model: Any, ids: Tensor, packed: Packed, temperature: float, mask: Tensor) -> Tensor:
     hidden = model.model(input_ids=ids[None], position_ids=packed.positions[None]).last_hidden_state[0]
     wanted = (mask.bool() & (packed.positions > 0)).nonzero().flatten()
     weight = model.lm_head.weight.to(hidden.dtype)
@@ -187,17 +186,15 @@ def _rope_parameters(decoder: Any) -> tuple[Tensor, float]:
 
 
 def _pack_tokens(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Packed]:
     """The flat indices of the tokens that are not padding, and the sequences that they make.
 
     A sequence begins with each row of `input_ids`, and wherever `position_ids` are 0.
     """
-    rows = _real_tokens(input_ids, attention_mask).flatten().nonzero().flatten()
+    rows = _real_tokens(input_ids, attention_mask)
     if not len(rows):
-        raise ValueError(
-            "attention_mask: expected at least one token that is not padding, found none; leave such batches out"
-        )
+        raise ValueError("attention_mask: expected tokens that are not padding, found none; leave such batches out")
     begins = torch.diff(rows // input_ids.shape[1], prepend=rows.new_full((1,), -1)) != 0
     if position_ids is None:
         return rows, _cut(begins)
@@ -218,15 +215,13 @@ def _cut(begins: Tensor) -> Packed:
 
 
 def _real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Which of input_ids are not padding: bool [B, T]."""
+    """The flat indices of those that are not padding."""
     if input_ids.dim() != 2:
-        raise ValueError(
-            f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add a dimension"
-        )
+        raise ValueError(f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add [None]")
     if attention_mask is None:
-        return torch.ones_like(input_ids, dtype=torch.bool)
+        return torch.arange(input_ids.numel(), device=input_ids.device)
     _check_shape("attention_mask", attention_mask, input_ids.shape)
-    return attention_mask != 0
+    return attention_mask.flatten().nonzero().flatten()
 
 
 def _check_shape(name: str, found: Tensor, expected: torch.Size) -> None:

@@ -1,0 +1,438 @@
+"""Aligned models: gradients, independence of batches and padding, reversal, and what is refused.
+
+That their log-probs are the bits of a rollout is tested in tests/engine/test_trainer_log_probs.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from tiny import make_tiny_model
+from trueroll.kernels import autograd
+from trueroll.kernels.autograd import Packed
+from trueroll.kernels.ops import Backend, select_backend
+from trueroll.kernels.training import align, token_log_probs, unalign
+
+from .inputs import randn, same_bits
+
+DTYPES = [torch.float32, torch.bfloat16]
+LENS = (40, 33, 5, 17, 1)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, backend: str = "") -> Any:
+    """The model, aligned if a backend is given."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if backend:
+        align(model, backend)
+    return model
+
+
+def sequences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 500, (n,), generator=generator) for n in LENS]
+
+
+def pad(rows: list[Tensor], left: int = 0, width: int = 48) -> tuple[Tensor, Tensor]:
+    """(ids, mask) of rows that begin after `left` columns of padding."""
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, left : left + len(row)], mask[i, left : left + len(row)] = row, 1
+    return ids, mask
+
+
+def plain_log_probs(model: Any, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """What `token_log_probs` returns, by plain torch, for rows padded on the right."""
+    log_probs = torch.log_softmax(model(ids, attention_mask=mask).logits / temperature, -1)
+    found = log_probs[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
+    return F.pad(found, (1, 0)).masked_fill(mask == 0, 0.0)
+
+
+def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
+    """Of a loss in which every token has another weight."""
+    weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs).to(log_probs.dtype)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad((log_probs * weights).sum(), parameters), strict=True))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_as_good_as_those_of_the_unaligned_model(
+    tiny_model: Path, dtype: torch.dtype, backend: str
+) -> None:
+    """Both are compared with the model in float64, whose weights are the same numbers."""
+    ids, mask = pad(sequences())
+    model = load(tiny_model, dtype)
+    exact = load(tiny_model, dtype).double()
+    expected = gradients(exact, plain_log_probs(exact, ids, mask, 0.7))
+    unaligned = gradients(model, plain_log_probs(model, ids, mask, 0.7))
+    align(model, backend)
+    found = gradients(model, token_log_probs(model, ids, mask, temperature=0.7))
+    assert found.keys() == expected.keys() and all(found[name].dtype == dtype for name in found)
+    for name, gradient in expected.items():
+        # Rounding errors of a backward pass are random: one of two fair ones is often half again the other.
+        assert error(found[name], gradient) < 2 * error(unaligned[name], gradient), name
+
+
+def native(dtype: torch.dtype = torch.float32) -> Backend:
+    return select_backend("cpu", torch.device("cpu"), dtype, 16).ops
+
+
+def check_gradients(op: Callable[..., Tensor], definition: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Values and gradients of a float32 op against its definition in float64."""
+    ours = [x.clone().requires_grad_() for x in inputs]
+    doubles = [x.double().requires_grad_() for x in inputs]
+    found, expected = op(*ours), definition(*doubles)
+    weights = randn(*expected.shape, seed=9)
+    assert error(found.detach(), expected.detach()) < 1e-6
+    pairs = zip(
+        torch.autograd.grad((found * weights).sum(), ours),
+        torch.autograd.grad((expected * weights.double()).sum(), doubles),
+        strict=True,
+    )
+    for ours_of, expected_of in pairs:
+        assert ours_of.shape == expected_of.shape and error(ours_of, expected_of) < 2e-6
+
+
+def test_linear() -> None:
+    x, weight, bias = randn(37, 50), randn(21, 50, seed=1), randn(21, seed=2)
+    check_gradients(lambda *args: autograd.linear(native(), *args), F.linear, x, weight, bias)
+    check_gradients(lambda *args: autograd.linear(native(), *args), F.linear, x, weight)
+
+
+def test_rmsnorm() -> None:
+    x, weight = randn(37, 50), randn(50, seed=1)
+    check_gradients(
+        lambda x, w: autograd.rmsnorm(native(), x, w, 1e-3), lambda x, w: F.rms_norm(x, (50,), w, 1e-3), x, weight
+    )
+
+
+def test_silu_mul() -> None:
+    check_gradients(
+        lambda gate, up: autograd.silu_mul(native(), gate, up),
+        lambda gate, up: F.silu(gate) * up,
+        randn(9, 50) * 5,
+        randn(9, 50, seed=1),
+    )
+
+
+def test_rope() -> None:
+    rotation = native().rotation(torch.arange(20) * 31, randn(8).abs(), 1.2)
+
+    def definition(x: Tensor) -> Tensor:
+        turned = torch.complex(*x.chunk(2, -1)) * torch.complex(*(part[:, None].double() for part in rotation))
+        return torch.cat((turned.real, turned.imag), -1)
+
+    check_gradients(lambda x: autograd.rope(native(), x, rotation), definition, randn(20, 3, 16))
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(4, 2), (3, 3), (6, 1)])
+def test_attention(heads: int, kv_heads: int) -> None:
+    """Sequences of lengths that are padded together, and of lengths that are not."""
+    lens = (5, 1, 150, 7, 40, 33, 2)
+    packed = Packed.of(lens, torch.device("cpu"))
+    assert len(list(packed.groups())) > 3 and max(map(len, packed.groups())) > 1
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for one in zip(*(x.split(lens) for x in (q, k, v)), strict=True):
+            query, key, value = (x.transpose(0, 1) for x in one)
+            key, value = (x.repeat_interleave(heads // kv_heads, 0) for x in (key, value))
+            scores = (query @ key.transpose(1, 2)) * 0.3
+            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+            parts.append((scores.softmax(-1) @ value).transpose(0, 1))
+        return torch.cat(parts)
+
+    q, k, v = (randn(sum(lens), n, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    check_gradients(lambda *args: autograd.attention(native(), *args, packed, 0.3), definition, q, k, v)
+
+
+def test_logits() -> None:
+    check_gradients(lambda *args: autograd.logits(native(), *args), F.linear, randn(9, 50), randn(33, 50, seed=1))
+
+
+@pytest.mark.parametrize("most_bytes", [2**28, 4 * 20 * 32])
+def test_log_probs(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all logits at once, and 32 at a time."""
+    monkeypatch.setattr(autograd, "_LOGITS_BYTES", most_bytes)
+    ids = torch.arange(20) * 5
+    assert len(list(autograd._vocabulary_parts(101, 20))) == (1 if most_bytes == 2**28 else 4)
+    check_gradients(
+        lambda x, w: autograd.log_probs(native(), x, w, ids, 0.7),
+        lambda x, w: torch.log_softmax(F.linear(x, w) / 0.7, -1).gather(1, ids[:, None])[:, 0],
+        randn(20, 50),
+        randn(101, 50, seed=1) / 3,
+    )
+
+
+def test_frozen_parameters_get_no_gradient(tiny_llama: Path) -> None:
+    model = load(tiny_llama, backend="cpu")
+    model.requires_grad_(False)
+    model.model.norm.weight.requires_grad_()
+    token_log_probs(model, sequences()[0][None]).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["model.norm.weight"]
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+@contextmanager
+def largest() -> Iterator[Largest]:
+    with Largest() as seen:
+        yield seen
+
+
+def test_all_logits_are_never_in_memory_at_once(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autograd, "_LOGITS_BYTES", 2**18)
+    ids = torch.randint(3, 500, (4, 200), generator=torch.Generator().manual_seed(0))
+    model = load(make_tiny_model("llama", tmp_path, vocab_size=4096), backend=backend)
+    with largest() as seen:
+        token_log_probs(model, ids).sum().backward()
+    with largest() as seen_with_logits:
+        model(ids).logits.sum().backward()
+    assert seen_with_logits.numel >= ids.numel() * 4096, "premise: it sees them"
+    assert seen.numel < ids.numel() * 4096 / 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_log_probs_do_not_depend_on_the_batch(tiny_model: Path, dtype: torch.dtype, backend: str) -> None:
+    model, rows = load(tiny_model, dtype, backend), sequences()
+    alone = [token_log_probs(model, row[None])[0] for row in rows]
+    packed = token_log_probs(model, torch.cat(rows), lengths=LENS).split(LENS)
+    for left in (0, 3, 8):
+        ids, mask = pad(rows, left)
+        found = token_log_probs(model, ids, mask)
+        assert found.shape == ids.shape and found[mask == 0].eq(0).all() and found.dtype == torch.float32
+        for i, one in enumerate(alone):
+            assert same_bits(found[i, left : left + len(one)], one)
+            assert same_bits(packed[i], one)
+    assert all(one[0] == 0 and one[1:].lt(0).all() for one in alone)
+
+
+def test_a_completion_mask_leaves_the_rest_out(tiny_llama: Path) -> None:
+    model = load(tiny_llama, backend="cpu")
+    ids, mask = pad(sequences(), left=2)
+    wanted = (torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.5) & mask.bool()
+    whole, found = token_log_probs(model, ids, mask), token_log_probs(model, ids, mask, completion_mask=wanted)
+    assert same_bits(found, whole.where(wanted, 0.0)) and 0 < (found != 0).sum() < (whole != 0).sum()
+    none = token_log_probs(model, ids, mask, completion_mask=torch.zeros_like(wanted))
+    assert none.eq(0).all() and none.requires_grad
+
+
+def test_greedy_is_temperature_one(tiny_llama: Path) -> None:
+    model, ids = load(tiny_llama, backend="cpu"), sequences()[0][None]
+    greedy, warm = token_log_probs(model, ids, temperature=0.0), token_log_probs(model, ids, temperature=2.0)
+    assert same_bits(greedy, token_log_probs(model, ids)) and not same_bits(greedy, warm)
+
+
+def test_logits_of_an_aligned_model(tiny_model: Path, backend: str) -> None:
+    """float32, the same for any padding, and near those of the unaligned model."""
+    model, rows = load(tiny_model), sequences()
+    ids, mask = pad(rows)
+    expected = model(ids, attention_mask=mask).logits.detach()
+    align(model, backend)
+    right, (left_ids, left_mask) = model(ids, attention_mask=mask).logits, pad(rows, left=5)
+    left = model(left_ids, attention_mask=left_mask).logits
+    packed = torch.cat([torch.arange(n) for n in LENS])[None]
+    flat = model(torch.cat(rows)[None], position_ids=packed).logits[0].split(LENS)
+    for i, n in enumerate(LENS):
+        assert right.dtype == torch.float32 and torch.allclose(right[i, :n], expected[i, :n], atol=1e-4)
+        assert same_bits(left[i, 5 : 5 + n], right[i, :n]) and same_bits(flat[i], right[i, :n])
+
+
+def test_masters_under_autocast(tiny_model: Path, backend: str) -> None:
+    """They compute what the rounded model does, and get float32 gradients, that of the rounded model among them."""
+    masters, rounded = load(tiny_model, backend=backend), load(tiny_model, torch.bfloat16, backend)
+    ids, mask = pad(sequences())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = token_log_probs(masters, ids, mask)
+        logits = masters(ids, attention_mask=mask).logits
+    assert same_bits(found, token_log_probs(rounded, ids, mask)) and not same_bits(
+        found, token_log_probs(masters, ids, mask)
+    )
+    assert same_bits(logits, rounded(ids, attention_mask=mask).logits)
+    ours, expected = gradients(masters, found), gradients(rounded, token_log_probs(rounded, ids, mask))
+    for name in ours:
+        # A tied weight has two gradients, which masters add in float32.
+        assert ours[name].dtype == torch.float32 and error(ours[name], expected[name].double()) < 5e-3, name
+
+
+def test_backward_inside_autocast_changes_nothing(tiny_llama: Path) -> None:
+    model, ids = load(tiny_llama, backend="reference"), sequences()[0][None]
+    expected = gradients(model, token_log_probs(model, ids))
+    found = token_log_probs(model, ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(model, found)
+    assert all(same_bits(inside[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_keeps_the_bits(
+    tiny_llama: Path, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (ids, mask) = load(tiny_llama, backend="cpu").train(), pad(sequences())
+    whole = token_log_probs(model, ids, mask)
+    expected = gradients(model, whole)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    calls = []
+    monkeypatch.setattr(autograd, "rmsnorm", lambda *args, rmsnorm=autograd.rmsnorm: calls.append(1) or rmsnorm(*args))
+    found = token_log_probs(model, ids, mask)
+    (found * torch.linspace(-1, 1, found.numel()).view_as(found)).sum().backward()
+    assert len(calls) == 2 * 2 * 2 + 1, "premise: both norms of both layers were computed twice, the last one once"
+    assert same_bits(found, whole)
+    assert all(same_bits(p.grad, expected[name]) for name, p in model.named_parameters())
+
+
+def test_unalign_restores_the_model(tiny_model: Path) -> None:
+    model, (ids, mask) = load(tiny_model), pad(sequences())
+    classes = [type(module) for module in model.modules()]
+    names = list(model.state_dict())
+    before = model(ids, attention_mask=mask).logits
+    align(model, "cpu")
+    assert list(model.state_dict()) == names and [c.__name__ for c in classes] == [
+        type(module).__name__ for module in model.modules()
+    ]
+    assert not same_bits(model(ids, attention_mask=mask).logits[mask == 1], before[mask == 1])
+    unalign(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert same_bits(model(ids, attention_mask=mask).logits, before)
+
+
+def test_a_copy_of_an_aligned_model_is_aligned_by_itself(tiny_llama: Path) -> None:
+    model, ids = load(tiny_llama, backend="cpu"), sequences()[0][None]
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(2.0)
+    expected = token_log_probs(model, ids)
+    assert not same_bits(token_log_probs(twin, ids), expected)
+    unalign(twin)
+    assert same_bits(token_log_probs(model, ids), expected)
+
+
+def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
+    """However they are changed: nothing of a weight is kept from one call to the next."""
+    model, ids = load(tiny_llama, backend=backend), sequences()[0][None]
+    before = token_log_probs(model, ids)
+    model.model.layers[0].mlp.up_proj.weight.data[:] *= 1.5
+    assert not same_bits(token_log_probs(model, ids), before)
+
+
+def test_rope_survives_a_cast_of_the_model(tiny_llama: Path) -> None:
+    """A cast to bfloat16 rounds the frequencies that the model keeps, and so would change its angles."""
+    loaded, cast = load(tiny_llama, torch.bfloat16, "cpu"), load(tiny_llama).to(torch.bfloat16)
+    assert cast.model.rotary_emb.inv_freq.dtype == torch.bfloat16
+    align(cast, "cpu")
+    ids = sequences()[0][None]
+    assert same_bits(token_log_probs(cast, ids), token_log_probs(loaded, ids))
+
+
+IDS = torch.arange(3, 23).view(2, 10)
+ONES = torch.ones_like(IDS)
+REFUSED_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "no such shape of mask": ("attention_mask", dict(input_ids=IDS, attention_mask=ONES[:, :9])),
+    "all padding": ("attention_mask", dict(input_ids=IDS, attention_mask=ONES * 0)),
+    "packed without lengths": ("input_ids", dict(input_ids=IDS.flatten())),
+    "wrong lengths": ("lengths", dict(input_ids=IDS.flatten(), lengths=[10, 11])),
+    "empty sequence": ("lengths", dict(input_ids=IDS.flatten(), lengths=[20, 0])),
+    "lengths of padded": ("lengths", dict(input_ids=IDS, lengths=[20])),
+    "lengths and mask": ("attention_mask", dict(input_ids=IDS.flatten(), lengths=[20], attention_mask=ONES)),
+    "completion_mask": ("completion_mask", dict(input_ids=IDS, completion_mask=ONES[:1])),
+    "negative temperature": ("temperature", dict(input_ids=IDS, temperature=-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> None:
+    argument, call = REFUSED_CALLS[name]
+    with pytest.raises(ValueError, match=f"^{argument}: expected .*found"):
+        token_log_probs(load(tiny_llama, backend="cpu"), **call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        dict(position_ids=torch.arange(1, 11)[None]),
+        dict(attention_mask=torch.ones(2, 1, 10, 10)),
+        dict(past_key_values=transformers.DynamicCache()),
+        dict(output_hidden_states=True),
+        dict(output_attentions=True),
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_what_an_aligned_model_cannot_do_is_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{next(iter(call))}: expected .*found"):
+        load(tiny_llama, backend="cpu")(IDS, **call)
+
+
+def test_generate_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match="past_key_values"):
+        load(tiny_llama, backend="cpu").generate(IDS, max_new_tokens=2)
+
+
+class Adapter(nn.Linear):
+    """Stands for a linear layer that computes something else."""
+
+
+def with_adapter(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.__class__ = Adapter
+
+
+def with_mixed_dtypes(model: Any) -> None:
+    model.model.norm.bfloat16()
+
+
+REFUSED_MODELS: dict[str, Callable[[Any], object]] = {
+    "up_proj": with_adapter,
+    "dtype": with_mixed_dtypes,
+    "attention_dropout": lambda model: setattr(model.config, "attention_dropout", 0.1),
+    "hidden_act": lambda model: setattr(model.config, "hidden_act", "gelu"),
+    "rope_type": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
+    "sliding_window": lambda model: setattr(model.config, "use_sliding_window", True),
+    "one that is not aligned": lambda model: align(model, "cpu"),
+}
+
+
+@pytest.mark.parametrize("feature", REFUSED_MODELS)
+def test_a_model_that_the_ops_do_not_compute_is_refused(tiny_qwen2: Path, feature: str) -> None:
+    model = load(tiny_qwen2)
+    REFUSED_MODELS[feature](model)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=f"{feature}.*expected .*found|expected {feature}, found"):
+        align(model)
+    assert [type(module) for module in model.modules()] == classes, "nothing is half aligned"
+
+
+def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
+    with pytest.raises(ValueError, match="expected one of LlamaForCausalLM.*found GPT2LMHeadModel"):
+        align(transformers.GPT2LMHeadModel(config))
+    model = load(tiny_llama)
+    with pytest.raises(ValueError, match="backend: expected auto, cpu or reference, found 'gpu'"):
+        align(model, "gpu")
+    with pytest.raises(ValueError, match="call align"):
+        token_log_probs(model, IDS)
+    with pytest.raises(ValueError, match="call align"):
+        unalign(model)
