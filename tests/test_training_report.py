@@ -1,0 +1,18 @@
+"""The example that compares training steps runs on a tiny model, in all ways, and prints positive times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_training_report(tiny_llama: Path) -> None:
+    options = [str(tiny_llama), "--pairs", "1", "--shapes", "1x8,2x20"]
+    command = [sys.executable, "-P", str(ROOT / "examples" / "training_report.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if "x8" in line or "x20" in line]
+    assert len(rows) == 6 and all(float(row[-1]) > 0 for row in rows)
