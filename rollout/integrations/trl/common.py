@@ -1,0 +1,68 @@
+"""What all ways into TRL share: settings in its words, prompts as token ids, checks of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ....engine.request import SampleOutput, SamplingParams
+from ...errors import ConfigError, TruerollError
+
+Prompt: TypeAlias = str | list[dict[str, Any]]
+"""Text, or the messages of a conversation."""
+
+
+class WeightsError(TruerollError):
+    """A sample came from other weights than those that the trainer pushed last."""
+
+
+def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
+    """From the settings that all of TRL's trainers have. `generation_kwargs` go before them, as in TRL."""
+    if settings["repetition_penalty"] != 1.0:
+        raise ConfigError(
+            f"repetition_penalty: expected 1.0, found {settings['repetition_penalty']}; a worker has no such thing"
+        )
+    fields = {
+        "temperature": settings["temperature"],
+        "top_p": settings["top_p"],
+        "top_k": settings["top_k"] or -1,  # TRL's 0 and -1 are both off
+        "min_p": settings["min_p"] or 0.0,
+        "max_tokens": settings["max_completion_length"],
+        "stop_token_ids": stop_token_ids,
+    }
+    return SamplingParams(**{**fields, **(settings.get("generation_kwargs") or {})})
+
+
+def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
+    """Token ids of text, or of a conversation that the assistant is to go on with."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
+
+
+def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: float = math.inf) -> None:
+    """Raise unless all samples ended by themselves and came from these versions of the weights."""
+    for sample in samples:
+        if sample.finish_reason not in ("stop", "length"):
+            raise TruerollError(
+                f"sample: expected one that ended by itself, found finish reason {sample.finish_reason}"
+                f" ({sample.error or 'a client ended it, or a push with in_flight abort'}); see the worker's log"
+            )
+        for span in sample.weight_versions:
+            if not oldest <= span.version <= newest:
+                raise WeightsError(
+                    f"sample: expected weights of version {oldest}, which were pushed, found {span.version}: the "
+                    "worker was started anew, somebody else pushed to it, or the publisher pushes to another one"
+                )
+
+
+def logprobs_of(sample: SampleOutput) -> np.ndarray:
+    assert sample.logprobs is not None
+    return sample.logprobs
+
+
+def logprobs(samples: Iterable[SampleOutput]) -> list[list[float]]:
+    return [logprobs_of(sample).tolist() for sample in samples]

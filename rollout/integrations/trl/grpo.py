@@ -1,0 +1,146 @@
+"""`GRPOTrainer` on a trueroll worker: as its rollout function, or in place of vLLM.
+
+Owns: when weights are pushed, and the seed of each group. Does not own the client and the publisher, which callers make
+and close. Promises: every sample comes from the weights that were pushed last, or WeightsError is raised; the same seed
+of the trainer gives the same samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+
+from ....engine.errors import TruerollError
+from ....engine.request import SampleOutput, SamplingParams
+from ....weight_sync import WeightPublisher
+from ...client import RolloutClient
+from ...errors import ConfigError
+from .common import Prompt, check_samples, encode, logprobs, sampling_params
+
+
+class TrlMissingError(TruerollError, ImportError):
+    """TRL is not installed, or is of a version without what is plugged in here."""
+
+
+try:
+    from trl.trainer import grpo_trainer  # pyright: ignore[reportMissingImports]
+
+    grpo_trainer.VLLMGeneration  # noqa: B018
+except (ImportError, AttributeError) as error:
+    raise TrlMissingError(f"trl: expected version 1.16, found: {error}; run `pip install 'trueroll[trl]'`") from error
+
+RolloutFunc: TypeAlias = Callable[[list[Prompt], Any], dict[str, list[Any]]]
+
+
+def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFunc:
+    """For `GRPOTrainer(rollout_func=...)`: generates with the worker of `client`, and pushes after each update.
+
+    `publisher` is connected to that worker. The log-probs that it returns do not reach TRL's loss; with
+    `trueroll_generation` they do. Raises ConfigError for a trainer of several processes, or for settings that a worker
+    does not have, and WeightsError.
+    """
+    pushed_state, pushed_step = None, -1
+
+    def roll_out(prompts: list[Prompt], trainer: Any) -> dict[str, list[Any]]:
+        nonlocal pushed_state, pushed_step
+        _check_single_process(trainer.accelerator)
+        state, step = trainer.state, trainer.state.global_step
+        if state is not pushed_state or step != pushed_step:  # another state: another training, with other weights
+            publisher.push(trainer.accelerator.unwrap_model(trainer.model), version=step)
+            pushed_state, pushed_step = state, step
+        params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
+        options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        prompt_ids = [encode(trainer.processing_class, prompt, options) for prompt in prompts]
+        samples = _sample_each(client, prompt_ids, params, step)
+        completion_ids = [sample.token_ids.tolist() for sample in samples]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs(samples)}
+
+    return roll_out
+
+
+@contextlib.contextmanager
+def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> Iterator[None]:
+    """Inside, each new `GRPOTrainer` with `use_vllm=True, vllm_mode="server"` uses trueroll in place of vLLM.
+
+    TRL then corrects by the ratio between the trainer's log-probs and the worker's, and reports their distance as
+    `sampling/sampling_logp_difference`. It puts `TruerollGeneration` where TRL looks for its own class, and takes it
+    back at the end; trainers made inside go on with it. `publisher` is connected to the worker of `client`.
+    """
+    original = grpo_trainer.VLLMGeneration
+    grpo_trainer.VLLMGeneration = functools.partial(TruerollGeneration, client, publisher)
+    try:
+        yield
+    finally:
+        grpo_trainer.VLLMGeneration = original
+
+
+class TruerollGeneration:
+    """What `GRPOTrainer` generates with; see `trueroll_generation`. TRL makes it, and gives everything from `model` on.
+
+    Raises ConfigError for a trainer of several processes, or for settings that a worker does not have.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        publisher: WeightPublisher,
+        model: torch.nn.Module,
+        accelerator: Any,
+        processing_class: Any,
+        **settings: Any,
+    ) -> None:
+        _check_single_process(accelerator)
+        if settings["structured_outputs_regex"] is not None:
+            raise ConfigError("vllm_structured_outputs_regex: expected None, found one; a worker has no such thing")
+        self._client, self._publisher, self._model, self._accelerator = client, publisher, model, accelerator
+        self._params = sampling_params(settings, [processing_class.eos_token_id])
+        self._version = 0
+        self.vllm_client = self
+
+    def get_server_info(self) -> dict[str, Any]:
+        """Tells TRL that log-probs are those after temperature and filters, as it wants them."""
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def sync_weights(self) -> None:
+        """Push the trainer's weights. TRL calls it before it generates, if it has updated them."""
+        self._version += 1
+        self._publisher.push(self._accelerator.unwrap_model(self._model), self._version)
+
+    def generate(
+        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
+        """One sample for each prompt, which come repeated `num_generations` times: prompts, token ids, log-probs."""
+        if images is not None:
+            raise ConfigError("prompts: expected text, found images, which workers cannot take; remove them")
+        with profiler:
+            samples = _sample_each(self._client, prompts, self._params, self._version)
+        of_each = [[[value] for value in values] for values in logprobs(samples)]
+        return prompts, [sample.token_ids.tolist() for sample in samples], of_each, None
+
+
+def _check_single_process(accelerator: Any) -> None:
+    if accelerator.num_processes != 1:
+        raise ConfigError(
+            f"trainer: expected one process, found {accelerator.num_processes}; start it without a launcher, or use "
+            "AsyncGRPOTrainer, which generates in one process for all"
+        )
+
+
+def _sample_each(
+    client: RolloutClient, prompts: list[list[int]], params: SamplingParams, version: int
+) -> list[SampleOutput]:
+    """One sample for each prompt, from weights `version`. Equal neighbours are one group; torch's generator gives each
+    group its seed, so that TRL's seed decides, and its checkpoints resume it.
+    """
+    runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
+    seeds = torch.randint(2**63 - 1, [len(runs)]).tolist()
+    each = [params.model_copy(update={"n": n, "seed": seed}) for (_, n), seed in zip(runs, seeds, strict=True)]
+    groups = client.generate([prompt for prompt, _ in runs], each)
+    samples = [sample for group in groups for sample in group.samples]
+    check_samples(samples, oldest=version, newest=version)
+    return samples

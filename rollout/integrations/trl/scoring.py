@@ -1,0 +1,106 @@
+"""From a group of samples to the rows that `AsyncGRPOTrainer` trains on: rewards, advantages, arrays."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from ....engine.request import SampleOutput
+from ...errors import ConfigError
+from .common import Prompt, logprobs_of
+
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
+        RolloutSample,
+    )
+
+RewardFunc: TypeAlias = Callable[..., Any]
+NOT_FOR_REWARDS = {"prompt", "completion", "completion_ids"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of the prompt in `row`, a row of the dataset, and their texts as reward functions get them."""
+
+    id: int
+    row: Mapping[str, Any]
+    prompt_ids: list[int]
+    samples: tuple[SampleOutput, ...]
+    completions: list[Any]
+
+
+async def call_reward(func: RewardFunc, group: Group) -> list[float]:
+    """What `func`, which may be a coroutine function, says of each sample; NaN where it says None."""
+    count = len(group.samples)
+    columns = {name: [value] * count for name, value in group.row.items() if name not in NOT_FOR_REWARDS}
+    columns["prompts"] = [group.row["prompt"]] * count
+    columns["completion_ids"] = [sample.token_ids.tolist() for sample in group.samples]
+    call = functools.partial(func, completions=group.completions, **columns)
+    values = await asyncio.to_thread(call)
+    if inspect.isawaitable(values):
+        values = await values
+    if len(values) != count:
+        raise ConfigError(f"{name_of(func)}: expected {count} rewards, one for each sample, found {len(values)}")
+    return [float("nan") if value is None else float(value) for value in values]
+
+
+def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
+    """`rewards`: float64 [functions, samples], NaN where unknown. A sample with no known reward gets advantage 0."""
+    # Here, since it warns that it is experimental, which does not concern users of GRPOTrainer.
+    from trl.experimental.async_grpo import async_rollout_worker  # pyright: ignore[reportMissingImports]
+
+    unknown = np.all(np.isnan(rewards), axis=0)
+    totals = np.where(unknown, np.nan, np.nansum(rewards, axis=0))
+    known = totals[~unknown]
+    std = float(known.std()) if len(known) else float("nan")
+    for i, sample in enumerate(group.samples):
+        each = {f"rewards/{name}": value for name, value in zip(names, rewards[:, i].tolist(), strict=True)}
+        yield async_rollout_worker.RolloutSample(
+            prompt=group.row["prompt"],
+            completion=group.completions[i],
+            **_arrays(group.prompt_ids, sample),
+            advantage=0.0 if unknown[i] else float((totals[i] - known.mean()) / (std + 1e-8)),
+            model_version=min(span.version for span in sample.weight_versions),
+            group_id=group.id,
+            metrics={"reward": float(totals[i]), "reward_std": std, **each},
+            enqueued_at=time.time(),
+        )
+
+
+def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray]:
+    """Of the whole sequence: [prompt, completion]."""
+    no_logprobs, is_prompt = np.zeros(len(prompt_ids), np.float32), np.zeros(len(prompt_ids), np.int64)
+    return {
+        "input_ids": np.concatenate([np.array(prompt_ids, np.int64), sample.token_ids]),
+        "completion_mask": np.concatenate([is_prompt, np.ones(len(sample.token_ids), np.int64)]),
+        "old_log_probs": np.concatenate([no_logprobs, logprobs_of(sample)]),
+    }
+
+
+def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[float, float]]:
+    """As TRL names them; a pair is a sum and a count, of which it reports the mean."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    cut_off = sum(sample.finish_reason == "length" for sample in samples)
+    return {
+        "completions/mean_length": (float(sum(lengths)), float(len(lengths))),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": (float(cut_off), float(len(lengths))),
+    }
+
+
+def name_of(func: RewardFunc) -> str:
+    while isinstance(func, functools.partial):
+        func = func.func
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -1,0 +1,157 @@
+"""Trains with the real AsyncGRPOTrainer on a CPU, and prints what happened as JSON: `async_training.py OUTPUT_FOLDER`.
+
+With `--kill` the worker is killed on the way. TRL's attention and its table of devices know no CPU; both
+are replaced here, and nothing else of TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+from trueroll.engine.models.smollm2 import smollm2_folder
+from trueroll.rollout import AsyncRolloutClient, launch_worker
+from trueroll.rollout.integrations.trl import TruerollWeightTransfer, TruerollWorker
+from trueroll.weight_sync import WeightPublisher
+
+MAX_STALENESS = 2
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    *_: int,
+    softmax_scale: float,
+    **__: Any,
+) -> torch.Tensor:
+    """Segment i has queries [starts_q[i], starts_q[i + 1]); they are the last of its keys, and see none after them."""
+    outputs = []
+    for (q0, q1), (k0, k1) in zip(starts_q.unfold(0, 2, 1).tolist(), starts_k.unfold(0, 2, 1).tolist(), strict=True):
+        q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)
+        sees = torch.ones(q1 - q0, k1 - k0).tril((k1 - k0) - (q1 - q0)).bool()
+        outputs.append(scaled_dot_product_attention(q, k, v, sees, scale=softmax_scale, enable_gqa=True))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def make_trl_run_on_a_cpu() -> None:
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+
+
+class RecordingClient(AsyncRolloutClient):
+    """Keeps the oldest version of the weights that each sample's tokens came from, by its log-probs."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        super().__init__(address, timeout)
+        self.oldest: dict[bytes, int] = {}
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        groups = await super().generate(*args, **options)
+        for sample in (sample for group in groups for sample in group.samples):
+            self.oldest[sample.logprobs.tobytes()] = min(span.version for span in sample.weight_versions)
+        return groups
+
+
+class RecordingTrainer(AsyncGRPOTrainer):
+    """Notes how many versions older than the weights in training the tokens are that it computes the loss of."""
+
+    client: RecordingClient
+    staleness: list[int]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        selected = inputs["token_index"] >= 0
+        logprobs, samples = inputs["old_log_probs"][selected], inputs["segment_id"][selected]
+        for i in samples.unique():
+            version = self.client.oldest[logprobs[samples == i].numpy().tobytes()]
+            self.staleness.append(self.model_version - version)
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+def num_vowels(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(letter in "aeiou" for letter in message["content"])) for [message] in completions]
+
+
+def settings(output: str, **changes: Any) -> AsyncGRPOConfig:
+    fields: dict[str, Any] = dict(
+        output_dir=output,
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        activation_checkpointing=False,
+        token_budget=0,
+        max_staleness=MAX_STALENESS,
+        max_inflight_tasks=16,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        temperature=0.8,
+        learning_rate=1e-5,
+        max_steps=4,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return AsyncGRPOConfig(**(fields | changes))
+
+
+def make_reward(kill: int | None) -> Any:
+    """Counts vowels. Kills the process `kill`, if there is one, when it gets its third group."""
+    groups = itertools.count(1)
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        if kill is not None and next(groups) == 3:
+            os.kill(kill, signal.SIGKILL)
+        return num_vowels(completions, **columns)
+
+    return reward
+
+
+def train(args: AsyncGRPOConfig, folder: str, address: str, kill: int | None) -> RecordingTrainer:
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    client, publisher = RecordingClient(address, timeout=4.0), WeightPublisher(timeout=20.0)
+    publisher.connect([address])
+    trainer = RecordingTrainer(
+        model=folder,
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        rollout_worker=TruerollWorker(client, args, tokenizer, dataset, [make_reward(kill)]),
+        weight_transfer=TruerollWeightTransfer(publisher),
+    )
+    trainer.client, trainer.staleness = client, []
+    trainer.train()
+    return trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output")
+    parser.add_argument("--kill", action="store_true")
+    options = parser.parse_args()
+    make_trl_run_on_a_cpu()
+    folder = str(smollm2_folder())
+    # Without another push, the trainer learns of the worker's death from its rollouts alone.
+    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else {}
+    with launch_worker(folder, device="cpu", dtype="float32", num_blocks=256) as worker:
+        args = settings(options.output, **changes)
+        trainer = train(args, folder, worker.address, worker.pid if options.kill else None)
+    print(json.dumps({"log": trainer.state.log_history, "staleness": trainer.staleness}))
+
+
+if __name__ == "__main__":
+    main()

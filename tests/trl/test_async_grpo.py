@@ -1,0 +1,255 @@
+"""The real AsyncGRPOTrainer on trueroll, in a process of its own, and the worker and the rewards that it is given."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig
+from trl_setup import ServedEngine, num_vowels
+
+from trueroll.engine.request import SampleOutput, WeightSpan
+from trueroll.rollout import AsyncRolloutClient
+from trueroll.rollout.errors import ConfigError, DeadlineError
+from trueroll.rollout.integrations.trl import TruerollWorker, WeightsError
+from trueroll.rollout.integrations.trl.scoring import Group, rollout_samples
+
+SCRIPT = Path(__file__).with_name("async_training.py")
+MAX_STALENESS = 2  # as in that script
+ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": [{"role": "user", "content": "cd"}], "answer": 2}]
+TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+
+
+def run_training(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", str(SCRIPT), *arguments]
+    environment = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+
+
+def test_a_training_is_on_policy_at_first_never_too_stale_and_exits_cleanly(smollm2: Path, tmp_path: Path) -> None:
+    done = run_training(str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    ratios = [entry["ratio"] for entry in result["log"] if "ratio" in entry]
+    assert len(ratios) == 4 and abs(ratios[0] - 1.0) < 1e-4
+    assert abs(ratios[-1] - 1.0) > 1e-4  # the weights had moved on
+    assert len(result["staleness"]) == 16 and 1 <= max(result["staleness"]) <= MAX_STALENESS
+    assert all(math.isfinite(entry["reward"]) for entry in result["log"] if "reward" in entry)
+
+
+def test_a_worker_that_is_killed_ends_the_training_with_an_error(smollm2: Path, tmp_path: Path) -> None:
+    done = run_training(str(tmp_path), "--kill")
+    assert done.returncode == 1
+    assert "'ratio'" in done.stdout  # it had trained
+    assert done.stderr.splitlines()[-1].startswith("trueroll.rollout.errors.WorkerLostError: worker: no answer from")
+
+
+def settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
+    fields: dict[str, Any] = dict(
+        output_dir=str(output), use_cpu=True, bf16=False, token_budget=0, max_staleness=2, max_inflight_tasks=4
+    )
+    fields |= dict(num_generations=2, per_device_train_batch_size=2, max_completion_length=6, report_to=[], seed=5)
+    return AsyncGRPOConfig(**(fields | changes))
+
+
+@contextmanager
+def working(
+    served: ServedEngine, folder: Path, rewards: Any, args: AsyncGRPOConfig, rows: Any = ROWS
+) -> Iterator[TruerollWorker]:
+    """A started worker, whose weights have the version that the engine says."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    worker = TruerollWorker(AsyncRolloutClient(served.address), args, tokenizer, rows, rewards)
+    worker.update_model_version(served.engine.weight_version)
+    worker.start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+def until_unhealthy(worker: TruerollWorker, stale_after_s: float) -> None:
+    end = time.monotonic() + 60.0
+    while time.monotonic() < end:
+        worker.check_health(stale_after_s)
+        time.sleep(0.05)
+
+
+def test_groups_come_in_the_order_of_the_dataset_and_are_the_seeds(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+) -> None:
+    runs: list[list[Any]] = []
+    for seed in (5, 5, 6):
+        with working(tiny_served, tiny_llama, num_vowels, settings(tmp_path, seed=seed)) as worker:
+            runs.append([worker.rollout_buffer.get(timeout=60.0) for _ in range(6)])
+    ids = [[sample.input_ids.tolist() for sample in run] for run in runs]
+    assert ids[0] == ids[1] != ids[2]
+    assert [sample.group_id for sample in runs[0]] == [0, 0, 1, 1, 2, 2]
+    assert [sample.prompt for sample in runs[0][::2]] == [ROWS[0]["prompt"], ROWS[1]["prompt"], ROWS[0]["prompt"]]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    chat = runs[0][2]
+    assert tokenizer.decode(chat.input_ids[chat.completion_mask == 0]) == "<cd>"
+    assert chat.completion[0]["role"] == "assistant"
+
+
+def test_a_sample_has_the_workers_log_probs_for_its_completion_alone(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+) -> None:
+    with working(tiny_served, tiny_llama, [num_vowels], settings(tmp_path)) as worker:
+        sample, other = (worker.rollout_buffer.get(timeout=60.0) for _ in range(2))
+        metrics = worker.metrics_queue.get(timeout=60.0)
+    assert sample.input_ids.dtype == sample.completion_mask.dtype == np.int64
+    assert sample.old_log_probs.dtype == np.float32
+    is_completion = sample.completion_mask == 1
+    assert not is_completion[0] and is_completion[-1] and is_completion.sum() <= 6
+    assert (sample.old_log_probs[is_completion] < 0).all() and not sample.old_log_probs[~is_completion].any()
+    num_tokens = sum(sample.completion_mask) + sum(other.completion_mask)
+    assert metrics["completions/mean_length"] == (num_tokens, 2)
+    assert sample.metrics["rewards/num_vowels"] == sample.metrics["reward"]
+
+
+def test_reward_functions_get_texts_ids_and_columns(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def record(**columns: Any) -> list[float]:
+        calls.append(columns)
+        return [1.0, 2.0]
+
+    async def judge_later(prompts: list[Any], **_: Any) -> list[float | None]:
+        return [None, 3.0]
+
+    with working(tiny_served, tiny_llama, [record, functools.partial(judge_later)], settings(tmp_path)) as worker:
+        samples = [worker.rollout_buffer.get(timeout=60.0) for _ in range(2)]
+    assert calls[0]["prompts"] == ["ab", "ab"] and calls[0]["answer"] == [1, 1] and "prompt" not in calls[0]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    assert calls[0]["completions"] == tokenizer.batch_decode(calls[0]["completion_ids"], skip_special_tokens=True)
+    assert [sample.metrics["reward"] for sample in samples] == [1.0, 5.0]
+    assert math.isnan(samples[0].metrics["rewards/judge_later"]) and samples[1].metrics["rewards/judge_later"] == 3.0
+
+
+def fail(**_: Any) -> list[float]:
+    raise ValueError("no opinion")
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "error", "message"),
+    [
+        (fail, ROWS, ValueError, "no opinion"),
+        (lambda **_: [1.0], ROWS, ConfigError, "expected 2 rewards, one for each sample, found 1"),
+        (num_vowels, [], ConfigError, "train_dataset: expected rows, found none"),
+        (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: expected a column prompt, found text"),
+    ],
+)
+def test_what_fails_in_the_worker_is_raised_in_the_trainer(
+    reward: Any, rows: Any, error: type, message: str, tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+) -> None:
+    with working(tiny_served, tiny_llama, [reward], settings(tmp_path), rows) as worker:
+        with pytest.raises(error, match=message):
+            until_unhealthy(worker, stale_after_s=60.0)
+
+
+def test_a_reward_function_that_hangs_is_noticed(tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path) -> None:
+    goes_on = threading.Event()
+
+    def hang(**_: Any) -> list[float]:
+        assert goes_on.wait(60.0)
+        return [1.0, 1.0]
+
+    with working(tiny_served, tiny_llama, [hang], settings(tmp_path)) as worker:
+        with pytest.raises(DeadlineError, match="heartbeat_stale_after_s = 1.0 s, found none"):
+            until_unhealthy(worker, stale_after_s=1.0)
+        goes_on.set()
+
+
+def test_a_worker_that_serves_older_weights_than_were_pushed_is_noticed(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+) -> None:
+    with working(tiny_served, tiny_llama, [num_vowels], settings(tmp_path)) as worker:
+        worker.rollout_buffer.get(timeout=60.0)
+        pushed = tiny_served.engine.weight_version + 1
+        worker.update_model_version(pushed)
+        worker.rollout_buffer.queue.clear()
+        with pytest.raises(WeightsError, match=f"expected weights of version {pushed}"):
+            until_unhealthy(worker, stale_after_s=60.0)
+
+
+def group_of(*spans: tuple[WeightSpan, ...]) -> Group:
+    """A prompt of two tokens, and a sample of three tokens for each tuple of spans."""
+    ids, logprobs = np.array([4, 5, 6], np.int32), np.array([-1.0, -2.0, -3.0], np.float32)
+    samples = tuple(SampleOutput("id", i, ids, logprobs, "length", 7, 0, each) for i, each in enumerate(spans))
+    return Group(3, {"prompt": "ab"}, [1, 2], samples, ["x"] * len(samples))
+
+
+def test_a_sample_is_as_old_as_its_oldest_token() -> None:
+    mixed = (WeightSpan(4, 0, 1), WeightSpan(5, 1, 3))
+    samples = list(rollout_samples(group_of(mixed, mixed[1:]), ["f"], np.array([[1.0, 2.0]])))
+    assert [sample.model_version for sample in samples] == [4, 5]
+
+
+def test_advantages_are_distances_from_the_mean_and_unjudged_samples_have_none() -> None:
+    span = (WeightSpan(1, 0, 3),)
+    nan = float("nan")
+    rewards = np.array([[1.0, nan, 3.0, nan], [2.0, 4.0, nan, nan]])
+    samples = list(rollout_samples(group_of(span, span, span, span), ["f", "g"], rewards))
+    assert [sample.metrics["reward"] for sample in samples][:3] == [3.0, 4.0, 3.0]
+    std = math.sqrt(2) / 3
+    assert [sample.advantage for sample in samples] == pytest.approx([-1 / 3 / std, 2 / 3 / std, -1 / 3 / std, 0.0])
+    assert math.isnan(samples[3].metrics["reward"])
+    unjudged = list(rollout_samples(group_of(span), ["f"], np.array([[nan]])))
+    assert unjudged[0].advantage == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "oldest_taken"),
+    [
+        (dict(token_budget=0, max_staleness=1), 0),
+        (dict(token_budget=0, max_staleness=4), 3),
+        (dict(token_budget=64, max_staleness=4), 2),
+        (dict(token_budget=64, max_staleness=4, gradient_accumulation_steps=2), 3),
+    ],
+)
+def test_samples_that_would_be_too_old_when_trained_on_are_dropped(
+    changes: dict[str, Any], oldest_taken: int, tiny_llama: Path, tmp_path: Path
+) -> None:
+    args = settings(tmp_path, **changes)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    worker = TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), args, tokenizer, ROWS, [num_vowels])
+    for version in range(1, 11):
+        for sample in rollout_samples(group_of((WeightSpan(version, 0, 3),)), ["f"], np.array([[1.0]])):
+            worker.rollout_buffer.put(sample)
+    worker.update_model_version(10)
+    taken = [worker.rollout_buffer.get(timeout=1.0).model_version for _ in range(oldest_taken + 1)]
+    assert taken == list(range(10 - oldest_taken, 11))
+    assert worker.rollout_buffer.empty()
+    assert worker.metrics_queue.qsize() == 10 - len(taken)
+
+
+def test_rewards_are_needed(tiny_llama: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    with pytest.raises(ConfigError, match="reward_funcs: expected at least one"):
+        TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), settings(tmp_path), tokenizer, ROWS, [])
+
+
+@pytest.mark.parametrize(("changes", "expected"), [(dict(max_staleness=0), 1), (dict(token_budget=64), 2)])
+def test_a_bound_that_leaves_no_sample_is_refused(
+    changes: dict[str, Any], expected: int, tiny_llama: Path, tmp_path: Path
+) -> None:
+    args = settings(tmp_path, **(dict(max_staleness=1) | changes))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    with pytest.raises(ConfigError, match=f"max_staleness: expected at least {expected}, .* found"):
+        TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), args, tokenizer, ROWS, [num_vowels])

@@ -1,0 +1,275 @@
+"""The real GRPOTrainer on trueroll: in place of vLLM, and through a rollout function."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+from trl_setup import CheckingPublisher, ServedEngine, grpo_settings, num_vowels
+
+from trueroll.engine.request import SampleOutput, WeightSpan
+from trueroll.kernels.training import align
+from trueroll.rollout import RolloutClient, launch_worker
+from trueroll.rollout.errors import ConfigError, TruerollError
+from trueroll.rollout.integrations.trl import TruerollGeneration, WeightsError, rollout_func, trueroll_generation
+from trueroll.rollout.integrations.trl.common import check_samples
+from trueroll.weight_sync import WeightPublisher
+
+CHATS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]})
+TEXTS = Dataset.from_dict({"prompt": [f"{n} animals are" for n in range(2, 10)]})
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+MEAN_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+STEPS = 3
+
+
+class RecordingClient(RolloutClient):
+    """Keeps the prompts and the groups of all calls."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, timeout=10.0)
+        self.prompts: list[list[int]] = []
+        self.groups: list[Any] = []
+
+    def generate(self, prompts: Any, *args: Any, **options: Any) -> Any:
+        groups = super().generate(prompts, *args, **options)
+        self.prompts += prompts
+        self.groups += groups
+        return groups
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trainer after some steps. `history`: what TRL reported for each. `differing`, `embeddings`: of each push."""
+
+    trainer: GRPOTrainer
+    publisher: CheckingPublisher
+    history: list[dict[str, float]]
+    differing: list[list[str]]
+    embeddings: list[bytes]
+
+
+@pytest.fixture(scope="module")
+def trained(smollm2: Path, smollm2_served: ServedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """With trueroll in place of vLLM."""
+    args = grpo_settings(tmp_path_factory.mktemp("grpo"), max_steps=STEPS, use_vllm=True, vllm_mode="server")
+    original = grpo_trainer.VLLMGeneration
+    with RolloutClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
+        with trueroll_generation(client, publisher):
+            trainer = GRPOTrainer(model=str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
+        assert grpo_trainer.VLLMGeneration is original
+        trainer.train()
+        history = [entry for entry in trainer.state.log_history if DIFFERENCE in entry]
+        yield Trained(trainer, publisher, history, [*publisher.differing], [*publisher.embeddings])
+
+
+def test_trl_itself_finds_no_difference_between_its_log_probs_and_the_workers(trained: Trained) -> None:
+    found = [entry[DIFFERENCE] for entry in trained.history]
+    assert len(found) == STEPS and all(0.0 <= difference < 1e-4 for difference in found), found
+
+
+def test_after_each_push_every_weight_of_the_worker_is_the_trainers_to_the_bit(trained: Trained) -> None:
+    assert trained.differing == [[]] * STEPS
+    assert len(set(trained.embeddings)) == STEPS  # each push had something new
+
+
+def test_a_skipped_push_is_detected(trained: Trained) -> None:
+    trained.publisher.skips = True
+    with pytest.raises(WeightsError, match=f"expected weights of version {STEPS + 1}, .* found {STEPS}"):
+        trained.trainer.train()
+    names = trained.publisher.served.engine.weights.shapes.keys()
+    assert set(trained.publisher.differing[-1]) == names  # the last update changed every one of them
+
+
+def test_with_an_aligned_model_trl_finds_less_difference(
+    trained: Trained, smollm2: Path, smollm2_served: ServedEngine, tmp_path: Path
+) -> None:
+    """What is left comes from the head, which TRL computes in its own way."""
+    args = grpo_settings(tmp_path, max_steps=1, use_vllm=True, vllm_mode="server")
+    with RolloutClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
+        with trueroll_generation(client, publisher):
+            trainer = GRPOTrainer(model=str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
+        align(trainer.model)
+        trainer.train()
+    unaligned, aligned = trained.history[0], trainer.state.log_history[0]
+    assert all(aligned[name] == unaligned[name] for name in ("num_tokens", "reward", "reward_std"))  # the same samples
+    assert aligned[MEAN_DIFFERENCE] < unaligned[MEAN_DIFFERENCE]
+
+
+def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights(
+    smollm2: Path, smollm2_served: ServedEngine, tmp_path: Path
+) -> None:
+    args = grpo_settings(tmp_path, max_steps=2)
+    with RecordingClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
+        trainer = GRPOTrainer(
+            model=str(smollm2),
+            reward_funcs=num_vowels,
+            args=args,
+            train_dataset=CHATS,
+            rollout_func=rollout_func(client, publisher),
+        )
+        trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "reward" in entry] == [1, 2]
+    assert publisher.differing == [[], []] and len(set(publisher.embeddings)) == 2
+    assert [len(group.samples) for group in client.groups] == [4, 4]
+    texts = [AutoTokenizer.from_pretrained(smollm2).decode(prompt) for prompt in client.prompts]
+    assert all(text.endswith("animals.<|im_end|>\n<|im_start|>assistant\n") for text in texts), texts
+
+
+def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
+    calls = []
+
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        calls.append(len(completions))
+        if len(calls) == 2:
+            worker.kill()
+        return num_vowels(completions, **columns)
+
+    args = grpo_settings(tmp_path, max_steps=50)
+    worker = launch_worker(str(tiny_llama), device="cpu", num_blocks=256)
+    with worker, RolloutClient(worker.address, timeout=4.0) as client, WeightPublisher(timeout=4.0) as publisher:
+        publisher.connect([worker.address])
+        roll_out = rollout_func(client, publisher)
+        trainer = GRPOTrainer(
+            model=str(tiny_llama), reward_funcs=reward, args=args, train_dataset=TEXTS, rollout_func=roll_out
+        )
+        with pytest.raises(TruerollError, match=f"worker {worker.address} failed: .*found none"):
+            trainer.train()
+    assert len(calls) == 2 and trainer.state.global_step == 2
+
+
+def stand_in(folder: Path, **changes: Any) -> Any:
+    """What a rollout function looks at in a trainer."""
+    settings = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
+    settings |= dict(max_completion_length=8, generation_kwargs=None)
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=changes.pop("num_processes", 1), unwrap_model=lambda model: model),
+        args=SimpleNamespace(**(settings | changes)),
+        state=SimpleNamespace(global_step=0),
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        eos_token_ids=[2],
+        chat_template=None,
+        chat_template_kwargs={},
+    )
+
+
+def test_torchs_seed_decides_the_samples_and_equal_neighbours_are_one_group(
+    tiny_llama: Path, tiny_served: ServedEngine
+) -> None:
+    trainer, prompts = stand_in(tiny_llama), ["ab", "ab", "cd"]
+    with RecordingClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
+        roll_out = rollout_func(client, publisher)
+        results = []
+        for seed in (3, 3, 4):
+            torch.manual_seed(seed)
+            results.append(roll_out(list(prompts), trainer))
+    assert results[0] == results[1] != results[2]
+    assert [len(group.samples) for group in client.groups] == [2, 1] * 3
+    assert len({tuple(ids) for ids in results[0]["completion_ids"]}) == 3
+    assert [len(ids) for ids in results[0]["completion_ids"]] == [len(values) for values in results[0]["logprobs"]]
+
+
+def test_a_push_goes_out_once_for_each_step_and_for_each_training(tiny_llama: Path, tiny_served: ServedEngine) -> None:
+    trainer = stand_in(tiny_llama)
+    with RolloutClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
+        roll_out = rollout_func(client, publisher)
+        counts = []
+        for state, step in ((trainer.state, 0), (trainer.state, 0), (trainer.state, 1), (SimpleNamespace(), 1)):
+            trainer.state, state.global_step = state, step
+            roll_out(["ab"], trainer)
+            counts.append(len(publisher.differing))
+    assert counts == [1, 1, 2, 3]
+
+
+def test_samples_of_weights_that_somebody_else_pushed_are_refused(tiny_llama: Path, tiny_served: ServedEngine) -> None:
+    trainer = stand_in(tiny_llama)
+    with RolloutClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
+        roll_out = rollout_func(client, publisher)
+        roll_out(["ab"], trainer)
+        publisher.push(trainer.model, version=77)
+        with pytest.raises(WeightsError, match="expected weights of version 0, .* found 77"):
+            roll_out(["ab"], trainer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_processes=2), "expected one process, found 2"),
+        (dict(repetition_penalty=1.1), "repetition_penalty: expected 1.0, found 1.1"),
+        (dict(generation_kwargs={"beams": 2}), "beams: unknown parameter"),
+    ],
+)
+def test_what_a_worker_cannot_do_is_refused(
+    tiny_llama: Path, tiny_served: ServedEngine, changes: dict[str, Any], message: str
+) -> None:
+    with RolloutClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
+        with pytest.raises(TruerollError, match=message):
+            rollout_func(client, publisher)(["ab"], stand_in(tiny_llama, **changes))
+
+
+def make_generation(client: RolloutClient, publisher: WeightPublisher, **changes: Any) -> Any:
+    settings = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
+    settings |= dict(max_completion_length=8, generation_kwargs=None, structured_outputs_regex=None)
+    accelerator = SimpleNamespace(num_processes=changes.pop("num_processes", 1))
+    tokenizer = SimpleNamespace(eos_token_id=2)
+    return TruerollGeneration(client, publisher, torch.nn.Identity(), accelerator, tokenizer, **(settings | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_processes=2), "expected one process, found 2"),
+        (dict(structured_outputs_regex="a+"), "vllm_structured_outputs_regex: expected None"),
+        (dict(repetition_penalty=1.1), "repetition_penalty: expected 1.0, found 1.1"),
+    ],
+)
+def test_settings_for_vllm_that_a_worker_does_not_have_are_refused(
+    tiny_served: ServedEngine, changes: dict[str, Any], message: str
+) -> None:
+    with RolloutClient(tiny_served.address) as client, WeightPublisher() as publisher:
+        with pytest.raises(ConfigError, match=message):
+            make_generation(client, publisher, **changes)
+
+
+def test_images_are_refused(tiny_served: ServedEngine) -> None:
+    with RolloutClient(tiny_served.address) as client, WeightPublisher() as publisher:
+        generation = make_generation(client, publisher)
+        with pytest.raises(ConfigError, match="prompts: expected text, found images"):
+            generation.generate([[1, 2]], images=[[b"an image"]], num_generations=1, profiler=nullcontext())
+
+
+@pytest.mark.parametrize(("reason", "error"), [("abort", None), ("error", "logits are not finite")])
+def test_a_sample_that_did_not_end_by_itself_is_refused(reason: Any, error: str | None) -> None:
+    ids, logprobs = np.array([4], np.int32), np.array([-1.0], np.float32)
+    sample = SampleOutput("id", 0, ids, logprobs, reason, 7, 0, (WeightSpan(1, 0, 1),), error)
+    with pytest.raises(TruerollError, match=f"found finish reason {reason} .*{error or 'a client ended it'}"):
+        check_samples([sample], oldest=1)
+
+
+def test_filters_and_generation_kwargs_reach_the_worker(tiny_llama: Path, tiny_served: ServedEngine) -> None:
+    trainer = stand_in(tiny_llama, top_k=7, min_p=0.1, generation_kwargs={"min_tokens": 3, "min_p": 0.2})
+    with RecordingClient(tiny_served.address) as client, CheckingPublisher(tiny_served) as publisher:
+        rollout_func(client, publisher)(["ab"], trainer)
+    params = client.groups[0].params
+    assert (params.top_k, params.min_p, params.min_tokens, params.max_tokens) == (7, 0.2, 3, 8)
+    assert params.stop_token_ids == (2,)
+
+
+def test_without_trl_the_import_says_what_to_install() -> None:
+    code = "import sys; sys.modules['trl'] = None; import trueroll.rollout.integrations.trl"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "TrlMissingError: trl: expected version 1.16, found:" in done.stderr and "trueroll[trl]" in done.stderr

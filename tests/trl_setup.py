@@ -1,0 +1,106 @@
+"""What the tests with TRL share: workers in this process, so that a test can read their live weights, a publisher that
+does so after each push, and settings for `GRPOTrainer` on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when trl is imported
+
+import torch
+from serving import WorkerOnThread
+from trl import GRPOConfig
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.rollout import RolloutClient
+from trueroll.rollout.config import WorkerConfig
+from trueroll.weight_sync import WeightPublisher
+
+
+class ServedEngine:
+    """An engine behind a worker at `address`, in this process."""
+
+    def __init__(self, engine: Engine, address: str) -> None:
+        self.engine, self.address = engine, address
+
+    def differing(self, model: torch.nn.Module) -> list[str]:
+        """The names of the parameters of which the live weights differ from the model's in any bit."""
+        live, theirs = self.engine.weights.tensors, model.state_dict()
+        return [name for name in live if bits(live[name].to_dense()) != bits(theirs[name])]
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@contextmanager
+def serve(model: Path) -> Iterator[ServedEngine]:
+    """A worker with the model in float32, on a thread."""
+    engines: list[Engine] = []
+
+    def make_engine() -> Engine:
+        engines.append(Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", num_blocks=256)))
+        return engines[0]
+
+    running = WorkerOnThread(WorkerConfig(), make_engine)
+    try:
+        with RolloutClient(running.address) as client:
+            client.score([[1, 2]])  # answered once the engine is there
+        yield ServedEngine(engines[0], running.address)
+    finally:
+        running.worker.drain()
+        running.worker.drain()
+        running.join()
+
+
+class CheckingPublisher(WeightPublisher):
+    """Notes after each push which weights of the worker differ from the model's, and what the model's embedding is.
+
+    Once `skips` is set, pushes are left out, and what is noted stays the same.
+    """
+
+    def __init__(self, served: ServedEngine) -> None:
+        super().__init__(timeout=20.0)
+        self.connect([served.address])
+        self.served, self.skips = served, False
+        self.differing: list[list[str]] = []
+        self.embeddings: list[bytes] = []
+
+    def push(self, tensors: Any, version: int) -> Any:
+        result = None if self.skips else super().push(tensors, version)
+        self.differing.append(self.served.differing(tensors))
+        self.embeddings.append(bits(tensors.get_input_embeddings().weight))
+        return result
+
+
+def grpo_settings(output: Path, **changes: Any) -> GRPOConfig:
+    """A short training in float32 on a CPU: each step has one group of four samples of at most eight tokens."""
+    fields: dict[str, Any] = dict(
+        output_dir=str(output),
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": "float32"},
+        activation_checkpointing=False,
+        temperature=0.8,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        max_completion_length=8,
+        learning_rate=1e-5,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    return GRPOConfig(**(fields | changes))
+
+
+def num_vowels(completions: list[Any], **_: Any) -> list[float]:
+    """A reward for text, or for the messages of an answer."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(sum(letter in "aeiou" for letter in text)) for text in texts]
