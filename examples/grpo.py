@@ -1,0 +1,299 @@
+"""A complete GRPO trainer: `python examples/grpo.py --out FOLDER`, and `--help` for what can be chosen.
+
+SmolLM2-135M learns to complete sums such as `4 - 9 =` with the number alone. At each step a worker samples a group of
+answers to each of a few tasks of reasoning-gym; the trainer scores them, takes one step on PPO's clipped objective with
+advantages relative to the group, and pushes its weights. Then it prints the largest difference between the log-probs
+that the worker sampled with and the trainer's own: 0.0, unless `--unaligned` asks for the plain forward pass.
+
+With `--staleness 1` the next batch is generated while the trainer computes. Each token tells the version of the weights
+it came from, and its importance ratio is relative to the log-prob that it was sampled with. Otherwise a run is the same
+to the bit each time, also when the worker is killed on the way, or the trainer, and goes on with `--resume`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would stall a worker on the same cores
+
+import numpy as np
+import reasoning_gym
+import torch
+import typer
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trueroll.engine.errors import TruerollError
+from trueroll.engine.models.loader import resolve_model
+from trueroll.kernels.training import align, token_log_probs
+from trueroll.rollout import Group, RolloutClient, SamplingParams, launch_worker
+from trueroll.rollout.errors import PushError, WorkerFailedError, WorkerLostError
+from trueroll.weight_sync import WeightPublisher
+
+GROUP_SIZE = 8
+MAX_TOKENS = 12
+LEARNING_RATE = 2e-5
+CLIP = 0.2
+CHUNK = 64  # samples that go through the model at once
+WORKER_TIMEOUT = 15.0  # seconds without a sign of life
+
+
+@dataclass(frozen=True)
+class Sample:
+    """`ids` int64: prompt and answer. Of the answer alone: `log_probs` float32, and `versions` int64 of the weights."""
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    versions: torch.Tensor
+    reward: float
+    advantage: float
+
+
+class Tasks:
+    """What is asked at each step, and what an answer is worth."""
+
+    def __init__(self, folder: Path, seed: int, per_step: int) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        sizes = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+        self.tasks: Any = reasoning_gym.create_dataset("chain_sum", seed=seed * 10**6, size=10**6, **sizes)
+        self.per_step = per_step
+
+    def of(self, step: int) -> list[dict[str, Any]]:
+        return [self.tasks[index] for index in range(step * self.per_step, (step + 1) * self.per_step)]
+
+    def requests(self, step: int) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Prompts with their parameters. The questions end with `=`: the model completes them, without a template."""
+        prompts = [self.tokenizer(task["question"])["input_ids"] for task in self.of(step)]
+        seeds = [self.tasks.seed + task["metadata"]["source_index"] for task in self.of(step)]
+        return prompts, [SamplingParams(n=GROUP_SIZE, max_tokens=MAX_TOKENS, seed=seed) for seed in seeds]
+
+    def score(self, step: int, groups: list[Group]) -> Iterator[Sample]:
+        """All samples, with rewards from 0 to 1, and advantages relative to the group."""
+        for task, prompt, group in zip(self.of(step), self.requests(step)[0], groups, strict=True):
+            texts = [self.tokenizer.decode(output.token_ids, skip_special_tokens=True) for output in group.samples]
+            rewards = torch.tensor([self.tasks.score_answer(text.strip(), task) for text in texts])
+            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+            for output, reward, advantage in zip(group.samples, rewards.tolist(), advantages.tolist(), strict=True):
+                ids, log_probs = torch.tensor([*prompt, *output.token_ids.tolist()]), torch.tensor(output.logprobs)
+                versions = [torch.full((span.end - span.start,), span.version) for span in output.weight_versions]
+                yield Sample(ids, log_probs, torch.cat(versions), reward, advantage)
+
+
+class Trainer:
+    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: how many steps it took."""
+
+    def __init__(self, folder: Path, is_aligned: bool) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        self.version, self.is_aligned = 0, is_aligned
+        if is_aligned:
+            align(self.model)
+
+    def step(self, samples: list[Sample]) -> dict[str, Any]:
+        """Take one optimizer step, and return its metrics."""
+        versions = torch.cat([sample.versions for sample in samples])
+        parts = [self._backward(samples[i : i + CHUNK], len(versions)) for i in range(0, len(samples), CHUNK)]
+        losses, differences = (torch.cat(part) for part in zip(*parts, strict=True))
+        new, old = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.version += 1
+        reward, length = sum(sample.reward for sample in samples) / len(samples), len(versions) / len(samples)
+        row = dict(reward=reward, response_length=length, mismatch=max(new, default=None))
+        row |= dict(stale_difference=max(old, default=None), stale_share=len(old) / len(versions))
+        return row | dict(oldest_version=versions.min().item(), loss=losses.sum().item(), grad_norm=grad_norm.item())
+
+    def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the gradients of a micro-batch. Returns each answer token's part of the loss, and its mismatch."""
+        with torch.autocast("cpu", torch.bfloat16):
+            log_probs = self._log_probs(samples)
+        sampled = torch.cat([sample.log_probs for sample in samples])
+        advantages = torch.cat([torch.full_like(sample.log_probs, sample.advantage) for sample in samples])
+        ratios = (log_probs - sampled).exp()
+        losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
+        losses.sum().backward()
+        return losses.detach(), (log_probs - sampled).detach().abs()
+
+    def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
+        """float32, of each token of the answers, one after the other."""
+        ids = pad_sequence([sample.ids for sample in samples], batch_first=True, padding_value=-1)
+        answers = [torch.arange(len(sample.ids)) >= len(sample.ids) - len(sample.log_probs) for sample in samples]
+        is_answer = pad_sequence(answers, batch_first=True)
+        mask, ids = ids >= 0, ids.clamp(min=0)
+        if self.is_aligned:
+            return token_log_probs(self.model, ids, mask, completion_mask=is_answer)[is_answer]
+        logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_answer[:, 1:]].float()
+        return logits.log_softmax(-1).gather(1, ids[is_answer][:, None])[:, 0]
+
+
+class Rollouts:
+    """Owns the worker process, which serves the weights of `trainer`, and the connections to it.
+
+    A worker that dies is replaced: a sample depends on weights, prompt and seed alone, not on who computed it.
+    """
+
+    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Tasks) -> None:
+        self.resources, self.folder, self.trainer, self.tasks = resources, folder, trainer, tasks
+        self.is_running, self.background = False, ThreadPoolExecutor(1)
+        self.pending: Future[list[Group]] | None = None
+
+    def start(self, step: int) -> None:
+        """Generate the samples of `step` in the background, until `finish` asks for them."""
+        self.pending = self.background.submit(self._generate, step)
+
+    def finish(self, step: int) -> list[Group]:
+        """The samples of `step`, a group for each prompt."""
+        pending, self.pending = self.pending, None
+        try:
+            if pending is not None:
+                return pending.result()
+        except TruerollError as error:
+            print(f"generating again: {error}")
+        return self._survive(lambda: self._generate(step))
+
+    def sleep(self, level: Any) -> None:
+        """Give the worker's memory back until the next `publish`."""
+        self._survive(lambda: self.client.sleep(level))
+
+    def publish(self) -> None:
+        """Have the worker serve the weights that the trainer has now."""
+        self._survive(self._push)
+
+    def _survive(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns, with another worker if this one dies."""
+        for _ in range(3):
+            try:
+                if not self.is_running:
+                    self._launch()
+                return action()
+            except (WorkerLostError, WorkerFailedError, PushError) as error:
+                self.is_running = False
+                self.resources.close()
+                print(f"the worker was lost: {error}")
+        raise WorkerLostError("worker: expected one that lives, found three that died in a row; see the logs above")
+
+    def _launch(self) -> None:
+        worker = self.resources.enter_context(launch_worker(str(self.folder), dtype="bfloat16", max_model_len=256))
+        self.client = self.resources.enter_context(RolloutClient(worker.address, timeout=WORKER_TIMEOUT))
+        self.publisher = self.resources.enter_context(WeightPublisher("shared", timeout=WORKER_TIMEOUT))
+        self.publisher.connect([worker.address])
+        self._push()
+        self.is_running = True
+
+    def _push(self) -> None:
+        self.client.wake_up(["weights"])
+        self.publisher.push(self.trainer.model, self.trainer.version)
+        self.client.wake_up(["kv_cache"])
+
+    def _generate(self, step: int) -> list[Group]:
+        return self.client.generate(*self.tasks.requests(step))
+
+
+class Record:
+    """The folder of a run. Killed at any moment, it leaves a whole checkpoint, and the metrics up to there."""
+
+    def __init__(self, folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.metrics, self.checkpoint, self.plot = (folder / n for n in ("metrics.csv", "checkpoint.pt", "plot.png"))
+        self.trainer, self.settings = trainer, settings
+
+    def begin(self, resume: bool) -> None:
+        """Put the trainer where the last checkpoint is, if there is one. Metrics of later steps are dropped."""
+        if self.metrics.exists() and not resume:
+            raise typer.BadParameter(f"--out: expected a folder without a run, found {self.metrics}; add --resume")
+        if not self.checkpoint.exists():
+            self.metrics.write_text("")
+            return
+        state = torch.load(self.checkpoint, weights_only=True)
+        if state["settings"] != self.settings:
+            raise typer.BadParameter(f"--resume: expected {state['settings']}, found {self.settings}; give the same")
+        self.trainer.model.load_state_dict(state["model"])
+        self.trainer.optimizer.load_state_dict(state["optimizer"])
+        self.trainer.version = state["version"]
+        lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
+        os.truncate(self.metrics, len(b"".join(lines)))
+
+    def save(self) -> None:
+        state = dict(model=self.trainer.model.state_dict(), optimizer=self.trainer.optimizer.state_dict())
+        new = self.checkpoint.with_suffix(".new")
+        torch.save(state | dict(version=self.trainer.version, settings=self.settings), new)
+        os.replace(new, self.checkpoint)
+
+    def add(self, row: dict[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            if file.tell() == 0:
+                file.write(",".join(row) + "\n")
+            file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
+        print("step {step}: reward {reward:.3f}, response length {response_length:.1f},".format(**row), end=" ")
+        print("max |rollout log-prob - trainer log-prob| = {mismatch}, if stale {stale_difference}".format(**row))
+
+    def draw(self) -> None:
+        rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)
+        width = min(5, len(rows))  # steps that a line averages over
+        figure = Figure(figsize=(8, 8), layout="constrained")
+        for axes, name in zip(figure.subplots(3, sharex=True), ("reward", "response_length", "mismatch"), strict=True):
+            axes.plot(rows["step"], rows[name], ".")
+            axes.plot(rows["step"][width - 1 :], np.convolve(rows[name], np.full(width, 1 / width), "valid"))
+            axes.set_ylabel(name.replace("_", " "))
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel("step")
+        figure.savefig(self.plot)
+
+
+def train(record: Record, tasks: Tasks, rollouts: Rollouts, steps: int, staleness: int, sleep: int, every: int) -> None:
+    with Progress() as progress:
+        bar = progress.add_task("", total=steps, completed=record.trainer.version)
+        for step in range(record.trainer.version, steps):
+            progress.update(bar, description="generate")
+            groups = rollouts.finish(step)
+            if staleness and step + 1 < steps:
+                rollouts.start(step + 1)
+            if sleep:
+                rollouts.sleep(sleep)
+            progress.update(bar, description="train")
+            metrics = record.trainer.step(list(tasks.score(step, groups)))
+            progress.update(bar, description="push")
+            rollouts.publish()
+            record.add(dict(step=step) | metrics)
+            if (step + 1) % every == 0 or step + 1 == steps:
+                record.save()
+            progress.advance(bar)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for metrics.csv, plot.png and the last checkpoint (1.6 GB).")],
+    steps: Annotated[int, typer.Option(min=1, help="Of the whole run.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Of tasks and samples.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="Tasks in a step, with 8 samples each.")] = 8,
+    model: Annotated[str, typer.Option(help="A folder in Hugging Face format, a hub name, or smollm2.")] = "smollm2",
+    unaligned: Annotated[bool, typer.Option("--unaligned", help="Train with the plain forward pass.")] = False,
+    staleness: Annotated[int, typer.Option(min=0, max=1, help="1: generate the next batch while training.")] = 0,
+    sleep: Annotated[int, typer.Option(min=0, max=2, help="How deep the worker sleeps while training.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+) -> None:
+    """Train a small language model to do sums."""
+    if sleep and staleness:
+        raise typer.BadParameter("--sleep: expected 0 with --staleness 1, where the worker has no rest; drop one")
+    settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness)
+    folder = resolve_model(model)
+    trainer, tasks = Trainer(folder, is_aligned=not unaligned), Tasks(folder, seed, prompts)
+    record = Record(out, trainer, settings)
+    record.begin(resume)
+    with ExitStack() as resources:
+        rollouts = Rollouts(resources, folder, trainer, tasks)
+        train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)
+    record.draw()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,220 @@
+"""`examples/grpo.py` on a tiny model: a run is the same to the bit, also if its worker or the trainer is killed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import typer
+
+from tiny import make_tiny_model
+from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
+from trueroll.rollout.errors import WorkerFailedError, WorkerLostError
+from trueroll.weight_sync import WeightPublisher
+from trueroll.weight_sync.transaction import Transaction
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+DEADLINE = 60.0
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def grpo() -> Any:
+    spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules["grpo"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    module.WORKER_TIMEOUT = 5.0
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("models") / "tiny", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def run(grpo: Any, model: Path) -> Callable[..., list[dict[str, str]]]:
+    """Runs the example in this process, and returns the rows of its metrics."""
+
+    def run(folder: Path, *, steps: int = STEPS, **settings: Any) -> list[dict[str, str]]:
+        defaults: dict[str, Any] = dict(seed=1, prompts=2, unaligned=False, staleness=0, sleep=0, resume=False)
+        grpo.main(folder, model=str(model), steps=steps, **(defaults | dict(checkpoint_every=1) | settings))
+        return read_rows(folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The metrics of a run. It trains: some samples have a reward, and the weights change."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    rows = run(folder)
+    assert len(rows) == STEPS and all(float(row["grad_norm"]) > 0 for row in rows)
+    return (folder / "metrics.csv").read_bytes()
+
+
+def read_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("sleep", [0, 1, 2])
+def test_a_run_is_the_same_again_at_every_level_of_sleep(run, undisturbed: bytes, tmp_path: Path, sleep: int) -> None:
+    rows = run(tmp_path, sleep=sleep)
+    assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
+    assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
+    assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_seed_gives_another_run(run, undisturbed: bytes, tmp_path: Path) -> None:
+    run(tmp_path, seed=2)
+    assert (tmp_path / "metrics.csv").read_bytes() != undisturbed
+
+
+def test_the_plain_forward_pass_shows_a_mismatch(run, tmp_path: Path) -> None:
+    rows = run(tmp_path, steps=2, unaligned=True)
+    assert all(float(row["mismatch"]) > 0.0 for row in rows)
+
+
+class WorkerKiller:
+    """Kills the worker of a run once, in the midst of the `nth` call of a function: it is stopped before that sends
+    anything, so that it cannot answer, and killed a moment later. `pids`: of all workers of the run.
+    """
+
+    def __init__(self, grpo: Any, patch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:
+        self.pids: list[int] = []
+        self.grpo, self.called, self.nth, self.function = grpo, 0, nth, getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **kwargs: self.call(*args, **kwargs))
+        patch.setattr(grpo, "launch_worker", self.launch)
+
+    def launch(self, *args: Any, **settings: Any) -> WorkerProcess:
+        worker = launch_worker(*args, **settings)
+        self.pids.append(worker.pid)
+        return worker
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.called += 1
+        if self.called == self.nth:
+            os.kill(self.pids[-1], signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (self.pids[-1], signal.SIGKILL)).start()
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "nth"),
+    [
+        (RolloutClient, "generate", 2),
+        (RolloutClient, "sleep", 2),
+        (WeightPublisher, "push", 3),
+        (Transaction, "commit", 3),
+    ],
+)
+def test_a_killed_worker_changes_nothing(
+    run, grpo, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, nth: int
+) -> None:
+    killer = WorkerKiller(grpo, monkeypatch, owner, name, nth)
+    run(tmp_path, sleep=2)
+    assert len(killer.pids) == 2 and killer.called > nth
+    assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
+
+
+def test_workers_that_all_die_end_the_run(run, grpo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*args: Any, **settings: Any) -> WorkerProcess:
+        raise WorkerFailedError("worker: ended")
+
+    monkeypatch.setattr(grpo, "launch_worker", launch)
+    with pytest.raises(WorkerLostError, match="three that died"):
+        run(tmp_path)
+
+
+def check_stale(rows: list[dict[str, str]]) -> None:
+    """Each batch but the first was begun under the weights before those that it trained."""
+    assert len(rows) == STEPS and rows[0]["mismatch"] == "0.0" and rows[0]["stale_share"] == "0.0"
+    for step, row in enumerate(rows[1:], 1):
+        assert row["oldest_version"] == str(step - 1) and float(row["stale_share"]) > 0.0
+        assert float(row["stale_difference"]) > 0.0 and row["mismatch"] in ("", "0.0")
+
+
+def test_stale_tokens_carry_their_version(run, tmp_path: Path) -> None:
+    check_stale(run(tmp_path, staleness=1))
+
+
+def test_a_worker_killed_while_generating_in_the_background_is_replaced(
+    run, grpo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = WorkerKiller(grpo, monkeypatch, RolloutClient, "generate", 2)
+    rows = run(tmp_path, staleness=1)
+    assert len(killer.pids) == 2 and killer.called > STEPS
+    assert len(rows) == STEPS and {row["mismatch"] for row in rows} <= {"", "0.0"}
+
+
+def test_a_killed_trainer_resumes(run, model: Path, tmp_path: Path) -> None:
+    """It is killed after a checkpoint, and so that the last line of its metrics is torn."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    metrics = killed / "metrics.csv"
+    command = [sys.executable, str(EXAMPLE), "--out", str(killed), "--model", str(model), "--prompts", "2"]
+    trainer = subprocess.Popen([*command, "--steps", "10000", "--checkpoint-every", "2"])
+    try:
+        wait_until(lambda: metrics.exists() and len(read_rows(killed)) >= 3)
+        (worker,) = psutil.Process(trainer.pid).children()
+    finally:
+        trainer.kill()
+    assert trainer.wait() == -signal.SIGKILL
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    metrics.write_bytes(metrics.read_bytes() + b"9999,0.")
+    steps = len(read_rows(killed)) + 1
+    assert 2 <= torch.load(killed / "checkpoint.pt", weights_only=True)["version"] < steps
+    rows = run(killed, steps=steps, resume=True)
+    run(whole, steps=steps)
+    assert [row["step"] for row in rows] == [str(step) for step in range(steps)]
+    assert metrics.read_bytes() == (whole / "metrics.csv").read_bytes()
+
+
+def test_only_a_run_with_the_same_settings_resumes(run, undisturbed: bytes, tmp_path: Path) -> None:
+    run(tmp_path, steps=1)
+    with pytest.raises(typer.BadParameter, match="without a run"):
+        run(tmp_path)
+    with pytest.raises(typer.BadParameter, match="'seed': 1.*'seed': 2"):
+        run(tmp_path, seed=2, resume=True)
+    run(tmp_path, resume=True)
+    assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
+
+
+def test_a_worker_that_generates_all_the_time_cannot_sleep(run, tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="--sleep"):
+        run(tmp_path, staleness=1, sleep=1)
+
+
+@pytest.mark.parametrize(("shift", "advantage"), [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)])
+def test_the_objective_is_clipped_on_one_side(grpo, model: Path, shift: float, advantage: float) -> None:
+    """Where the ratio has gone too far in the direction of the advantage already, there is no gradient."""
+    trainer = grpo.Trainer(model, is_aligned=True)
+    ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        log_probs = trainer._log_probs([grpo.Sample(ids, torch.zeros(2), old, 0.0, 0.0)])
+    trainer.version = 1
+    row = trainer.step([grpo.Sample(ids, log_probs + shift, old, 0.0, advantage)])
+    assert row["stale_difference"] == pytest.approx(1.0) and row["mismatch"] is None
+    assert (row["grad_norm"] == 0.0) == (shift == -advantage)
