@@ -1,7 +1,7 @@
 """What alignment costs a trainer: `python examples/training_report.py [MODEL]`, 5 minutes and 8 GB with `smollm2`.
 
-For several batches and ways of computing, the time of a training step (forward and backward pass, no optimizer) of the
-aligned model over that of the same model before: the median over pairs of steps, one right after the other.
+For several batches and dtypes: the time of an aligned training step (forward and backward pass, no optimizer) over that
+of an unaligned one, the median over pairs of steps that run one right after the other.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The ops that training needs, with gradients.
 
-The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is plain torch, in the
-dtype of the forward pass: it promises what plain training promises, gradients within rounding. Both ignore autocast,
-which would change a dtype in between; the caller casts.
+The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is torch's, in the dtype
+of the forward pass, apart from rotation and recomputed logits, which are ops too; it promises gradients within
+rounding. Both ignore autocast, which would change a dtype in between; the caller casts.
 
-M: rows, which are tokens of any number of sequences. All floating-point tensors of a call share one dtype and device.
-Owns nothing: a weight is packed anew for each call, since nothing tells that an optimizer has changed it.
+M: rows, which are tokens of any number of sequences. The floating-point tensors of a call share one dtype and device
+where nothing else is said. Owns nothing: a weight is put into the backend's layout anew for each call, since not every
+change of a weight can be noticed: one through `.data` does not raise torch's version counter.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .ops import AttentionBatch, Backend, Wanted, Weight
 
-BLOCK_SIZE = 16
+# Any even size gives the same bits.
+_BLOCK_SIZE = 16
 # The most memory that the logits of a backward pass take at once.
 _LOGITS_BYTES = 2**28
 
 
-def _pack(ops: Backend, weight: Tensor) -> Weight:
+def _backend_weight(ops: Backend, weight: Tensor) -> Weight:
     rows, columns = weight.shape
-    packed = ops.new_weight(rows, columns, weight.new_empty)
-    packed.copy_(weight)
-    return packed
+    stored = ops.new_weight(rows, columns, weight.new_empty)
+    stored.copy_(weight)
+    return stored
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,30 +48,37 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Linear(Function):
+class _Product(Function):
+    """`product(x, weight, *bias)`, an op of the backend; x [M, K], weight [N, K], bias [N] or nothing."""
+
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, ops: Backend, product: Callable[..., Tensor], x: Tensor, weight: Tensor, *bias: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return ops.linear(x, _pack(ops, weight), bias)
+        return product(x, _backend_weight(ops, weight), *bias)
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        _, of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            None,
-            grad @ weight if of_x else None,
-            grad.T @ x if of_weight else None,
-            grad.sum(0) if of_bias else None,
-        )
+        grad = grad.to(weight.dtype)
+        _, _, needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
+        grad_x = grad @ weight if needs_x else None
+        grad_weight = grad.T @ x if needs_weight else None
+        return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
 
 
 def linear(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
-    return _Linear.apply(ops, x, weight, bias)  # type: ignore[return-value]
+    return _Product.apply(ops, ops.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
+
+
+def logits(ops: Backend, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
+    return _Product.apply(ops, ops.lm_head, hidden, weight)  # type: ignore[return-value]
 
 
 class _Rmsnorm(Function):
@@ -86,13 +95,13 @@ class _Rmsnorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wide, grad = x.float(), grad.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
-        normed = wide.mul_(scale)
-        of_weight = (grad * normed).sum(0).to(weight.dtype)
+        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
+        normed = wide * rstd
+        grad_weight = (grad * normed).sum(0).to(weight.dtype)
         grad = grad * weight
-        along = (grad * normed).mean(-1, keepdim=True)
-        of_x = grad.addcmul_(normed, along, value=-1.0).mul_(scale).to(x.dtype)
-        return None, of_x, of_weight, None
+        projection = (grad * normed).mean(-1, keepdim=True)
+        grad_x = grad.addcmul_(normed, projection, value=-1.0).mul_(rstd).to(x.dtype)
+        return None, grad_x, grad_weight, None
 
 
 def rmsnorm(ops: Backend, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -149,12 +158,13 @@ class Packed:
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> Packed:
+        """Sequences of these lengths, with their positions on `device`."""
         return cls(lens, torch.cat([torch.arange(n, device=device) for n in lens]))
 
     @cached_property
     def batch(self) -> AttentionBatch:
         """Every row attends to the rows of its sequence up to itself, in a cache where each has blocks of its own."""
-        counts = torch.tensor([-(-n // BLOCK_SIZE) for n in self.lens], device=self.positions.device)
+        counts = torch.tensor([-(-n // _BLOCK_SIZE) for n in self.lens], device=self.positions.device)
         first = counts.cumsum(0) - counts
         tables = first[:, None] + torch.arange(int(counts.max()), device=counts.device)
         return AttentionBatch(
@@ -167,19 +177,14 @@ class Packed:
     def slots(self) -> Tensor:
         """Where in the cache each row's key and value stand: int64 [M]."""
         lens = torch.tensor(self.lens, device=self.positions.device)
-        return self.batch.block_tables[:, 0].repeat_interleave(lens) * BLOCK_SIZE + self.positions
+        return self.batch.block_tables[:, 0].repeat_interleave(lens) * _BLOCK_SIZE + self.positions
 
-    @property
-    def num_blocks(self) -> int:
-        """The blocks that the cache must have."""
-        return sum(-(-n // BLOCK_SIZE) for n in self.lens)
-
-    def groups(self) -> Iterator[tuple[int, ...]]:
+    def groups(self) -> list[list[int]]:
         """The sequences by length, so that a group padded to its longest has less than twice its tokens."""
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):
             alike[length.bit_length()].append(i)
-        yield from map(tuple, alike.values())
+        return list(alike.values())
 
 
 class _Attention(Function):
@@ -188,7 +193,8 @@ class _Attention(Function):
     def forward(ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.packed, ctx.scale = packed, scale
-        caches = k.new_zeros(2, packed.num_blocks, BLOCK_SIZE, *k.shape[1:])
+        num_blocks = int(packed.batch.block_tables.max()) + 1
+        caches = k.new_zeros(2, num_blocks, _BLOCK_SIZE, *k.shape[1:])
         ops.write_kv(k, v, caches[0], caches[1], packed.slots)
         return ops.paged_attention(q, caches[0], caches[1], packed.batch, scale)
 
@@ -211,16 +217,14 @@ class _Attention(Function):
 
 
 def _attention_gradients(padded: Sequence[Tensor], scale: float) -> list[Tensor]:
-    """Those of q, k and v, of sequences padded on the right: no query that counts sees the padding behind it.
+    """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding.
 
     `padded`: q, k, v and the gradient of the output, each [B, T, heads, D].
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
-    inputs = [x.requires_grad_() for x in inputs]
-    group = inputs[0].shape[1] // inputs[1].shape[1]
+    q, k, v = inputs = [x.requires_grad_() for x in inputs]
     with torch.enable_grad():
-        key, value = (x.repeat_interleave(group, dim=1) for x in inputs[1:])
-        out = F.scaled_dot_product_attention(inputs[0], key, value, is_causal=True, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return [x.transpose(1, 2) for x in torch.autograd.grad(out, inputs, grad)]
 
 
@@ -229,40 +233,18 @@ def attention(ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, sca
     return _Attention.apply(ops, q, k, v, packed, scale)  # type: ignore[return-value]
 
 
-class _Logits(Function):
-    @staticmethod
-    @_without_autocast
-    def forward(ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return ops.lm_head(hidden, _pack(ops, weight))
-
-    @staticmethod
-    @once_differentiable
-    @_without_autocast
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)
-        _, of_hidden, of_weight = ctx.needs_input_grad
-        return None, grad @ weight if of_hidden else None, grad.T @ hidden if of_weight else None
-
-
-def logits(ops: Backend, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
-    return _Logits.apply(ops, hidden, weight)  # type: ignore[return-value]
-
-
 class _LogProbs(Function):
     @staticmethod
     @_without_autocast
     def forward(
         ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
     ) -> Tensor:
-        ctx.ops, ctx.temperature, ctx.packed = ops, temperature, _pack(ops, weight)
+        ctx.ops, ctx.temperature = ops, temperature
         temperatures = torch.full(token_ids.shape, temperature, dtype=torch.float32, device=hidden.device)
         unused = torch.zeros_like(token_ids)
         rows = torch.arange(len(token_ids), device=hidden.device)
         wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
-        _, log_probs, _ = ops.next_tokens(hidden, ctx.packed, wanted)
+        _, log_probs, _ = ops.next_tokens(hidden, _backend_weight(ops, weight), wanted)
         ctx.save_for_backward(hidden, weight, token_ids, log_probs)
         return log_probs
 
@@ -272,23 +254,22 @@ class _LogProbs(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, for a part of the vocabulary at a time."""
         hidden, weight, token_ids, log_probs = ctx.saved_tensors
-        of_weight = ctx.needs_input_grad[2]
         scaled = (hidden.float() * weight[token_ids].float()).sum(-1) / ctx.temperature
         log_totals = (scaled - log_probs)[:, None]
         grad = grad[:, None] / ctx.temperature
-        hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
-        weight_grad = torch.empty_like(weight) if of_weight else None
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        stored = _backend_weight(ctx.ops, weight)
         for start, end in _vocabulary_parts(len(weight), len(hidden)):
-            part = ctx.packed.narrow(0, start, end - start)
-            logits = ctx.ops.lm_head(hidden, part).div_(ctx.temperature)
-            logits_grad = logits.sub_(log_totals).exp_().mul_(-grad)
+            logits = ctx.ops.lm_head(hidden, stored.narrow(0, start, end - start)).div_(ctx.temperature)
+            grad_logits = logits.sub_(log_totals).exp_().mul_(-grad)
             rows = ((token_ids >= start) & (token_ids < end)).nonzero().flatten()
-            logits_grad[rows, token_ids[rows] - start] += grad[rows, 0]
-            logits_grad = logits_grad.to(hidden.dtype)
-            hidden_grad += logits_grad @ weight[start:end]
-            if weight_grad is not None:
-                torch.mm(logits_grad.T, hidden, out=weight_grad[start:end])
-        return None, hidden_grad.to(hidden.dtype), weight_grad, None, None
+            grad_logits[rows, token_ids[rows] - start] += grad[rows, 0]
+            grad_logits = grad_logits.to(hidden.dtype)
+            grad_hidden += grad_logits @ weight[start:end]
+            if grad_weight is not None:
+                torch.mm(grad_logits.T, hidden, out=grad_weight[start:end])
+        return None, grad_hidden.to(hidden.dtype), grad_weight, None, None
 
 
 def _vocabulary_parts(vocab_size: int, rows: int) -> Iterator[tuple[int, int]]:
@@ -301,6 +282,6 @@ def _vocabulary_parts(vocab_size: int, rows: int) -> Iterator[tuple[int, int]]:
 def log_probs(ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
     """The log-prob, at `temperature`, of one token (int64 [M]) after each of hidden [M, H], with weight [V, H].
 
-    float32 [M]. Never are all logits in memory.
+    float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once.
     """
     return _LogProbs.apply(ops, hidden, weight, token_ids, temperature)  # type: ignore[return-value]

@@ -1,8 +1,9 @@
 """The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
 
-`align` gives the decoder, its layers and the head of a Llama, Qwen2 or Qwen3 model another forward pass, and leaves its
-parameters, names, hooks and checkpoints alone; `unalign` gives them their own back. The forward pass drops padding,
-computes the tokens of all sequences as rows, and keeps no KV cache.
+`align` gives the decoder, its layers and the head of a Llama, Qwen2 or Qwen3 model another forward pass, and leaves
+parameters, names and checkpoints alone; `unalign` gives them their own back. The forward pass drops padding, computes
+the tokens of all sequences as rows, and keeps no KV cache. Forward hooks run on the decoder and its layers: the modules
+inside a layer are read, not called.
 
 Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
 the worker's log-probs, whatever the micro-batch, padding or packing. Gradients agree with those of the unaligned model
@@ -26,13 +27,16 @@ from .autograd import Packed
 from .ops import Backend, select_backend
 
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def align(model: Any, backend: str = "auto") -> None:
-    """Make a transformers causal language model compute with the ops of `backend`, as `EngineConfig.backend` names it.
+    """Make a transformers LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM compute with the ops of `backend`:
+    `auto` (the fastest that serves it), `cpu` or `reference`.
 
-    Raise ValueError if the model is aligned already, or is none that the ops compute.
+    `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
+    Raise ValueError for a model that is aligned already, or that the ops do not compute.
     """
     _check_model(model)
     head_dim, weight = model.model.layers[0].self_attn.head_dim, model.lm_head.weight
@@ -58,7 +62,8 @@ def token_log_probs(
 ) -> Tensor:
     """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
 
-    `input_ids` int64: padded [B, T], with `attention_mask` [B, T] unless there is no padding, which may be on either
+    `model`: itself, not a wrapper such as DDP or FSDP, whose own forward pass is not called here. `input_ids` int64:
+    padded [B, T], with `attention_mask` [B, T] (bool or integers) unless there is no padding, which may be on either
     side; or packed [M], with the `lengths` of the sequences. `temperature`: of the log-probs; 0 for greedy samples,
     whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the tokens whose
     log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence.
@@ -71,20 +76,21 @@ def token_log_probs(
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     _check_shape("completion_mask", mask, input_ids.shape)
     if lengths is None:
-        rows, packed = _pack_tokens(input_ids, attention_mask)
+        indices, packed = _unpad(input_ids, attention_mask)
     else:
         _check_lengths(input_ids, attention_mask, lengths)
-        rows, packed = torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
-    found = _packed_log_probs(model, input_ids.flatten()[rows], packed, temperature, mask.flatten()[rows])
-    return found.new_zeros(input_ids.numel()).index_copy(0, rows, found).view(input_ids.shape)
+        indices, packed = torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
+    found = _packed_log_probs(model, input_ids.flatten()[indices], packed, temperature, mask.flatten()[indices])
+    return found.new_zeros(input_ids.numel()).index_copy(0, indices, found).view(input_ids.shape)
 
 
 def _packed_log_probs(model: Any, ids: Tensor, packed: Packed, temperature: float, mask: Tensor) -> Tensor:
+    """float32 [M] for the tokens `ids` [M] of packed sequences."""
     hidden = model.model(input_ids=ids[None], position_ids=packed.positions[None]).last_hidden_state[0]
     wanted = (mask.bool() & (packed.positions > 0)).nonzero().flatten()
     weight = model.lm_head.weight.to(hidden.dtype)
     ops = _backend(model.lm_head, hidden)
-    found = autograd.log_probs(ops, hidden[wanted - 1], weight, ids[wanted], temperature or 1.0)
+    found = autograd.log_probs(ops, hidden[wanted - 1], weight, ids[wanted], _divisor(temperature))
     return found.new_zeros(len(ids)).index_copy(0, wanted, found)
 
 
@@ -96,27 +102,22 @@ def _decoder_forward(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,
-    use_cache: bool | None = None,
     **kwargs: Any,
 ) -> BaseModelOutputWithPast:
-    unserved = dict(past_key_values=past_key_values, inputs_embeds=inputs_embeds)
-    unserved |= {name: kwargs.get(name) or None for name in ("output_attentions", "output_hidden_states")}
-    for name, value in unserved.items():
-        if value is not None:
-            raise ValueError(f"{name}: expected none for an aligned model, found some; leave it out, or call unalign")
+    for name in ("past_key_values", "inputs_embeds", "output_attentions", "output_hidden_states"):
+        if (value := kwargs.get(name)) is not None and value is not False:
+            raise ValueError(f"{name}: expected none for an aligned model, found one; leave it out, or call unalign")
     if input_ids is None:
         raise ValueError("input_ids: expected int64 [B, T], found none; give token ids")
-    rows, packed = _pack_tokens(input_ids, attention_mask, position_ids)
-    x = self.embed_tokens(input_ids.flatten()[rows]).to(_forward_dtype(self))
+    indices, packed = _unpad(input_ids, attention_mask, position_ids)
+    x = self.embed_tokens(input_ids.flatten()[indices]).to(_forward_dtype(self))
     ops = _backend(self, x)
     inv_freq, scale = _rope_parameters(self)
     rotation = ops.rotation(packed.positions, inv_freq.to(x.device), scale)
     for layer in self.layers:
         x = layer(x, packed, rotation)
     x = autograd.rmsnorm(ops, x, self.norm.weight.to(x.dtype), self.norm.variance_epsilon)
-    hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, rows, x)
+    hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
     return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
 
 
@@ -185,37 +186,41 @@ def _rope_parameters(decoder: Any) -> tuple[Tensor, float]:
     return rotary.inv_freq, rotary.attention_scaling
 
 
-def _pack_tokens(
+def _divisor(temperature: float) -> float:
+    """What a worker divides logits by: greedy samples keep theirs, and no quotient leaves float32."""
+    return max(temperature, 1e-30) if temperature > 0.0 else 1.0
+
+
+def _unpad(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Packed]:
     """The flat indices of the tokens that are not padding, and the sequences that they make.
 
     A sequence begins with each row of `input_ids`, and wherever `position_ids` are 0.
     """
-    rows = _real_tokens(input_ids, attention_mask)
-    if not len(rows):
+    indices = _unpadded_indices(input_ids, attention_mask)
+    if not len(indices):
         raise ValueError("attention_mask: expected tokens that are not padding, found none; leave such batches out")
-    begins = torch.diff(rows // input_ids.shape[1], prepend=rows.new_full((1,), -1)) != 0
+    begins = torch.diff(indices // input_ids.shape[1], prepend=indices.new_full((1,), -1)) != 0
     if position_ids is None:
-        return rows, _cut(begins)
-    given = position_ids.expand(input_ids.shape).flatten()[rows]
-    packed = _cut(begins | (given == 0))
+        return indices, _sequences(begins)
+    given = position_ids.expand(input_ids.shape).flatten()[indices]
+    packed = _sequences(begins | (given == 0))
     if not torch.equal(given, packed.positions):
         raise ValueError(
             "position_ids: expected to count up from 0 in each sequence, found something else; leave them out, and "
             "mark padding in attention_mask"
         )
-    return rows, packed
+    return indices, packed
 
 
-def _cut(begins: Tensor) -> Packed:
+def _sequences(begins: Tensor) -> Packed:
     """Sequences that begin where `begins` (bool [M]) says, the first of them at 0."""
     starts = [*begins.nonzero().flatten().tolist(), len(begins)]
     return Packed.of([end - start for start, end in pairwise(starts)], begins.device)
 
 
-def _real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The flat indices of those that are not padding."""
+def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add [None]")
     if attention_mask is None:
@@ -244,7 +249,8 @@ def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Se
 def _check_aligned(model: Any) -> None:
     if not hasattr(getattr(model, "lm_head", None), "_backend_name"):
         raise ValueError(
-            f"model: expected an aligned one, found a {type(model).__name__} as it was; call align(model) first"
+            f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
+            "pass the model without a wrapper"
         )
 
 
@@ -262,15 +268,20 @@ def _check_model(model: Any) -> None:
                 f"{module_name}: expected nn.Linear, found {type(module).__name__}; merge adapters, and align before "
                 "wrapping"
             )
-    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
+        names = " and ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
     config = model.config
     features: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "dtypes of parameters": (len(dtypes), (1,)),
         "hidden_act": (config.hidden_act, ("silu",)),
         "rope_type": (config.rope_parameters["rope_type"], _ROPE_TYPES),
         "attention_dropout": (config.attention_dropout, (0.0,)),
+        "attention_bias": (getattr(config, "attention_bias", False), (False,)),
+        "mlp_bias": (getattr(config, "mlp_bias", False), (False,)),
         "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), (False,)),
     }
-    for feature, (found, expected) in features.items():
-        if found not in expected:
-            raise ValueError(f"{feature}: expected one of {expected}, found {found!r}; train it without alignment")
+    for feature, (found, served) in features.items():
+        if found not in served:
+            expected = " or ".join(map(repr, served))
+            raise ValueError(f"{feature}: expected {expected}, found {found!r}; train this model without alignment")

@@ -31,7 +31,7 @@ Rollout = list[tuple[np.ndarray, SampleOutput]]
 
 
 def roll_out(model: Path, lengths: tuple[int, ...] = (150, 64, 40, 5), **settings: Any) -> Rollout:
-    """(prompt, sample) of groups of three, with prompts that were partly cached, and most of them preempted."""
+    """(prompt, sample) of groups of three. Some prompts were partly cached, and there were preemptions."""
     engine = make_engine(model, **settings, num_blocks=6 * len(lengths) + max(lengths) // 8, block_size=8)
     prompts = [np.concatenate((tokens(n), tokens(7, seed=i))) for i, n in enumerate(lengths)]
     run(engine, [generate("warm", tokens(max(lengths)), max_tokens=1)])
@@ -102,8 +102,8 @@ def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_so_it_does_for_smollm2(smollm2: Path, dtype: str, backend: str) -> None:
-    rollout = roll_out(smollm2, (130, 40), dtype=dtype, backend=backend, num_threads=2)[::2]
+def test_a_trainer_computes_the_bits_of_a_rollout_of_smollm2(smollm2: Path, dtype: str, backend: str) -> None:
+    rollout = roll_out(smollm2, (130, 40), dtype=dtype, backend=backend, num_threads=2)
     model = trainer_model(smollm2, dtype)
     align(model, backend)
     assert count_differences(packed(model, rollout), rollout) == 0
@@ -111,7 +111,9 @@ def test_so_it_does_for_smollm2(smollm2: Path, dtype: str, backend: str) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_so_it_does_with_every_instruction_set(tiny_llama: Path, native_library: Library, dtype: str) -> None:
+def test_a_trainer_computes_the_bits_of_every_instruction_set(
+    tiny_llama: Path, native_library: Library, dtype: str
+) -> None:
     model = trainer_model(tiny_llama, dtype)
     align(model, "cpu")
     for name in native_library.instruction_sets():
@@ -184,7 +186,7 @@ BROKEN: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("op", BROKEN)
 def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replacement is as accurate as the op itself, and still it shows."""
+    """Each replacement changes a log-prob by less than 1e-3, and still it shows."""
     rollout = roll_out(tiny_llama, backend="cpu")
     model = trainer_model(tiny_llama, "float32")
     align(model, "cpu")
@@ -196,4 +198,4 @@ def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeyp
     monkeypatch.setattr(training, "_backend", lambda module, x: broken)
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
-    assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"
+    assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"
