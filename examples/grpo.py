@@ -1,9 +1,9 @@
 """A complete GRPO trainer: `python examples/grpo.py --out FOLDER`, and `--help` for what can be chosen.
 
-SmolLM2-135M learns to complete sums such as `4 - 9 =` with the number alone. At each step a worker samples a group of
-answers to each of a few tasks of reasoning-gym; the trainer scores them, takes one step on PPO's clipped objective with
-advantages relative to the group, and pushes its weights. Then it prints the largest difference between the log-probs
-that the worker sampled with and the trainer's own: 0.0, unless `--unaligned` asks for the plain forward pass.
+SmolLM2-135M learns to complete questions that end in a sum, such as `4 - 9 =`, with the number alone. At each step a
+worker samples a group of answers to each of a few tasks of reasoning-gym; the trainer scores them, takes one step on
+PPO's clipped objective with advantages relative to the group, and pushes its weights. It prints the largest difference
+between the log-probs of worker and trainer: 0.0, unless `--unaligned` asks for the plain forward pass.
 
 With `--staleness 1` the next batch is generated while the trainer computes. Each token tells the version of the weights
 it came from, and its importance ratio is relative to the log-prob that it was sampled with. Otherwise a run is the same
@@ -88,7 +88,7 @@ class Tasks:
 
 
 class Trainer:
-    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: how many steps it took."""
+    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
 
     def __init__(self, folder: Path, is_aligned: bool) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -102,14 +102,14 @@ class Trainer:
         versions = torch.cat([sample.versions for sample in samples])
         parts = [self._backward(samples[i : i + CHUNK], len(versions)) for i in range(0, len(samples), CHUNK)]
         losses, differences = (torch.cat(part) for part in zip(*parts, strict=True))
-        new, old = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
+        fresh, stale = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.version += 1
         reward, length = sum(sample.reward for sample in samples) / len(samples), len(versions) / len(samples)
-        row = dict(reward=reward, response_length=length, mismatch=max(new, default=None))
-        row |= dict(stale_difference=max(old, default=None), stale_share=len(old) / len(versions))
+        row = dict(reward=reward, response_length=length, mismatch=max(fresh, default=None))
+        row |= dict(stale_difference=max(stale, default=None), stale_share=len(stale) / len(versions))
         return row | dict(oldest_version=versions.min().item(), loss=losses.sum().item(), grad_norm=grad_norm.item())
 
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +234,7 @@ class Record:
                 file.write(",".join(row) + "\n")
             file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
         print("step {step}: reward {reward:.3f}, response length {response_length:.1f},".format(**row), end=" ")
-        print("max |rollout log-prob - trainer log-prob| = {mismatch}, if stale {stale_difference}".format(**row))
+        print("max |rollout log-prob - trainer log-prob|: fresh {mismatch}, stale {stale_difference}".format(**row))
 
     def draw(self) -> None:
         rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)

@@ -1,5 +1,5 @@
 """What the tests with TRL share: workers in this process, so that a test can read their live weights, a publisher that
-does so after each push, and settings for `GRPOTrainer` on a CPU.
+does so after each push, settings for both trainers on a CPU, and a reward.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when trl is imported
 import torch
 from serving import WorkerOnThread
 from trl import GRPOConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.rollout import RolloutClient
 from trueroll.rollout.config import WorkerConfig
 from trueroll.weight_sync import WeightPublisher
+
+MAX_STALENESS = 2
 
 
 class ServedEngine:
@@ -79,9 +82,9 @@ class CheckingPublisher(WeightPublisher):
         return result
 
 
-def grpo_settings(output: Path, **changes: Any) -> GRPOConfig:
-    """A short training in float32 on a CPU: each step has one group of four samples of at most eight tokens."""
-    fields: dict[str, Any] = dict(
+def short_training(output: Path) -> dict[str, Any]:
+    """In float32 on a CPU: each step has one group of four samples of at most eight tokens."""
+    return dict(
         output_dir=str(output),
         use_cpu=True,
         bf16=False,
@@ -97,7 +100,15 @@ def grpo_settings(output: Path, **changes: Any) -> GRPOConfig:
         report_to=[],
         disable_tqdm=True,
     )
-    return GRPOConfig(**(fields | changes))
+
+
+def grpo_settings(output: Path, **changes: Any) -> GRPOConfig:
+    return GRPOConfig(**(short_training(output) | changes))
+
+
+def async_settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
+    fields = dict(token_budget=0, max_staleness=MAX_STALENESS, max_inflight_tasks=16)
+    return AsyncGRPOConfig(**(short_training(output) | fields | changes))
 
 
 def num_vowels(completions: list[Any], **_: Any) -> list[float]:

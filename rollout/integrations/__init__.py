@@ -1,1 +1,1 @@
-"""What other projects' trainers plug in, one module for each. A module needs the project that it is named after."""
+"""Adapters for other projects' trainers, one package for each; each needs its project installed."""

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,12 @@ from datasets import Dataset
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+from trl_setup import async_settings, num_vowels
 
 from trueroll.engine.models.smollm2 import smollm2_folder
 from trueroll.rollout import AsyncRolloutClient, launch_worker
 from trueroll.rollout.integrations.trl import TruerollWeightTransfer, TruerollWorker
 from trueroll.weight_sync import WeightPublisher
-
-MAX_STALENESS = 2
 
 
 def varlen_attention(
@@ -81,33 +81,6 @@ class RecordingTrainer(AsyncGRPOTrainer):
         return super().compute_loss(model, inputs, *args, **options)
 
 
-def num_vowels(completions: list[Any], **_: Any) -> list[float]:
-    return [float(sum(letter in "aeiou" for letter in message["content"])) for [message] in completions]
-
-
-def settings(output: str, **changes: Any) -> AsyncGRPOConfig:
-    fields: dict[str, Any] = dict(
-        output_dir=output,
-        use_cpu=True,
-        bf16=False,
-        model_init_kwargs={"dtype": "float32"},
-        activation_checkpointing=False,
-        token_budget=0,
-        max_staleness=MAX_STALENESS,
-        max_inflight_tasks=16,
-        num_generations=4,
-        per_device_train_batch_size=4,
-        max_completion_length=8,
-        temperature=0.8,
-        learning_rate=1e-5,
-        max_steps=4,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    return AsyncGRPOConfig(**(fields | changes))
-
-
 def make_reward(kill: int | None) -> Any:
     """Counts vowels. Kills the process `kill`, if there is one, when it gets its third group."""
     groups = itertools.count(1)
@@ -146,9 +119,9 @@ def main() -> None:
     make_trl_run_on_a_cpu()
     folder = str(smollm2_folder())
     # Without another push, the trainer learns of the worker's death from its rollouts alone.
-    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else {}
+    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else dict(max_steps=4)
     with launch_worker(folder, device="cpu", dtype="float32", num_blocks=256) as worker:
-        args = settings(options.output, **changes)
+        args = async_settings(Path(options.output), **changes)
         trainer = train(args, folder, worker.address, worker.pid if options.kill else None)
     print(json.dumps({"log": trainer.state.log_history, "staleness": trainer.staleness}))
 

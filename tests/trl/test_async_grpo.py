@@ -19,23 +19,22 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig
-from trl_setup import ServedEngine, num_vowels
+from trl_setup import MAX_STALENESS, ServedEngine, async_settings, num_vowels
 
 from trueroll.engine.request import SampleOutput, WeightSpan
 from trueroll.rollout import AsyncRolloutClient
 from trueroll.rollout.errors import ConfigError, DeadlineError
-from trueroll.rollout.integrations.trl import TruerollWorker, WeightsError
+from trueroll.rollout.integrations.trl import TruerollWorker, WeightsError, async_grpo
 from trueroll.rollout.integrations.trl.scoring import Group, rollout_samples
 
 SCRIPT = Path(__file__).with_name("async_training.py")
-MAX_STALENESS = 2  # as in that script
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": [{"role": "user", "content": "cd"}], "answer": 2}]
 TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 
 
 def run_training(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", str(SCRIPT), *arguments]
-    environment = os.environ | {"TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
 
@@ -58,18 +57,16 @@ def test_a_worker_that_is_killed_ends_the_training_with_an_error(smollm2: Path, 
 
 
 def settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
-    fields: dict[str, Any] = dict(
-        output_dir=str(output), use_cpu=True, bf16=False, token_budget=0, max_staleness=2, max_inflight_tasks=4
-    )
-    fields |= dict(num_generations=2, per_device_train_batch_size=2, max_completion_length=6, report_to=[], seed=5)
-    return AsyncGRPOConfig(**(fields | changes))
+    """For groups of two, of which two are under way at most."""
+    fields = dict(max_inflight_tasks=4, num_generations=2, per_device_train_batch_size=2, max_completion_length=6)
+    return async_settings(output, **(fields | dict(seed=5) | changes))
 
 
 @contextmanager
 def working(
     served: ServedEngine, folder: Path, rewards: Any, args: AsyncGRPOConfig, rows: Any = ROWS
 ) -> Iterator[TruerollWorker]:
-    """A started worker, whose weights have the version that the engine says."""
+    """A started TruerollWorker that has been told the engine's weight version."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     worker = TruerollWorker(AsyncRolloutClient(served.address), args, tokenizer, rows, rewards)
@@ -155,12 +152,20 @@ def fail(**_: Any) -> list[float]:
         (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: expected a column prompt, found text"),
     ],
 )
-def test_what_fails_in_the_worker_is_raised_in_the_trainer(
-    reward: Any, rows: Any, error: type, message: str, tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+def test_what_fails_in_the_worker_is_logged_and_raised_in_the_trainer(
+    reward: Any,
+    rows: Any,
+    error: type,
+    message: str,
+    tiny_llama: Path,
+    tiny_served: ServedEngine,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with working(tiny_served, tiny_llama, [reward], settings(tmp_path), rows) as worker:
         with pytest.raises(error, match=message):
             until_unhealthy(worker, stale_after_s=60.0)
+    assert message in caplog.text
 
 
 def test_a_reward_function_that_hangs_is_noticed(tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path) -> None:
@@ -176,6 +181,25 @@ def test_a_reward_function_that_hangs_is_noticed(tiny_llama: Path, tiny_served: 
         goes_on.set()
 
 
+def test_stop_waits_for_a_reward_function_that_hangs_but_not_for_ever(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(**_: Any) -> list[float]:
+        hangs.set()
+        assert goes_on.wait(60.0)
+        return [1.0, 1.0]
+
+    with working(tiny_served, tiny_llama, [hang], settings(tmp_path)) as worker:
+        assert hangs.wait(60.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(async_grpo, "STOP_SECONDS", 0.2)
+            with pytest.raises(DeadlineError, match="expected reward functions to return within 0.2 s, found one"):
+                worker.stop()
+        goes_on.set()
+
+
 def test_a_worker_that_serves_older_weights_than_were_pushed_is_noticed(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
 ) -> None:
@@ -184,7 +208,7 @@ def test_a_worker_that_serves_older_weights_than_were_pushed_is_noticed(
         pushed = tiny_served.engine.weight_version + 1
         worker.update_model_version(pushed)
         worker.rollout_buffer.queue.clear()
-        with pytest.raises(WeightsError, match=f"expected weights of version {pushed}"):
+        with pytest.raises(WeightsError, match=f"expected weights of version {pushed} or newer, found {pushed - 1}"):
             until_unhealthy(worker, stale_after_s=60.0)
 
 
@@ -245,11 +269,19 @@ def test_rewards_are_needed(tiny_llama: Path, tmp_path: Path) -> None:
         TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), settings(tmp_path), tokenizer, ROWS, [])
 
 
-@pytest.mark.parametrize(("changes", "expected"), [(dict(max_staleness=0), 1), (dict(token_budget=64), 2)])
-def test_a_bound_that_leaves_no_sample_is_refused(
-    changes: dict[str, Any], expected: int, tiny_llama: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(max_staleness=0), "max_staleness: expected at least 1, .* found 0"),
+        (dict(max_staleness=1, token_budget=64), "max_staleness: expected at least 2, .* found 1"),
+        (dict(token_budget=None), "token_budget: expected a number, 0 for none, found None"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    changes: dict[str, Any], message: str, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    args = settings(tmp_path, **(dict(max_staleness=1) | changes))
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    with pytest.raises(ConfigError, match=f"max_staleness: expected at least {expected}, .* found"):
-        TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), args, tokenizer, ROWS, [num_vowels])
+    with pytest.raises(ConfigError, match=message):
+        TruerollWorker(
+            AsyncRolloutClient("ipc:///nowhere"), settings(tmp_path, **changes), tokenizer, ROWS, [num_vowels]
+        )

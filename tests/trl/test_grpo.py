@@ -33,6 +33,16 @@ TEXTS = Dataset.from_dict({"prompt": [f"{n} animals are" for n in range(2, 10)]}
 DIFFERENCE = "sampling/sampling_logp_difference/max"
 MEAN_DIFFERENCE = "sampling/sampling_logp_difference/mean"
 STEPS = 3
+SAMPLING: dict[str, Any] = dict(
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=None,
+    repetition_penalty=1.0,
+    max_completion_length=8,
+    generation_kwargs=None,
+)
+"""TRL's settings of how samples are drawn: its defaults, but for the length."""
 
 
 class RecordingClient(RolloutClient):
@@ -75,9 +85,9 @@ def trained(smollm2: Path, smollm2_served: ServedEngine, tmp_path_factory: pytes
         yield Trained(trainer, publisher, history, [*publisher.differing], [*publisher.embeddings])
 
 
-def test_trl_itself_finds_no_difference_between_its_log_probs_and_the_workers(trained: Trained) -> None:
+def test_trl_finds_its_log_probs_within_1e_4_of_the_workers(trained: Trained) -> None:
     found = [entry[DIFFERENCE] for entry in trained.history]
-    assert len(found) == STEPS and all(0.0 <= difference < 1e-4 for difference in found), found
+    assert len(found) == STEPS and 0.0 < max(found) < 1e-4, found
 
 
 def test_after_each_push_every_weight_of_the_worker_is_the_trainers_to_the_bit(trained: Trained) -> None:
@@ -87,7 +97,7 @@ def test_after_each_push_every_weight_of_the_worker_is_the_trainers_to_the_bit(t
 
 def test_a_skipped_push_is_detected(trained: Trained) -> None:
     trained.publisher.skips = True
-    with pytest.raises(WeightsError, match=f"expected weights of version {STEPS + 1}, .* found {STEPS}"):
+    with pytest.raises(WeightsError, match=f"expected weights of version {STEPS + 1}, found {STEPS}"):
         trained.trainer.train()
     names = trained.publisher.served.engine.weights.shapes.keys()
     assert set(trained.publisher.differing[-1]) == names  # the last update changed every one of them
@@ -152,11 +162,9 @@ def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Pat
 
 def stand_in(folder: Path, **changes: Any) -> Any:
     """What a rollout function looks at in a trainer."""
-    settings = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
-    settings |= dict(max_completion_length=8, generation_kwargs=None)
     return SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=changes.pop("num_processes", 1), unwrap_model=lambda model: model),
-        args=SimpleNamespace(**(settings | changes)),
+        args=SimpleNamespace(**(SAMPLING | changes)),
         state=SimpleNamespace(global_step=0),
         model=AutoModelForCausalLM.from_pretrained(folder),
         processing_class=AutoTokenizer.from_pretrained(folder),
@@ -200,7 +208,7 @@ def test_samples_of_weights_that_somebody_else_pushed_are_refused(tiny_llama: Pa
         roll_out = rollout_func(client, publisher)
         roll_out(["ab"], trainer)
         publisher.push(trainer.model, version=77)
-        with pytest.raises(WeightsError, match="expected weights of version 0, .* found 77"):
+        with pytest.raises(WeightsError, match="expected weights of version 0, found 77"):
             roll_out(["ab"], trainer)
 
 
@@ -210,6 +218,8 @@ def test_samples_of_weights_that_somebody_else_pushed_are_refused(tiny_llama: Pa
         (dict(num_processes=2), "expected one process, found 2"),
         (dict(repetition_penalty=1.1), "repetition_penalty: expected 1.0, found 1.1"),
         (dict(generation_kwargs={"beams": 2}), "beams: unknown parameter"),
+        (dict(generation_kwargs={"n": 2, "top_k": 3}), "expected none of n, seed and logprobs, .* found n;"),
+        (dict(generation_kwargs={"logprobs": None, "seed": 1}), "found seed, logprobs;"),
     ],
 )
 def test_what_a_worker_cannot_do_is_refused(
@@ -221,11 +231,10 @@ def test_what_a_worker_cannot_do_is_refused(
 
 
 def make_generation(client: RolloutClient, publisher: WeightPublisher, **changes: Any) -> Any:
-    settings = dict(temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0)
-    settings |= dict(max_completion_length=8, generation_kwargs=None, structured_outputs_regex=None)
-    accelerator = SimpleNamespace(num_processes=changes.pop("num_processes", 1))
+    settings = SAMPLING | dict(structured_outputs_regex=None) | changes
+    accelerator = SimpleNamespace(num_processes=settings.pop("num_processes", 1))
     tokenizer = SimpleNamespace(eos_token_id=2)
-    return TruerollGeneration(client, publisher, torch.nn.Identity(), accelerator, tokenizer, **(settings | changes))
+    return TruerollGeneration(client, publisher, torch.nn.Identity(), accelerator, tokenizer, **settings)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from .async_grpo import TruerollWeightTransfer, TruerollWorker
 from .common import WeightsError
-from .grpo import TrlMissingError, TruerollGeneration, rollout_func, trueroll_generation
+from .grpo import TruerollGeneration, rollout_func, trueroll_generation
 
 __all__ = [
-    "TrlMissingError",
     "TruerollGeneration",
     "TruerollWeightTransfer",
     "TruerollWorker",

@@ -3,12 +3,13 @@
 Owns: the thread that keeps groups coming and scores them, the queue that they wait in, and which of them are too old.
 Does not own the worker process, the model or the publisher's settings. Promises: groups come in the order of the
 dataset, with seeds that depend on the trainer's; no sample is older than it is said to be, or WeightsError is raised;
-what fails on the thread is raised in the trainer.
+what fails on the thread is logged, and raised in the trainer when it runs out of samples.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -33,9 +34,11 @@ if TYPE_CHECKING:
     )
 
 POLL_SECONDS = 0.2
-"""How often, while there is nothing to do but wait, is looked for room, for a stop, and for the worker's progress."""
+"""Seconds between looks for room, for a stop and for the worker's progress, while there is nothing else to do."""
 STOP_SECONDS = 60.0
-"""How long `TruerollWorker.stop` waits for a reward function that runs."""
+"""Seconds that `stop` waits for a running reward function."""
+
+log = logging.getLogger(__name__)
 
 
 class TruerollWeightTransfer:
@@ -53,7 +56,7 @@ class TruerollWeightTransfer:
         """Nothing is paused: a worker goes on generating while it receives."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push what TRL streams. It counts its versions in the same way."""
+        """Push what TRL streams as the next version; TRL counts versions the same way."""
         self._version += 1
         self._publisher.push(iterator, self._version)
 
@@ -68,8 +71,9 @@ class TruerollWeightTransfer:
 class TruerollWorker:
     """For `AsyncGRPOTrainer(rollout_worker=...)`, together with a `TruerollWeightTransfer` for the same worker.
 
-    `client` is used by nothing else, and `stop` closes it. `args`: the trainer's own; TRL asks a vLLM server for its
-    `token_budget` unless that is set. `train_dataset`: rows with a `prompt`, gone through again and again.
+    It is for one call of `train`; a training resumed from a checkpoint begins the dataset and the seeds anew. `client`
+    is used by nothing else, and closed when the training ends. `args`: the trainer's own, with a `token_budget`.
+    `train_dataset`: rows with a `prompt`, gone through again and again.
 
     `reward_funcs` are called for one group at a time, on another thread, with `prompts`, `completions` (texts, or
     messages where the prompt is a conversation), `completion_ids` and the other columns of the dataset, one entry for
@@ -79,7 +83,7 @@ class TruerollWorker:
 
     No token is trained on by weights that are more than `args.max_staleness` versions newer than those it came from.
     TRL takes samples ahead of training on them, so the ones that would be too old by then are dropped. Raises
-    ConfigError if that leaves nothing, or for settings that a worker does not have.
+    ConfigError if that leaves nothing, for a `token_budget` of None, or for settings that a worker does not have.
     """
 
     def __init__(
@@ -96,19 +100,16 @@ class TruerollWorker:
         if not self._reward_funcs:
             raise ConfigError("reward_funcs: expected at least one, found none; give what is to be rewarded")
         self._params = sampling_params(vars(args), [processing_class.eos_token_id])
-        self._staleness_when_taken = args.max_staleness - _versions_taken_ahead(args)
-        if self._staleness_when_taken < 0:
-            raise ConfigError(
-                f"max_staleness: expected at least {_versions_taken_ahead(args)}, as TRL takes samples that many "
-                f"versions ahead with these settings, found {args.max_staleness}; raise it"
-            )
+        self._staleness_when_taken = _staleness_when_taken(args)
         self._model_version = 0
         self._progress_at = 0.0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self.rollout_buffer: queue.Queue[RolloutSample] = _FreshQueue(self._is_fresh)
+        self.rollout_buffer: queue.Queue[RolloutSample] = _FreshQueue(self._is_fresh, self._note_drop)
+        """Scored samples, from which TRL takes; the samples of a group follow one another."""
         self.metrics_queue: queue.Queue[dict[str, float | tuple[float, float]]] = queue.Queue()
+        """Metrics that TRL adds to its log: numbers, or pairs of a sum and a count, of which it reports the mean."""
 
     def start(self) -> None:
         """Begin to generate."""
@@ -144,15 +145,16 @@ class TruerollWorker:
             )
 
     def _is_fresh(self, sample: RolloutSample) -> bool:
-        is_fresh = self._model_version - sample.model_version <= self._staleness_when_taken
-        if not is_fresh:
-            self.metrics_queue.put({"sample/dropped_stale_total": 1.0})
-        return is_fresh
+        return self._model_version - sample.model_version <= self._staleness_when_taken
+
+    def _note_drop(self) -> None:
+        self.metrics_queue.put({"sample/dropped_stale_total": 1.0})
 
     def _run(self) -> None:
         try:
             asyncio.run(self._produce())
         except BaseException as error:
+            log.error("rollouts failed", exc_info=error)
             self._failure = error
 
     async def _produce(self) -> None:
@@ -205,27 +207,42 @@ class TruerollWorker:
 
 
 class _FreshQueue(queue.Queue[Any]):
-    """A queue that drops, when it comes to them, items that are not fresh any more."""
+    """A queue that drops, when it comes to them, items that are not fresh any more, and calls `on_drop` for each."""
 
-    def __init__(self, is_fresh: Callable[[Any], bool]) -> None:
+    def __init__(self, is_fresh: Callable[[Any], bool], on_drop: Callable[[], None]) -> None:
         super().__init__()
-        self._is_fresh = is_fresh
+        self._is_fresh, self._on_drop = is_fresh, on_drop
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """As `queue.Queue.get`; each item that is dropped starts the timeout anew."""
         while not self._is_fresh(item := super().get(block, timeout)):
-            pass
+            self._on_drop()
         return item
+
+
+def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
+    """How many versions older than the trainer's weights a sample may be when TRL takes it."""
+    if args.token_budget is None:
+        raise ConfigError(
+            "token_budget: expected a number, 0 for none, found None, for which TRL asks a vLLM server; set it"
+        )
+    ahead = _versions_taken_ahead(args)
+    if args.max_staleness < ahead:
+        raise ConfigError(
+            f"max_staleness: expected at least {ahead}, as TRL takes samples that many versions ahead with these "
+            f"settings, found {args.max_staleness}; raise it"
+        )
+    return args.max_staleness - ahead
 
 
 def _versions_taken_ahead(args: AsyncGRPOConfig) -> int:
     """How many versions after it takes a sample TRL may train on it.
 
     It fetches a batch while the one before waits to be trained on; with a token budget it also takes the first sample
-    that does not fit in.
+    that does not fit in. That one goes into the batch after, which belongs to the next update if each has one batch,
+    and to the same update if gradients of several batches accumulate.
     """
-    has_budget = args.token_budget is None or args.token_budget > 0
-    return 2 if has_budget and args.gradient_accumulation_steps == 1 else 1
+    return 2 if args.token_budget > 0 and args.gradient_accumulation_steps == 1 else 1
 
 
 def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -20,7 +20,13 @@ class WeightsError(TruerollError):
 
 
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
-    """From the settings that all of TRL's trainers have. `generation_kwargs` go before them, as in TRL."""
+    """From the settings that all of TRL's trainers have. `generation_kwargs` override them, as in TRL."""
+    overrides = settings.get("generation_kwargs") or {}
+    if refused := [name for name in ("n", "seed", "logprobs") if name in overrides]:
+        raise ConfigError(
+            "generation_kwargs: expected none of n, seed and logprobs, which TRL's own settings and this adapter "
+            f"decide, found {', '.join(refused)}; remove it"
+        )
     if settings["repetition_penalty"] != 1.0:
         raise ConfigError(
             f"repetition_penalty: expected 1.0, found {settings['repetition_penalty']}; a worker has no such thing"
@@ -33,11 +39,11 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
         "max_tokens": settings["max_completion_length"],
         "stop_token_ids": stop_token_ids,
     }
-    return SamplingParams(**{**fields, **(settings.get("generation_kwargs") or {})})
+    return SamplingParams(**{**fields, **overrides})
 
 
 def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
-    """Token ids of text, or of a conversation that the assistant is to go on with."""
+    """Token ids of text, or of a conversation with the template's prompt for an answer."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
@@ -54,15 +60,18 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: float = 
         for span in sample.weight_versions:
             if not oldest <= span.version <= newest:
                 raise WeightsError(
-                    f"sample: expected weights of version {oldest}, which were pushed, found {span.version}: the "
-                    "worker was started anew, somebody else pushed to it, or the publisher pushes to another one"
+                    f"sample: expected weights of version {oldest}{'' if newest == oldest else ' or newer'}, found "
+                    f"{span.version}: the worker was restarted, or somebody else pushed to it; connect the publisher "
+                    "to this worker and let the trainer alone push"
                 )
 
 
 def logprobs_of(sample: SampleOutput) -> np.ndarray:
+    """Float32 [completion_len]. Every sample has them, as `sampling_params` asks for them."""
     assert sample.logprobs is not None
     return sample.logprobs
 
 
 def logprobs(samples: Iterable[SampleOutput]) -> list[list[float]]:
+    """Of each sample, those of its tokens."""
     return [logprobs_of(sample).tolist() for sample in samples]

@@ -15,11 +15,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ....engine.errors import TruerollError
 from ....engine.request import SampleOutput, SamplingParams
 from ....weight_sync import WeightPublisher
 from ...client import RolloutClient
-from ...errors import ConfigError
+from ...errors import ConfigError, TruerollError
 from .common import Prompt, check_samples, encode, logprobs, sampling_params
 
 
@@ -35,6 +34,7 @@ except (ImportError, AttributeError) as error:
     raise TrlMissingError(f"trl: expected version 1.16, found: {error}; run `pip install 'trueroll[trl]'`") from error
 
 RolloutFunc: TypeAlias = Callable[[list[Prompt], Any], dict[str, list[Any]]]
+"""From prompts and the trainer to `prompt_ids`, `completion_ids` and `logprobs`, with an entry for each prompt."""
 
 
 def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFunc:
@@ -114,7 +114,11 @@ class TruerollGeneration:
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """One sample for each prompt, which come repeated `num_generations` times: prompts, token ids, log-probs."""
+        """One sample for each of the B prompts, which come repeated `num_generations` times.
+
+        Returns the prompts; the token ids [B][T], T being the length of each; their log-probs [B][T][1], as vLLM may
+        give those of more tokens at each position; and None, as the ids of such tokens are not needed.
+        """
         if images is not None:
             raise ConfigError("prompts: expected text, found images, which workers cannot take; remove them")
         with profiler:

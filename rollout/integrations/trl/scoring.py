@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     )
 
 RewardFunc: TypeAlias = Callable[..., Any]
-NOT_FOR_REWARDS = {"prompt", "completion", "completion_ids"}
+"""`TruerollWorker` says what it gets and returns."""
+
+_NOT_FOR_REWARDS = {"prompt", "completion", "completion_ids"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Group:
 async def call_reward(func: RewardFunc, group: Group) -> list[float]:
     """What `func`, which may be a coroutine function, says of each sample; NaN where it says None."""
     count = len(group.samples)
-    columns = {name: [value] * count for name, value in group.row.items() if name not in NOT_FOR_REWARDS}
+    columns = {name: [value] * count for name, value in group.row.items() if name not in _NOT_FOR_REWARDS}
     columns["prompts"] = [group.row["prompt"]] * count
     columns["completion_ids"] = [sample.token_ids.tolist() for sample in group.samples]
     call = functools.partial(func, completions=group.completions, **columns)
@@ -97,10 +99,12 @@ def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[f
 
 
 def name_of(func: RewardFunc) -> str:
+    """Its name in metrics and errors: of the function, also of one inside `functools.partial`, or of the class."""
     while isinstance(func, functools.partial):
         func = func.func
     return getattr(func, "__name__", type(func).__name__)
 
 
 def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
+    """What was sampled, in the form of its prompt: text, or a message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
