@@ -12,7 +12,7 @@ change of a weight can be noticed: one through `.data` does not raise torch's ve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
@@ -27,8 +27,8 @@ from .ops import AttentionBatch, Backend, Wanted, Weight
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16
-# The most memory that the logits of a backward pass take at once.
-_LOGITS_BYTES = 2**28
+# The most memory that the logits of a backward pass take at once, if those of one row fit in.
+_LOGITS_BYTES = 2**27
 
 
 def _backend_weight(ops: Backend, weight: Tensor) -> Weight:
@@ -244,44 +244,37 @@ class _LogProbs(Function):
         unused = torch.zeros_like(token_ids)
         rows = torch.arange(len(token_ids), device=hidden.device)
         wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
-        _, log_probs, _ = ops.next_tokens(hidden, _backend_weight(ops, weight), wanted)
-        ctx.save_for_backward(hidden, weight, token_ids, log_probs)
-        return log_probs
+        ctx.save_for_backward(hidden, weight, token_ids)
+        return ops.next_tokens(hidden, _backend_weight(ops, weight), wanted)[1]
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, for a part of the vocabulary at a time."""
-        hidden, weight, token_ids, log_probs = ctx.saved_tensors
-        scaled = (hidden.float() * weight[token_ids].float()).sum(-1) / ctx.temperature
-        log_totals = (scaled - log_probs)[:, None]
-        grad = grad[:, None] / ctx.temperature
-        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[2] else None
+        """d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, for some rows at a time.
+
+        The probabilities are those of the op's own logits: what differs from them by rounding is far off when it is
+        divided by a low temperature.
+        """
+        hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
-        for start, end in _vocabulary_parts(len(weight), len(hidden)):
-            logits = ctx.ops.lm_head(hidden, stored.narrow(0, start, end - start)).div_(ctx.temperature)
-            grad_logits = logits.sub_(log_totals).exp_().mul_(-grad)
-            rows = ((token_ids >= start) & (token_ids < end)).nonzero().flatten()
-            grad_logits[rows, token_ids[rows] - start] += grad[rows, 0]
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden += grad_logits @ weight[start:end]
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        size = max(1, _LOGITS_BYTES // (4 * len(weight)))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            scale = grad[rows, None] / ctx.temperature
+            probs = ctx.ops.lm_head(hidden[rows], stored).div_(ctx.temperature).softmax(-1)
+            grad_logits = probs.mul_(-scale).scatter_add_(1, token_ids[rows, None], scale).to(hidden.dtype)
+            grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                torch.mm(grad_logits.T, hidden, out=grad_weight[start:end])
-        return None, grad_hidden.to(hidden.dtype), grad_weight, None, None
-
-
-def _vocabulary_parts(vocab_size: int, rows: int) -> Iterator[tuple[int, int]]:
-    """[start, end) of each part; a packed weight is cut at multiples of 16."""
-    size = max(16, _LOGITS_BYTES // (4 * max(rows, 1)) // 16 * 16)
-    for start in range(0, vocab_size, size):
-        yield start, min(start + size, vocab_size)
+                grad_weight += grad_logits.T @ hidden[rows]
+        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def log_probs(ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
     """The log-prob, at `temperature`, of one token (int64 [M]) after each of hidden [M, H], with weight [V, H].
 
-    float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once.
+    float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as much of probabilities.
     """
     return _LogProbs.apply(ops, hidden, weight, token_ids, temperature)  # type: ignore[return-value]

@@ -46,10 +46,14 @@ def align(model: Any, backend: str = "auto") -> None:
 
 
 def unalign(model: Any) -> None:
-    """Undo `align`. Raise ValueError if the model is not aligned."""
-    _check_aligned(model)
+    """Undo `align`. Raise ValueError if nothing of the model is aligned."""
+    if not _has_parts(model) or not any(_is_aligned(module) for module, _ in _parts(model)):
+        raise ValueError(
+            f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
+        )
     for module, _ in _parts(model):
-        module.__class__ = type(module).__bases__[0]
+        if _is_aligned(module):
+            module.__class__ = type(module).__bases__[0]
 
 
 def token_log_probs(
@@ -62,15 +66,17 @@ def token_log_probs(
 ) -> Tensor:
     """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
 
-    `model`: itself, not a wrapper such as DDP or FSDP, whose own forward pass is not called here. `input_ids` int64:
+    `model`: itself, not a wrapper such as DDP or FSDP, whose own forward pass is not called here. `input_ids` (integers):
     padded [B, T], with `attention_mask` [B, T] (bool or integers) unless there is no padding, which may be on either
     side; or packed [M], with the `lengths` of the sequences. `temperature`: of the log-probs; 0 for greedy samples,
     whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the tokens whose
-    log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence.
+    log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence. Mixed precision is
+    that of the autocast around this call: under accelerate, make it inside `accelerator.autocast()`.
 
     Raise ValueError for shapes that do not fit together, and for a model that is not aligned.
     """
     _check_aligned(model)
+    input_ids = input_ids.long()
     if not temperature >= 0.0:
         raise ValueError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
@@ -125,6 +131,7 @@ def _layer_forward(self: Any, x: Tensor, packed: Packed, rotation: tuple[Tensor,
     ops, attn, mlp = _backend(self, x), self.self_attn, self.mlp
 
     def linear(module: nn.Linear, x: Tensor) -> Tensor:
+        _check_linear("linear layer", module)
         bias = None if module.bias is None else module.bias.to(x.dtype)
         return autograd.linear(ops, x, module.weight.to(x.dtype), bias)
 
@@ -204,6 +211,10 @@ def _unpad(
     begins = torch.diff(indices // input_ids.shape[1], prepend=indices.new_full((1,), -1)) != 0
     if position_ids is None:
         return indices, _sequences(begins)
+    if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
+        raise ValueError(
+            f"position_ids: expected {list(input_ids.shape)} like input_ids, found {list(position_ids.shape)}"
+        )
     given = position_ids.expand(input_ids.shape).flatten()[indices]
     packed = _sequences(begins | (given == 0))
     if not torch.equal(given, packed.positions):
@@ -246,8 +257,23 @@ def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Se
         )
 
 
+def _has_parts(model: Any) -> bool:
+    return type(model).__name__ in _ARCHITECTURES
+
+
+def _is_aligned(module: nn.Module) -> bool:
+    return hasattr(module, "_backend_name")
+
+
+def _check_linear(name: str, module: nn.Module) -> None:
+    if type(module) is not nn.Linear:
+        raise ValueError(
+            f"{name}: expected nn.Linear, found {type(module).__name__}; merge adapters, and align before wrapping"
+        )
+
+
 def _check_aligned(model: Any) -> None:
-    if not hasattr(getattr(model, "lm_head", None), "_backend_name"):
+    if not _has_parts(model) or not all(_is_aligned(module) for module, _ in _parts(model)):
         raise ValueError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
             "pass the model without a wrapper"
@@ -255,19 +281,22 @@ def _check_aligned(model: Any) -> None:
 
 
 def _check_model(model: Any) -> None:
-    name = type(model).__name__
-    if name not in _ARCHITECTURES:
+    if not _has_parts(model):
+        names = ", ".join(_ARCHITECTURES)
         raise ValueError(
-            f"model: expected one of {', '.join(_ARCHITECTURES)}, found {name}; unwrap it, or use another model"
+            f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
         )
-    if hasattr(model.lm_head, "_backend_name"):
+    if any(_is_aligned(module) for module, _ in _parts(model)):
         raise ValueError("model: expected one that is not aligned, found an aligned one; call unalign first")
     for module_name, module in model.named_modules():
-        if module_name.endswith(("_proj", "lm_head")) and type(module) is not nn.Linear:
-            raise ValueError(
-                f"{module_name}: expected nn.Linear, found {type(module).__name__}; merge adapters, and align before "
-                "wrapping"
-            )
+        if module_name.endswith(("_proj", "lm_head")):
+            _check_linear(module_name, module)
+    head, embedding = model.lm_head, model.model.embed_tokens.weight
+    if head.bias is not None or head.weight.shape != embedding.shape:
+        raise ValueError(
+            f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
+            f"{list(head.weight.shape)}{' and none' if head.bias is None else ' and one'}; use another model"
+        )
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))

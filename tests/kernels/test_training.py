@@ -74,18 +74,20 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype,temperature", [(torch.float32, 0.7), (torch.float32, 0.001), (torch.bfloat16, 0.7)], ids=str
+)
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(
-    tiny_model: Path, dtype: torch.dtype, backend: str
+    tiny_model: Path, dtype: torch.dtype, backend: str, temperature: float
 ) -> None:
     """Both are compared with the model in float64, whose weights are the same numbers."""
     ids, mask = pad(sequences())
     model = load(tiny_model, dtype)
     exact = load(tiny_model, dtype).double()
-    expected = gradients(exact, plain_log_probs(exact, ids, mask, 0.7))
-    unaligned = gradients(model, plain_log_probs(model, ids, mask, 0.7))
+    expected = gradients(exact, plain_log_probs(exact, ids, mask, temperature))
+    unaligned = gradients(model, plain_log_probs(model, ids, mask, temperature))
     align(model, backend)
-    found = gradients(model, token_log_probs(model, ids, mask, temperature=0.7))
+    found = gradients(model, token_log_probs(model, ids, mask, temperature=temperature))
     assert found.keys() == expected.keys() and all(found[name].dtype == dtype for name in found)
     for name, gradient in expected.items():
         # Rounding errors are random: two equally accurate backward passes often differ by half.
@@ -170,15 +172,15 @@ def test_logits() -> None:
     check_gradients(lambda *args: autograd.logits(native(), *args), F.linear, randn(9, 50), randn(33, 50, seed=1))
 
 
-@pytest.mark.parametrize("most_bytes", [2**28, 4 * 20 * 32])
-def test_log_probs(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all logits at once, and 32 at a time."""
-    monkeypatch.setattr(autograd, "_LOGITS_BYTES", most_bytes)
+@pytest.mark.parametrize("temperature", [0.7, 0.01])
+@pytest.mark.parametrize("most_rows", [100, 7, 1])
+def test_log_probs(most_rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the logits of all rows at once, or of some. A low temperature makes much of small errors."""
+    monkeypatch.setattr(autograd, "_LOGITS_BYTES", 4 * 101 * most_rows)
     ids = torch.arange(20) * 5
-    assert len(list(autograd._vocabulary_parts(101, 20))) == (1 if most_bytes == 2**28 else 4)
     check_gradients(
-        lambda x, w: autograd.log_probs(native(), x, w, ids, 0.7),
-        lambda x, w: torch.log_softmax(F.linear(x, w) / 0.7, -1).gather(1, ids[:, None])[:, 0],
+        lambda x, w: autograd.log_probs(native(), x, w, ids, temperature),
+        lambda x, w: torch.log_softmax(F.linear(x, w) / temperature, -1).gather(1, ids[:, None])[:, 0],
         randn(20, 50),
         randn(101, 50, seed=1) / 3,
     )
@@ -246,6 +248,15 @@ def test_a_completion_mask_leaves_the_rest_out(tiny_llama: Path) -> None:
     assert same_bits(found, whole.where(wanted, 0.0)) and 0 < (found != 0).sum() < (whole != 0).sum()
     none = token_log_probs(model, ids, mask, completion_mask=torch.zeros_like(wanted))
     assert none.eq(0).all() and none.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_integers_of_any_width_are_taken(tiny_llama: Path, backend: str, dtype: torch.dtype) -> None:
+    """Samples carry int32."""
+    model, ids = load(tiny_llama, backend=backend), sequences()[0]
+    expected = token_log_probs(model, ids[None])
+    assert same_bits(token_log_probs(model, ids[None].to(dtype)), expected)
+    assert same_bits(token_log_probs(model, ids.to(dtype), lengths=[len(ids)])[None], expected)
 
 
 def test_greedy_is_temperature_one(tiny_llama: Path) -> None:
@@ -344,6 +355,29 @@ def test_a_copy_of_an_aligned_model_is_aligned_by_itself(tiny_llama: Path) -> No
     assert same_bits(token_log_probs(model, ids), expected)
 
 
+def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -> None:
+    """transformers puts in a new head when embeddings are resized."""
+    model = load(tiny_llama)
+    classes = [type(module) for module in model.modules()]
+    align(model, "cpu")
+    model.resize_token_embeddings(600)
+    with pytest.raises(ValueError, match="call align"):
+        token_log_probs(model, IDS)
+    with pytest.raises(ValueError, match="call unalign"):
+        align(model, "cpu")
+    unalign(model)
+    assert [type(module) for module in model.modules()] == classes
+    align(model, "cpu")
+    assert token_log_probs(model, IDS).shape == IDS.shape
+
+
+def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
+    model = load(tiny_llama, backend="cpu")
+    with_adapter(model)
+    with pytest.raises(ValueError, match="expected nn.Linear, found Adapter"):
+        token_log_probs(model, IDS)
+
+
 def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
     """However they are changed: nothing of a weight is kept from one call to the next."""
     model, ids = load(tiny_llama, backend=backend), sequences()[0][None]
@@ -387,6 +421,7 @@ def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> N
     "call",
     [
         dict(position_ids=torch.arange(1, 11)[None]),
+        dict(position_ids=torch.zeros(3, 10)),
         dict(attention_mask=torch.ones(2, 1, 10, 10)),
         dict(past_key_values=transformers.DynamicCache()),
         dict(inputs_embeds=torch.zeros(2, 10, 64)),
@@ -429,6 +464,8 @@ REFUSED_MODELS: dict[str, Callable[[Any], object]] = {
     "attention_bias": lambda model: setattr(model.config, "attention_bias", True),
     "mlp_bias": lambda model: setattr(model.config, "mlp_bias", True),
     "attention_dropout": lambda model: setattr(model.config, "attention_dropout", 0.1),
+    "lm_head": lambda model: setattr(model, "lm_head", nn.Linear(64, 512, bias=True)),
+    "like the embedding": lambda model: setattr(model, "lm_head", nn.Linear(64, 300, bias=False)),
     "hidden_act": lambda model: setattr(model.config, "hidden_act", "gelu"),
     "rope_type": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
     "sliding_window": lambda model: setattr(model.config, "use_sliding_window", True),
@@ -455,5 +492,7 @@ def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
         align(model, "gpu")
     with pytest.raises(ValueError, match="call align"):
         token_log_probs(model, IDS)
-    with pytest.raises(ValueError, match="call align"):
+    with pytest.raises(ValueError, match="expected an aligned one"):
         unalign(model)
+    with pytest.raises(ValueError, match="without a wrapper"):
+        token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)
