@@ -66,7 +66,7 @@ def token_log_probs(
 ) -> Tensor:
     """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
 
-    `model`: itself, not a wrapper such as DDP or FSDP, whose own forward pass is not called here. `input_ids` (integers):
+    `model`: itself, not a wrapper such as DDP or FSDP, whose forward pass is not called here. `input_ids` (integers):
     padded [B, T], with `attention_mask` [B, T] (bool or integers) unless there is no padding, which may be on either
     side; or packed [M], with the `lengths` of the sequences. `temperature`: of the log-probs; 0 for greedy samples,
     whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the tokens whose
