@@ -148,7 +148,11 @@ def fail(**_: Any) -> list[float]:
     [
         (fail, ROWS, ValueError, "no opinion"),
         (lambda **_: [1.0], ROWS, ConfigError, "expected 2 rewards, one for each sample, found 1"),
-        (num_vowels, [], ConfigError, "train_dataset: expected rows, found none"),
+        (lambda **_: None, ROWS, ConfigError, "expected 2 numbers, found None"),
+        (lambda **_: [[1.0], [2.0]], ROWS, ConfigError, "expected 2 numbers, found"),
+        (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "expected finite rewards, found"),
+        (lambda **_: next(iter([])), ROWS, RuntimeError, "raised StopIteration"),
+        (num_vowels, [], ConfigError, "train_dataset: expected rows each time it is gone through, found none"),
         (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: expected a column prompt, found text"),
     ],
 )
@@ -208,7 +212,21 @@ def test_a_worker_that_serves_older_weights_than_were_pushed_is_noticed(
         pushed = tiny_served.engine.weight_version + 1
         worker.update_model_version(pushed)
         worker.rollout_buffer.queue.clear()
-        with pytest.raises(WeightsError, match=f"expected weights of version {pushed} or newer, found {pushed - 1}"):
+        with pytest.raises(
+            WeightsError, match=f"expected weights of version {pushed} to {pushed + 1}, found {pushed - 1}"
+        ):
+            until_unhealthy(worker, stale_after_s=60.0)
+
+
+def test_weights_that_somebody_else_pushed_are_noticed(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path
+) -> None:
+    with working(tiny_served, tiny_llama, [num_vowels], settings(tmp_path)) as worker:
+        worker.rollout_buffer.get(timeout=60.0)
+        served = tiny_served.engine.weight_version
+        worker._model_version = served - 2
+        worker.rollout_buffer.queue.clear()
+        with pytest.raises(WeightsError, match=f"expected weights of version .* to {served - 1}, found {served}"):
             until_unhealthy(worker, stale_after_s=60.0)
 
 
@@ -261,6 +279,14 @@ def test_samples_that_would_be_too_old_when_trained_on_are_dropped(
     assert taken == list(range(10 - oldest_taken, 11))
     assert worker.rollout_buffer.empty()
     assert worker.metrics_queue.qsize() == 10 - len(taken)
+
+
+def test_something_must_be_allowed_in_flight(tiny_llama: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    args = settings(tmp_path, max_inflight_tasks=-1)
+    worker = TruerollWorker(AsyncRolloutClient("ipc:///nowhere"), args, tokenizer, ROWS, [num_vowels])
+    with pytest.raises(ConfigError, match="max_inflight_tasks: expected at least 1, found -1"):
+        worker.start()
 
 
 def test_rewards_are_needed(tiny_llama: Path, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_samples_of_weights_that_somebody_else_pushed_are_refused(tiny_llama: Pa
         roll_out = rollout_func(client, publisher)
         roll_out(["ab"], trainer)
         publisher.push(trainer.model, version=77)
-        with pytest.raises(WeightsError, match="expected weights of version 0, found 77"):
+        with pytest.raises(WeightsError, match="expected weights of version 1, found 77"):
             roll_out(["ab"], trainer)
 
 
@@ -265,7 +265,7 @@ def test_a_sample_that_did_not_end_by_itself_is_refused(reason: Any, error: str 
     ids, logprobs = np.array([4], np.int32), np.array([-1.0], np.float32)
     sample = SampleOutput("id", 0, ids, logprobs, reason, 7, 0, (WeightSpan(1, 0, 1),), error)
     with pytest.raises(TruerollError, match=f"found finish reason {reason} .*{error or 'a client ended it'}"):
-        check_samples([sample], oldest=1)
+        check_samples([sample], oldest=1, newest=1)
 
 
 def test_filters_and_generation_kwargs_reach_the_worker(tiny_llama: Path, tiny_served: ServedEngine) -> None:

@@ -112,7 +112,12 @@ class TruerollWorker:
         """Metrics that TRL adds to its log: numbers, or pairs of a sum and a count, of which it reports the mean."""
 
     def start(self) -> None:
-        """Begin to generate."""
+        """Begin to generate. Raise ConfigError if there may be nothing in flight."""
+        if self._args.max_inflight_tasks < 1:
+            raise ConfigError(
+                f"max_inflight_tasks: expected at least 1, found {self._args.max_inflight_tasks}; set it, or give this "
+                "worker the trainer's own args, in which TRL sets it"
+            )
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="trueroll-rollouts", daemon=True)
         self._thread.start()
@@ -184,7 +189,8 @@ class TruerollWorker:
         prompt_ids = encode(self._tokenizer, row["prompt"], self._args.chat_template_kwargs or {})
         fields = {"n": self._args.num_generations, "seed": derive_seed(self._args.seed, group_id)}
         [answer] = await self._client.generate([prompt_ids], self._params.model_copy(update=fields))
-        check_samples(answer.samples, oldest=pushed)
+        # A worker serves what is pushed before the trainer says so.
+        check_samples(answer.samples, oldest=pushed, newest=self._model_version + 1)
         texts = [self._tokenizer.decode(sample.token_ids, skip_special_tokens=True) for sample in answer.samples]
         return Group(group_id, row, prompt_ids, answer.samples, [as_completion(row["prompt"], text) for text in texts])
 
@@ -253,4 +259,4 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
                 raise ConfigError(f"train_dataset: expected a column prompt, found {', '.join(row)}; add it")
             yield row
         if row is None:
-            raise ConfigError("train_dataset: expected rows, found none; fill it")
+            raise ConfigError("train_dataset: expected rows each time it is gone through, found none; give a list")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -49,8 +48,9 @@ def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
 
 
-def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: float = math.inf) -> None:
-    """Raise unless all samples ended by themselves and came from these versions of the weights."""
+def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> None:
+    """Raise unless all samples ended by themselves and came from these versions of the weights, both included."""
+    expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     for sample in samples:
         if sample.finish_reason not in ("stop", "length"):
             raise TruerollError(
@@ -60,9 +60,8 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: float = 
         for span in sample.weight_versions:
             if not oldest <= span.version <= newest:
                 raise WeightsError(
-                    f"sample: expected weights of version {oldest}{'' if newest == oldest else ' or newer'}, found "
-                    f"{span.version}: the worker was restarted, or somebody else pushed to it; connect the publisher "
-                    "to this worker and let the trainer alone push"
+                    f"sample: expected weights of version {expected}, found {span.version}: the worker was restarted, "
+                    "or somebody else pushed to it; connect the publisher to this worker and let the trainer alone push"
                 )
 
 

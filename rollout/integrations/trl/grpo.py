@@ -44,19 +44,19 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
     `trueroll_generation` they do. Raises ConfigError for a trainer of several processes, or for settings that a worker
     does not have, and WeightsError.
     """
-    pushed_state, pushed_step = None, -1
+    pushed_state, pushed_version = None, 0
 
     def roll_out(prompts: list[Prompt], trainer: Any) -> dict[str, list[Any]]:
-        nonlocal pushed_state, pushed_step
+        nonlocal pushed_state, pushed_version
         _check_single_process(trainer.accelerator)
-        state, step = trainer.state, trainer.state.global_step
-        if state is not pushed_state or step != pushed_step:  # another state: another training, with other weights
-            publisher.push(trainer.accelerator.unwrap_model(trainer.model), version=step)
-            pushed_state, pushed_step = state, step
+        state, version = trainer.state, trainer.state.global_step + 1  # a worker that got no push serves version 0
+        if state is not pushed_state or version != pushed_version:  # another state: another training
+            publisher.push(trainer.accelerator.unwrap_model(trainer.model), version)
+            pushed_state, pushed_version = state, version
         params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
         prompt_ids = [encode(trainer.processing_class, prompt, options) for prompt in prompts]
-        samples = _sample_each(client, prompt_ids, params, step)
+        samples = _sample_each(client, prompt_ids, params, version)
         completion_ids = [sample.token_ids.tolist() for sample in samples]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs(samples)}
 

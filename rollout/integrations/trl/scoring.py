@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 RewardFunc: TypeAlias = Callable[..., Any]
 """`TruerollWorker` says what it gets and returns."""
 
-_NOT_FOR_REWARDS = {"prompt", "completion", "completion_ids"}
+_NOT_FOR_REWARDS = {"prompt", "prompts", "completion", "completions", "completion_ids"}
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,26 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
     columns["prompts"] = [group.row["prompt"]] * count
     columns["completion_ids"] = [sample.token_ids.tolist() for sample in group.samples]
     call = functools.partial(func, completions=group.completions, **columns)
-    values = await asyncio.to_thread(call)
+    values = await asyncio.to_thread(_without_stop_iteration, call)
     if inspect.isawaitable(values):
         values = await values
-    if len(values) != count:
-        raise ConfigError(f"{name_of(func)}: expected {count} rewards, one for each sample, found {len(values)}")
-    return [float("nan") if value is None else float(value) for value in values]
+    try:
+        rewards = [float("nan") if value is None else float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name_of(func)}: expected {count} numbers, found {values!r:.80} ({error})") from error
+    if len(rewards) != count:
+        raise ConfigError(f"{name_of(func)}: expected {count} rewards, one for each sample, found {len(rewards)}")
+    if any(map(math.isinf, rewards)):
+        raise ConfigError(f"{name_of(func)}: expected finite rewards, found {rewards!r:.80}; None says unknown")
+    return rewards
+
+
+def _without_stop_iteration(call: Callable[[], Any]) -> Any:
+    """What `call` returns. A future cannot hold a StopIteration: waiting for it would not end."""
+    try:
+        return call()
+    except StopIteration as error:
+        raise RuntimeError("a reward function raised StopIteration") from error
 
 
 def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
