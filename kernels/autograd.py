@@ -259,7 +259,7 @@ class _LogProbs(Function):
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        grad_weight = None
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
@@ -267,8 +267,9 @@ class _LogProbs(Function):
             probs = ctx.ops.lm_head(hidden[rows], stored).div_(ctx.temperature).softmax(-1)
             grad_logits = probs.mul_(-scale).scatter_add_(1, token_ids[rows, None], scale).to(hidden.dtype)
             grad_hidden[rows] = grad_logits @ weight
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[rows]
+            if ctx.needs_input_grad[2]:
+                product = grad_logits.T @ hidden[rows]
+                grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
         return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
