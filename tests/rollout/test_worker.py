@@ -167,8 +167,10 @@ def test_abort_ends_one_sample_or_all_with_what_they_have(raw: RawClient, engine
 def test_abort_of_a_score(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
     raw.generate("blocks the step")
+    assert engine.at_gate.wait(10.0)
     raw.send("score", id="s", token_ids=bytes(8))
     raw.send("abort", id="1", request_id="s")
+    raw.health()  # answered after the abort was taken
     engine.gate.set()
     scores, aborted = (reply for reply in (raw.receive() for _ in range(4)) if reply["type"] in ("scores", "aborted"))
     assert (scores["finish_reason"], scores["logprobs"]) == ("abort", b"") and aborted["num_samples"] == 1
