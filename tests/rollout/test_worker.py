@@ -300,7 +300,7 @@ def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(e
     with serving(engine) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", max_tokens=1)
-        raw.health()
+        assert engine.at_gate.wait(10.0)
         raw.send("abort", id="late", request_id="a", index=None)
         worker.worker.drain()
         while raw.health()["state"] != "draining":
