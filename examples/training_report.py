@@ -55,8 +55,8 @@ def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]
 
 def main(
     model: Annotated[str, typer.Argument(help="A folder in Hugging Face format, a hub name, or smollm2.")] = "smollm2",
-    pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of steps; one more comes first.")] = 5,
-    shapes: Annotated[str, typer.Option(help="Sequences x tokens, with commas.")] = "1x128,1x512,8x128,4x512",
+    pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of steps; one more comes first.")] = 3,
+    shapes: Annotated[str, typer.Option(help="Sequences x tokens, with commas.")] = "1x128,8x128,4x512",
 ) -> None:
     """Compare training steps of an aligned model with those of the same model unaligned."""
     table = Table("weights", "batch", "unaligned, s", "aligned, s", "ratio", title=f"Training steps of {model}")
