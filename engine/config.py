@@ -13,18 +13,20 @@ from .errors import ConfigError
 from .request import describe_validation_error
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+BackendName = Literal["auto", "cpu", "triton", "reference"]
 
 
 class EngineConfig(BaseModel):
     """Settings of one engine. Unknown keys and values out of range raise ConfigError.
 
     `model`: a folder in Hugging Face format, a hub name, or `smollm2`. `dtype` `auto`: the checkpoint's own. `backend`
-    `auto`: `cpu` where it serves the model, else `reference`. KV memory is `num_blocks` blocks of `block_size` tokens,
-    or as many as `kv_memory` bytes hold; with neither given, what `max_num_seqs` sequences of `max_model_len` tokens
-    need, but at most a quarter of the memory that is available. `block_size` is even, since native kernels store
-    tokens in pairs. `max_model_len` None: what the model was trained for. `max_num_batched_tokens`: the token budget
-    of a step. `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device`, `backend`
-    and its instruction set alone.
+    `auto`: `cpu` or, on a GPU, `triton` where they serve the model, else `reference`. KV memory is `num_blocks` blocks
+    of `block_size` tokens, or as many as `kv_memory` bytes hold; with neither given, what `max_num_seqs` sequences of
+    `max_model_len` tokens need, but at most a quarter of the memory that is available. `block_size` is even, since
+    native kernels store tokens in pairs. `max_model_len` None: what the model was trained for.
+    `max_num_batched_tokens`: the token budget of a step. `cuda_graphs`: whether decode steps on a GPU run as graphs.
+    `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device`, `backend` and its instruction set
+    alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -32,7 +34,7 @@ class EngineConfig(BaseModel):
     model: str
     dtype: Dtype = "auto"
     device: str = "cpu"
-    backend: Literal["auto", "cpu", "reference"] = "auto"
+    backend: BackendName = "auto"
     block_size: int = Field(default=16, ge=2, multiple_of=2)
     num_blocks: int | None = Field(default=None, ge=1)
     kv_memory: int | None = Field(default=None, ge=1)
@@ -40,6 +42,7 @@ class EngineConfig(BaseModel):
     max_num_seqs: int = Field(default=64, ge=1)
     max_num_batched_tokens: int = Field(default=512, ge=1)
     enable_prefix_caching: bool = True
+    cuda_graphs: bool = True
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     def __init__(self, **values: Any) -> None:

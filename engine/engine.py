@@ -3,6 +3,10 @@
 Owns the open requests and the version of the weights, and joins scheduler, model runner, sampler and weights. One
 thread owns the engine: nothing here is locked.
 
+A GPU computes one step while the host plans the next and queues it behind: sequences that go on in it for certain do so
+with a token that the host has not seen yet. When it has, and the sample ended with it, the row of the step under way is
+thrown away. On a CPU a step is done before `step` returns.
+
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
 `step`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
 parameters, seed, backend, instruction set and dtype alone; the weights that produced each token are on record, and none
@@ -13,9 +17,8 @@ An exception from `step` is final: the engine's state is then undefined.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
-from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +27,9 @@ from torch import Tensor
 
 from .config import EngineConfig
 from .errors import InvalidRequestError, UnknownRequestError
+from .graphs import DecodeGraphs
 from .loading import LoadedModel, describe, load_model
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, UnseenTokens
 from .prefix_cache import PrefixCache
 from .request import (
     FinishReason,
@@ -40,10 +44,11 @@ from .request import (
     derive_seed,
 )
 from .sample import Sample, Score
-from .sampler import Draw, Drawn, Sampler
+from .sampler import Draw, Drawing, Drawn, Sampler
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, load_tokenizer
+from .transfer import HostCopy, to_device
 from .weights import Staging
 
 
@@ -78,6 +83,24 @@ class EngineStats:
     samples_finished: dict[str, int]
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step under way. `drawing`: which samples each sequence draws for, in the order of the rows of `drawn`.
+    `scores`: log-probs of a chunk.
+    """
+
+    chunks: list[Chunk]
+    drawing: list[tuple[Sequence, list[Sample]]]
+    drawn: Drawing | None
+    unseen: UnseenTokens | None
+    scores: list[tuple[Chunk, HostCopy]]
+
+
+def _steps_ahead(device: torch.device) -> int:
+    """How many steps are queued before the first one's tokens are seen."""
+    return 1 if device.type == "cuda" else 0
+
+
 class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
@@ -89,15 +112,25 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         self._loaded = load_model(config) if loaded is None else loaded
+        device = self._loaded.model.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread: events and graphs belong to the current device
         self.weights = self._loaded.weights
         self.weight_version = 0
         self.info = describe(config, self._loaded)
-        self._runner = ModelRunner(self._loaded.model, self.info.num_blocks, config.block_size)
+        has_graphs = config.cuda_graphs and self._loaded.backend.can_capture
+        num_blocks = self.info.num_blocks
+        self._runner = ModelRunner(self._loaded.model, num_blocks + has_graphs, config.block_size)
         self._sampler = Sampler(self._loaded.backend.ops, self._loaded.model.head)
+        self._graphs: DecodeGraphs | None = None
+        if has_graphs:
+            self._graphs = DecodeGraphs(self._runner, self._sampler, num_blocks, self.info.max_model_len)
         self._cache = PrefixCache(self.info.num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._open: dict[str, dict[int, Sample] | Score] = {}
         self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
+        self._steps_ahead = _steps_ahead(device)
+        self._flights: deque[_Flight] = deque()
         self._asleep: set[Tag] = set()
         self._arrivals = 0
         self._steps = 0
@@ -132,16 +165,16 @@ class Engine:
         return [self._abort_sample(sample) for sample in samples]
 
     def step(self) -> list[Output]:
-        """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished."""
+        """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished.
+
+        On a GPU it queues that step, and returns what the one before finished.
+        """
         self._check_awake()
         chunks = self._scheduler.schedule()
-        if not chunks:
-            return []
-        hidden = self._runner.run(chunks)
-        self._scheduler.commit(chunks)
-        self._steps += 1
-        ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]).tolist()
-        return self._record_scores(chunks, ends, hidden) + self._draw(chunks, ends, hidden)
+        if chunks:
+            self._flights.append(self._launch(chunks))
+        outputs = self._land_until(self._steps_ahead if chunks else 0)
+        return outputs if self._open else outputs + self._land_until(0)
 
     def commit_weights(self, staging: Staging, version: int, in_flight: InFlight) -> list[Output]:
         """Serves what was staged from the next step on; returns the outputs of aborted samples.
@@ -155,8 +188,9 @@ class Engine:
             raise RuntimeError("engine: expected weights that are awake for a commit; wake them up first")
         self._check_drained(in_flight)
         self.weights.commit(staging)
+        outputs = self._land_until(0)
         self.weight_version = version
-        return self.interrupt(in_flight)
+        return outputs + self.interrupt(in_flight)
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
         """Gives the memory of `tags` back until `wake_up`; returns the outputs of aborted samples.
@@ -165,12 +199,14 @@ class Engine:
         are forgotten in any case. `in_flight` is that of `commit_weights`; if only the weights sleep, requests that
         `recompute` applies to keep their blocks. Raise RuntimeError, with nothing changed, where a commit would.
         """
+        self._check_drained(in_flight)
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
         else:
-            self._check_drained(in_flight)
+            outputs = self._land_until(0)
             self.invalidate_prefix_cache()
-            outputs = []
+        if self._graphs is not None:
+            self._graphs.forget()
         if "kv_cache" in tags:
             self._runner.arena.drop(keep=False)
         if "weights" in tags:
@@ -192,11 +228,11 @@ class Engine:
         `in_flight` is that of `commit_weights`. Raise RuntimeError, with nothing changed, for an unfinished `drain`.
         """
         self._check_drained(in_flight)
+        outputs = self._land_until(0)
         self.invalidate_prefix_cache()
         if in_flight != "abort":
             self._scheduler.recompute_running()
-            return []
-        outputs: list[Output] = []
+            return outputs
         for sequence in self._scheduler.started():
             outputs += self._abort_sequence(sequence)
         return outputs
@@ -318,45 +354,94 @@ class Engine:
                 "use the model's own tokenizer"
             )
 
-    def _record_scores(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
+    def _launch(self, chunks: list[Chunk]) -> _Flight:
+        """Queues a step on the device."""
+        unseen = self._flights[-1].unseen if self._flights else None
+        ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]).tolist()
+        ready = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end]
+        drawing = [(sequence, sequence.samples.copy()) for sequence, _ in ready if sequence.samples]
+        draws = [self._next_draw(sample, row) for sequence, row in ready for sample in sequence.samples]
+        drawn, scores = self._compute(chunks, ends, draws, unseen)
+        self._scheduler.advance(chunks)
+        self._steps += 1
+        for sequence, _ in drawing:
+            if sequence.num_tokens == sequence.num_prompt_tokens:
+                self._close_prompt(sequence)
+        return _Flight(chunks, drawing, drawn, self._expect(drawing, drawn), scores)
+
+    def _compute(
+        self, chunks: list[Chunk], ends: list[int], draws: list[Draw], unseen: UnseenTokens | None
+    ) -> tuple[Drawing | None, list[tuple[Chunk, HostCopy]]]:
+        if self._graphs is not None and self._graphs.serves(chunks, draws):
+            return self._graphs.run(chunks, draws, unseen), []
+        hidden = self._runner.run(chunks, unseen)
+        starts = [0, *ends]
+        scored = [(c, start) for c, start in zip(chunks, starts, strict=False) if c.sequence.scores]
+        scores = [(c, self._score_chunk(c, hidden[start : start + c.end - c.start])) for c, start in scored]
+        return self._sampler.draw(hidden, draws) if draws else None, scores
+
+    def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> HostCopy:
+        request = chunk.sequence.scores.request
+        targets = torch.from_numpy(request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
+        return HostCopy(self._sampler.score(hidden, to_device(targets, hidden.device), request.distribution))
+
+    def _expect(self, drawing: list[tuple[Sequence, list[Sample]]], drawn: Drawing | None) -> UnseenTokens | None:
+        """Counts the tokens that the next step can compute with before they are seen."""
+        if drawn is None or self._steps_ahead == 0:
+            return None
+        rows, start = {}, 0
+        for sequence, samples in drawing:
+            if len(samples) == 1 and self._num_left(samples[0]) > 1:
+                sequence.num_unseen += 1
+                rows[id(sequence)] = start
+            start += len(samples)
+        return UnseenTokens(drawn.token_ids, rows)
+
+    def _num_left(self, sample: Sample) -> int:
+        """Tokens until `max_tokens`, without the unseen ones."""
+        return sample.request.params.max_tokens - len(sample.token_ids) - sample.sequence.num_unseen
+
+    def _land_until(self, most: int) -> list[Output]:
+        """Waits for the oldest steps until at most so many are under way; returns what they finished."""
         outputs: list[Output] = []
-        for chunk, end in zip(chunks, ends, strict=True):
-            if score := chunk.sequence.scores:
-                self._score_chunk(score, chunk, hidden[end - (chunk.end - chunk.start) : end])
-                if chunk.reaches_end:
-                    self._scheduler.finish(chunk.sequence)
-                    outputs.append(self._finish_score(score, "stop"))
+        while len(self._flights) > most:
+            outputs += self._land(self._flights.popleft())
         return outputs
 
-    def _score_chunk(self, score: Score, chunk: Chunk, hidden: Tensor) -> None:
-        targets = torch.from_numpy(score.request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
-        logprobs = self._sampler.score(hidden, targets.to(hidden.device), score.request.distribution)
-        score.logprobs[chunk.start : chunk.end] = logprobs.cpu().numpy()
+    def _land(self, flight: _Flight) -> list[Output]:
+        drawn = iter(flight.drawn.wait() if flight.drawn is not None else ())
+        outputs = [output for chunk, logprobs in flight.scores for output in self._record(chunk, logprobs.wait())]
+        self._scheduler.publish(flight.chunks)
+        for sequence, samples in flight.drawing:
+            if flight.unseen is not None and id(sequence) in flight.unseen.rows:
+                sequence.num_unseen -= 1
+            tokens = [(sample, next(drawn)) for sample in samples]
+            outputs += self._extend(sequence, [(sample, token) for sample, token in tokens if self._is_open(sample)])
+        return outputs
 
-    def _draw(self, chunks: Sized[Chunk], ends: Sized[int], hidden: Tensor) -> list[Output]:
-        """Draws for every sequence that caught up with its tokens."""
-        ready = [
-            (c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end and c.sequence.samples
-        ]
-        draws = [self._next_draw(s, row) for sequence, row in ready for s in sequence.samples]
-        if not draws:
+    def _is_open(self, sample: Sample) -> bool:
+        """False once it ended, be it while a step was under way that draws for it."""
+        entry = self._open.get(sample.request.id)
+        return isinstance(entry, dict) and entry.get(sample.index) is sample
+
+    def _record(self, chunk: Chunk, logprobs: Tensor) -> list[Output]:
+        score = chunk.sequence.scores
+        if self._open.get(score.request.id) is not score:
             return []
-        drawn = iter(self._sampler.draw(hidden, draws))
-        outputs: list[Output] = []
-        for sequence, _ in ready:
-            outputs += self._extend(sequence, [(sample, next(drawn)) for sample in sequence.samples])
-        return outputs
+        score.logprobs[chunk.start : chunk.end] = logprobs.numpy()
+        if not chunk.reaches_end:
+            return []
+        self._scheduler.finish(chunk.sequence)
+        return [self._finish_score(score, "stop")]
 
     def _next_draw(self, sample: Sample, row: int) -> Draw:
-        params = sample.request.params
-        too_early = len(sample.token_ids) < params.min_tokens
+        params, sequence = sample.request.params, sample.sequence
+        too_early = len(sample.token_ids) + sequence.num_unseen < params.min_tokens
         banned = self._ending_tokens(sample) if too_early else frozenset()
-        return Draw(row, params, sample.seed, sample.sequence.num_tokens, banned)
+        return Draw(row, params, sample.seed, sequence.num_tokens, banned)
 
     def _extend(self, sequence: Sequence, drawn: list[tuple[Sample, Drawn]]) -> list[Output]:
         """Gives each sample its token. Of those that go on, the first keeps the sequence, the others get forks."""
-        if sequence.num_tokens == sequence.num_prompt_tokens:
-            self._close_prompt(sequence)
         ended: list[Output] = []
         going_on: list[Sample] = []
         for sample, token in drawn:
@@ -372,7 +457,7 @@ class Engine:
         self._runner.copy_blocks(copies)
         if going_on:
             self._continue(going_on[0], sequence)
-        else:
+        elif ended:
             self._scheduler.finish(sequence)
         return ended
 

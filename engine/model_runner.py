@@ -1,8 +1,9 @@
-"""Runs the model on the chunks of a step. Owns the KV tensors; knows nothing of requests."""
+"""Runs the model on the chunks of a step. Owns the KV tensors; knows nothing of requests, and waits for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,6 +14,17 @@ from ..kernels.ops import AttentionBatch
 from .memory import bytes_needed, new_arena
 from .models.dense import DenseModel, Empty
 from .sequence import Chunk
+from .transfer import to_device
+
+_PLACEHOLDER = (0,)
+
+
+@dataclass(frozen=True)
+class UnseenTokens:
+    """What the step before draws, on the device: `token_ids` int64, and the row of each sequence, by its `id()`."""
+
+    token_ids: Tensor
+    rows: Mapping[int, int]
 
 
 class ModelRunner:
@@ -31,38 +43,50 @@ class ModelRunner:
         self.kv_caches = build(partial(self.arena.empty, model.dtype))
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], unseen: UnseenTokens | None = None) -> Tensor:
         """Computes the chunks' KV and returns their hidden states [total tokens, hidden_size], in order."""
-        token_ids = np.concatenate([np.asarray(c.sequence.tokens[c.start : c.end]) for c in chunks])
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         tables = [np.asarray(c.sequence.table) for c in chunks]
-        slots = np.concatenate([self._slots(c, table) for c, table in zip(chunks, tables, strict=True)])
+        slots = np.concatenate([self.slots(c, table) for c, table in zip(chunks, tables, strict=True)])
         batch = AttentionBatch(
             query_starts=np.cumsum([0] + [c.end - c.start for c in chunks]).tolist(),
             context_lens=[c.end for c in chunks],
-            block_tables=self._tensor(_pad(tables)),
+            block_tables=self.to_device(pad_tables(tables)),
         )
-        return self.model.forward(
-            self._tensor(token_ids), self._tensor(positions), self._tensor(slots), batch, self.kv_caches
-        )
+        token_ids = self.token_ids(chunks, unseen)
+        return self.model.forward(token_ids, self.to_device(positions), self.to_device(slots), batch, self.kv_caches)
+
+    def token_ids(self, chunks: Sequence[Chunk], unseen: UnseenTokens | None) -> Tensor:
+        """The chunks' tokens, int64 [total tokens], on the device. A chunk whose token is unseen has no other."""
+        tokens = [np.asarray(c.sequence.tokens[c.start : c.end] or _PLACEHOLDER) for c in chunks]
+        token_ids = self.to_device(np.concatenate(tokens))
+        starts = np.cumsum([0, *map(len, tokens)])
+        places = [(start, c) for start, c in zip(starts, chunks, strict=False) if c.start == len(c.sequence.tokens)]
+        if unseen is None or not places:
+            return token_ids
+        rows = self.to_device(np.asarray([unseen.rows[id(c.sequence)] for _, c in places]))
+        return token_ids.index_copy_(0, self.to_device(np.asarray([p for p, _ in places])), unseen.token_ids[rows])
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies the KV of each (source, destination) block."""
         if pairs:
-            sources, destinations = torch.tensor(pairs, device=self.model.device).unbind(1)
+            sources, destinations = self.to_device(np.asarray(pairs)).unbind(1)
             for cache in (cache for caches in self.kv_caches for cache in caches):
                 cache[destinations] = cache[sources]
 
-    def _slots(self, chunk: Chunk, table: np.ndarray) -> np.ndarray:
+    def slots(self, chunk: Chunk, table: np.ndarray) -> np.ndarray:
+        """Where in the cache the chunk's KV goes, by the sequence's block table."""
         positions = np.arange(chunk.start, chunk.end)
         return table[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.model.device)
+    def to_device(self, values: np.ndarray) -> Tensor:
+        """int64 on the model's device, without waiting for it."""
+        return to_device(torch.from_numpy(values.astype(np.int64)), self.model.device)
 
 
-def _pad(tables: Sequence[np.ndarray]) -> np.ndarray:
+def pad_tables(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Block tables of any lengths as the rows of one matrix, filled up with zeros."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

@@ -1,19 +1,22 @@
 """From hidden states to tokens and log-probs, each row with its own parameters.
 
 Owns what `temperature`, the filters, `min_tokens` and `logprobs` mean in arithmetic. Holds no state: a draw is a
-function of its logits, its parameters, its seed and its position.
+function of its logits, its parameters, its seed and its position. Nothing here waits for a device but `Drawing.wait`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
 from .request import Distribution, SamplingParams
+from .transfer import HostCopy, to_device
 
 # A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
 _LOWEST_TEMPERATURE = 1e-30
@@ -31,6 +34,11 @@ class Draw:
     position: int
     banned: frozenset[int] = frozenset()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is from the whole distribution."""
+        return not (self.banned or self.params.has_filters)
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -39,6 +47,22 @@ class Drawn:
     token_id: int
     logprob: float | None
     is_finite: bool
+
+
+class Drawing:
+    """Tokens that are being drawn. `token_ids`: int64 [M], on the device."""
+
+    def __init__(self, draws: Sequence[Draw], token_ids: Tensor, logprobs: Tensor, is_finite: Tensor) -> None:
+        self.token_ids = token_ids
+        self._draws = draws
+        self._columns = HostCopy(torch.stack((token_ids, logprobs.view(torch.int32).long(), is_finite.long())))
+
+    def wait(self) -> list[Drawn]:
+        """The tokens, in the order of the draws."""
+        token_ids, bits, is_finite = self._columns.wait().numpy()
+        logprobs = bits.astype(np.int32).view(np.float32)
+        rows = zip(self._draws, token_ids.tolist(), logprobs.tolist(), is_finite.tolist(), strict=True)
+        return [Drawn(token, None if d.params.logprobs is None else p, bool(finite)) for d, token, p, finite in rows]
 
 
 class Sampler:
@@ -51,19 +75,17 @@ class Sampler:
     def __init__(self, backend: Backend, head: Weight) -> None:
         self.ops, self.head = backend, head
 
-    def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
         """One token for each draw. hidden: [M, hidden_size]."""
-        drawn: dict[int, Drawn] = {}
-        changed = [i for i, draw in enumerate(draws) if draw.banned or draw.params.has_filters]
-        plain = [i for i, draw in enumerate(draws) if not (draw.banned or draw.params.has_filters)]
-        parts = [changed[start : start + _LOGITS_ROWS] for start in range(0, len(changed), _LOGITS_ROWS)]
-        for indices, compute in [(plain, self._draw_plain), *((part, self._draw_changed) for part in parts)]:
-            some = [draws[i] for i in indices]
-            if some:
-                columns = (column.tolist() for column in compute(hidden, some))
-                for i, draw, token, logprob, is_finite in zip(indices, some, *columns, strict=True):
-                    drawn[i] = Drawn(token, None if draw.params.logprobs is None else logprob, is_finite)
-        return [drawn[i] for i in range(len(draws))]
+        plain = [i for i, draw in enumerate(draws) if draw.is_plain]
+        changed = [i for i, draw in enumerate(draws) if not draw.is_plain]
+        parts = [(part, self._draw_changed) for part in _cut(changed)] + [(plain, self._draw_plain)] * bool(plain)
+        results = [compute(hidden, [draws[i] for i in part]) for part, compute in parts]
+        columns = results[0] if len(results) == 1 else [torch.cat(column) for column in zip(*results, strict=True)]
+        order = np.argsort([i for part, _ in parts for i in part])
+        if len(results) > 1:
+            columns = [column[_tensor(order, hidden)] for column in columns]
+        return Drawing(draws, *columns)
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
@@ -82,17 +104,18 @@ class Sampler:
         return torch.cat(scores)
 
     def _draw_plain(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
-        return self.ops.next_tokens(hidden, self.head, _wanted(draws, hidden.device))
+        return self.ops.next_tokens(hidden, self.head, make_wanted(draws, hidden.device))
 
     def _draw_changed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
         """The steps of `next_tokens`, with banned tokens and filters between them."""
-        wanted = _wanted(draws, hidden.device)
+        wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
         processed = self._filter(_ban(scaled, draws), [draw.params for draw in draws])
         token_ids = processed.argmax(-1)
-        rows = (wanted.targets == SAMPLE).nonzero().flatten()
-        if len(rows):
+        sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
+        if sampled:
+            rows = _tensor(sampled, hidden)
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
         basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
@@ -101,30 +124,34 @@ class Sampler:
         return token_ids, logprobs, finite
 
     def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
-        rows = [i for i, d in enumerate(distributions) if d.has_filters]
-        if not rows:
+        chosen = [i for i, d in enumerate(distributions) if d.has_filters]
+        if not chosen:
             return scaled
-        filters = [distributions[i] for i in rows]
+        filters = [distributions[i] for i in chosen]
+        rows = _tensor(chosen, scaled)
         filtered = scaled.clone()
         filtered[rows] = self.ops.filter_logits(
             scaled[rows],
-            torch.tensor([f.top_k for f in filters], device=scaled.device),
-            torch.tensor([f.top_p for f in filters], dtype=torch.float32, device=scaled.device),
-            torch.tensor([f.min_p for f in filters], dtype=torch.float32, device=scaled.device),
+            _tensor([f.top_k for f in filters], scaled),
+            _tensor([f.top_p for f in filters], scaled, torch.float32),
+            _tensor([f.min_p for f in filters], scaled, torch.float32),
         )
         return filtered
 
 
-def _wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
+def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
+    """What `next_tokens` needs to know of plain draws."""
     params = [draw.params for draw in draws]
-    return Wanted(
-        rows=torch.tensor([draw.row for draw in draws], device=device),
-        targets=torch.tensor([GREEDY if p.is_greedy else SAMPLE for p in params], device=device),
-        temperatures=torch.tensor([_divisor(p) for p in params], dtype=torch.float32, device=device),
-        raw=torch.tensor([p.logprobs == "raw" for p in params], device=device),
-        seeds=torch.tensor([_as_signed(draw.seed) for draw in draws], device=device),
-        positions=torch.tensor([draw.position for draw in draws], device=device),
-    )
+    columns = [
+        [draw.row for draw in draws],
+        [GREEDY if p.is_greedy else SAMPLE for p in params],
+        [p.logprobs == "raw" for p in params],
+        [_as_signed(draw.seed) for draw in draws],
+        [draw.position for draw in draws],
+    ]
+    rows, targets, raw, seeds, positions = to_device(torch.tensor(columns, dtype=torch.int64), device)
+    temperatures = to_device(torch.tensor([_divisor(p) for p in params], dtype=torch.float32), device)
+    return Wanted(rows, targets, temperatures, raw.bool(), seeds, positions)
 
 
 def _divisor(distribution: Distribution) -> float:
@@ -136,8 +163,18 @@ def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
     cells = [(i, token) for i, draw in enumerate(draws) for token in draw.banned]
     if not cells:
         return scaled
-    rows, tokens = torch.tensor(cells, device=scaled.device).unbind(1)
-    return scaled.index_put((rows, tokens), torch.tensor(-torch.inf, device=scaled.device))
+    rows, tokens = _tensor(cells, scaled).unbind(1)
+    return scaled.index_put((rows, tokens), scaled.new_full((), -torch.inf))
+
+
+def _cut(indices: list[int]) -> list[list[int]]:
+    """Parts of at most `_LOGITS_ROWS`."""
+    return [indices[start : start + _LOGITS_ROWS] for start in range(0, len(indices), _LOGITS_ROWS)]
+
+
+def _tensor(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """On the device of `like`."""
+    return to_device(torch.as_tensor(values, dtype=dtype), like.device)
 
 
 def _as_signed(seed: int) -> int:

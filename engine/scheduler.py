@@ -88,7 +88,10 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, with blocks reserved for them; never empty if any sequence is unfinished."""
+        """The chunks of the next step, with blocks reserved for them.
+
+        None only if every sequence waits for what a step under way draws or publishes.
+        """
         plan = _Plan(self.max_num_batched_tokens)
         decodes = [s for s in self.running if s.num_uncomputed == 1]
         prompts = [s for s in self.running if s.num_uncomputed > 1]
@@ -99,26 +102,34 @@ class Scheduler:
             self._admit_waiting(plan)
         return list(plan.chunks.values())
 
-    def commit(self, chunks: list[Chunk]) -> None:
-        """Records that the KV of `chunks` is written, and publishes the blocks they filled."""
+    def advance(self, chunks: list[Chunk]) -> None:
+        """Records that a step computes the KV of `chunks`: the next one goes on from their ends."""
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
-            self.cache.publish(sequence.chain, sequence.tokens, sequence.table, chunk.end)
             self.stats.computed_tokens += chunk.end - chunk.start
             self.stats.computed_prompt_tokens += max(0, min(chunk.end, sequence.num_prompt_tokens) - chunk.start)
+
+    def publish(self, chunks: list[Chunk]) -> None:
+        """Publishes the blocks that `chunks` filled, whose tokens are known now; not of sequences that lost theirs."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.table:
+                self.cache.publish(sequence.chain, sequence.tokens, sequence.table, chunk.end)
 
     def fork(self, parent: Sequence, order: tuple[int, int]) -> tuple[Sequence, list[tuple[int, int]]]:
         """A second sequence with the tokens and the KV of `parent`, all of whose tokens are computed.
 
         It shares the full blocks; returns with it the (source, destination) block that is left to copy, if any. If it
-        has no room to run, it waits instead and finds the shared blocks again when it is admitted.
+        has no room to run, or the parent lost its blocks since, it waits instead and finds the shared blocks again when
+        it is admitted.
         """
         child = Sequence(order, parent.tokens[:], parent.num_prompt_tokens, parent.chain.fork(), parent.cache_salt)
         child.num_cached_tokens = parent.num_cached_tokens
         num_full = parent.num_computed // self.cache.block_size
         shared, partial = parent.table[:num_full], parent.table[num_full:]
-        if len(self.running) >= self.max_num_seqs or not self.cache.can_allocate((), len(partial)):
+        has_room = len(self.running) < self.max_num_seqs and self.cache.can_allocate((), len(partial))
+        if not parent.table or not has_room:
             self.add(child)
             return child, []
         fresh = self.cache.allocate((), len(partial))

@@ -11,7 +11,8 @@ from .prefix_cache import Chain
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`.
+    """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`, or will have it when
+    the steps under way are done.
 
     The scheduler writes `num_computed`, `table`, `chain` and `num_cached_tokens`; the engine writes the rest.
 
@@ -19,6 +20,7 @@ class Sequence:
     `samples`: what is drawn from the logits after the last token; several while a group's prompt is computed.
     `scores`: where a score request collects its log-probs; None for a sequence that generates.
     `cache_salt`: the request's own, for a new chain after an invalidation.
+    `num_unseen`: tokens after `tokens` that steps under way draw, and that are certain to be computed with.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     """
 
@@ -29,24 +31,25 @@ class Sequence:
     cache_salt: str | None = None
     samples: list[Any] = field(default_factory=list)
     scores: Any = None
+    num_unseen: int = 0
     num_computed: int = 0
     table: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        """All tokens known so far, prompt and decoded."""
-        return len(self.tokens)
+        """All tokens so far, prompt and decoded, the unseen ones too."""
+        return len(self.tokens) + self.num_unseen
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV is still to be computed."""
-        return len(self.tokens) - self.num_computed
+        return self.num_tokens - self.num_computed
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, end) of a sequence, to be computed in one step; [0, start) are computed already."""
+    """Tokens [start, end) of a sequence, to be computed in one step; [0, start) are computed by then."""
 
     sequence: Sequence
     start: int

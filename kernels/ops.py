@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 KV_SPLIT = 128
+BACKENDS = ("cpu", "triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class AttentionBatch:
     Sequence i owns query rows [query_starts[i], query_starts[i + 1]), the last ones of its `context_lens[i]` tokens,
     all of which are in the cache. Token t of it lies in block `block_tables[i, t // block_size]`, at offset t %
     block_size. `block_tables`: int64 [num_sequences, max_blocks], padded with any valid block id.
+
+    `lens`: where a CUDA graph that holds the call finds the context lengths anew at each replay (int64
+    [num_sequences]); each sequence then has one query, and `context_lens` says the most that they may become.
     """
 
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     block_tables: Tensor
+    lens: Tensor | None = None
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -236,11 +241,15 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class SelectedBackend:
-    """The backend for a model. `note`: why a faster one is not used, or empty."""
+    """The backend for a model. `note`: why a faster one is not used, or empty.
+
+    `can_capture`: whether a CUDA graph can hold its calls.
+    """
 
     name: str
     ops: Backend
     note: str
+    can_capture: bool = False
 
 
 def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
@@ -249,19 +258,42 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     Raise ValueError if there is no such backend, if it cannot serve the model, or if TRUEROLL_CPU_ISA names an
     instruction set that this machine does not have.
     """
-    from . import cpu, reference
-
-    if name not in ("auto", "cpu", "reference"):
-        raise ValueError(f"backend: expected auto, cpu or reference, found {name!r}")
-    if name == "reference" or device.type != "cpu":
-        if name == "cpu":
-            raise ValueError(f"backend: expected auto or reference for device {device}, found cpu")
-        return SelectedBackend("reference", cast(Backend, reference), "")
-    obstacle = cpu.obstacle(dtype, head_dim)
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"backend: expected auto, {', '.join(BACKENDS)}, found {name!r}")
+    fastest = "cpu" if device.type == "cpu" else "triton"
+    wanted = fastest if name == "auto" else name
+    if wanted == "reference":
+        return _select("reference", device, "")
+    obstacle = _obstacle(wanted, device, dtype, head_dim)
     if not obstacle:
-        from .cpu import backend
+        return _select(wanted, device, "")
+    if name == wanted:
+        raise ValueError(f"backend: expected one that can serve this model on {device}, found {name}: {obstacle}")
+    return _select("reference", device, obstacle)
 
-        return SelectedBackend("cpu", cast(Backend, backend), "")
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the backend cannot serve such a model, or an empty string."""
+    from . import cpu, triton
+
+    if name == "triton":
+        return triton.obstacle(device, dtype, head_dim)
+    return cpu.obstacle(dtype, head_dim) if device.type == "cpu" else f"it computes on a CPU, not on {device}"
+
+
+def _select(name: str, device: torch.device, note: str) -> SelectedBackend:
+    return SelectedBackend(name, _ops(name), note, name == "triton" and device.type == "cuda")
+
+
+def _ops(name: str) -> Backend:
     if name == "cpu":
-        raise ValueError(f"backend: expected one that can serve this model, found cpu: {obstacle}")
-    return SelectedBackend("reference", cast(Backend, reference), obstacle)
+        from .cpu import backend as cpu
+
+        return cast(Backend, cpu)
+    if name == "triton":
+        from .triton import backend as triton
+
+        return cast(Backend, triton)
+    from . import reference
+
+    return cast(Backend, reference)

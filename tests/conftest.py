@@ -14,11 +14,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no 
 # Read when torch is imported. Tests run several processes on few cores; threads that spin while they wait would starve
 # each other.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# Read when a Triton kernel is made: here they all run on the CPU. `make test-gpu` runs them on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import triton_interpreter  # noqa: E402
 from tiny import FAMILIES, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
+triton_interpreter.install()
 hypothesis.settings.register_profile("trueroll", deadline=None)
 hypothesis.settings.load_profile("trueroll")
 

@@ -27,7 +27,10 @@ FOREIGN_FORBIDDEN = {
 }
 # The only third-party packages of a folder that promises to need little.
 FOREIGN_ALLOWED = {"kernels": {"torch"}}
-FOREIGN_ALLOWED_TO = {"kernels.training": {"transformers"}}
+FOREIGN_ALLOWED_TO = {
+    "kernels.training": {"transformers"},
+    **{f"kernels.triton.{name}": {"triton"} for name in ("launch", "products", "attention", "rows", "head")},
+}
 
 # What each module or package of `kernels` and of `engine` may import from its own folder. One that is not here breaks
 # the rule until it gets a line.
@@ -35,7 +38,8 @@ KERNELS = {
     "__init__": set(),
     "reference": {"ops"},
     "cpu": {"cpu", "ops", "reference"},
-    "ops": {"cpu", "reference"},
+    "triton": {"triton", "ops", "reference"},
+    "ops": {"cpu", "triton", "reference"},
     "autograd": {"ops"},
     "training": {"autograd", "ops"},
 }
@@ -48,13 +52,15 @@ ENGINE = {
     "sequence": BASE | {"prefix_cache"},
     "scheduler": BASE | {"prefix_cache", "sequence"},
     "stop_strings": BASE,
-    "sampler": BASE,
+    "transfer": set(),
+    "sampler": BASE | {"transfer"},
     "sample": BASE | {"sequence", "stop_strings"},
     "models": {"errors", "config", "models"},
     "memory": set(),
     "weights": {"memory", "models"},
     "loading": {"errors", "config", "models", "weights"},
-    "model_runner": BASE | {"memory", "models", "sequence"},
+    "model_runner": BASE | {"memory", "models", "sequence", "transfer"},
+    "graphs": {"model_runner", "sampler", "sequence"},
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = BASE | {"engine"}
@@ -64,9 +70,12 @@ RECEIVING = {
     "events": set(),
     "tensors": set(),
     "wanted": {"manifest"},
+    "gpu": set(),
+    "nccl": set(),
     "assembly": {"manifest", "tensors", "wanted"},
-    "collective": {"manifest"},
+    "collective": {"manifest", "nccl"},
     "shared": {"manifest"},
+    "cuda_ipc": {"gpu", "manifest"},
     "disk": {"manifest", "tensors"},
 }
 RECEIVING["receiver"] = {*RECEIVING}

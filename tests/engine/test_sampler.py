@@ -54,13 +54,13 @@ def test_hidden_states_are_their_own_logits(sampler: Sampler) -> None:
 
 
 def test_each_row_has_its_own_parameters(sampler: Sampler) -> None:
-    together = sampler.draw(LOGITS, MIXED)
-    assert together == [drawn for one in MIXED for drawn in sampler.draw(LOGITS, [one])]
-    assert together[::-1] == sampler.draw(LOGITS, MIXED[::-1])
+    together = sampler.draw(LOGITS, MIXED).wait()
+    assert together == [drawn for one in MIXED for drawn in sampler.draw(LOGITS, [one]).wait()]
+    assert together[::-1] == sampler.draw(LOGITS, MIXED[::-1]).wait()
 
 
 def test_many_rows_give_what_each_gives_alone(sampler: Sampler) -> None:
-    assert sampler.draw(LOGITS, MIXED * 20) == sampler.draw(LOGITS, MIXED) * 20
+    assert sampler.draw(LOGITS, MIXED * 20).wait() == sampler.draw(LOGITS, MIXED).wait() * 20
 
 
 @pytest.mark.parametrize("logprobs", ["raw", "temperature", "processed"])
@@ -70,53 +70,53 @@ def test_filters_that_drop_nothing_change_no_bit(sampler: Sampler, logprobs: str
         for filters in ({}, {"top_k": 50})
     )
     assert not plain[0].params.has_filters and filtered[0].params.has_filters
-    drawn = sampler.draw(LOGITS, plain)
-    assert drawn == sampler.draw(LOGITS, filtered)
+    drawn = sampler.draw(LOGITS, plain).wait()
+    assert drawn == sampler.draw(LOGITS, filtered).wait()
     assert len({one.token_id for one in drawn}) > 20
 
 
 def test_greedy_takes_the_lowest_id_among_equals_and_the_models_own_distribution(sampler: Sampler) -> None:
     logits = torch.zeros(1, 50)
     logits[0, [7, 9, 30]] = 1.5
-    [drawn] = sampler.draw(logits, [draw(temperature=0.0, top_k=1, top_p=0.1)])
+    [drawn] = sampler.draw(logits, [draw(temperature=0.0, top_k=1, top_p=0.1)]).wait()
     assert drawn.token_id == 7
     assert drawn.logprob == log_prob(sampler, logits[0], 7)
 
 
 def test_logprobs_are_of_the_distribution_that_was_asked_for(sampler: Sampler) -> None:
     for mode, temperature in (("raw", 1.0), ("temperature", 0.5)):
-        [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)])
+        [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)]).wait()
         assert drawn.logprob == log_prob(sampler, LOGITS[0] / temperature, drawn.token_id)
     best = (LOGITS[0] / 0.5).topk(4)
-    [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4)])
+    [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4)]).wait()
     kept = best.values.log_softmax(0)[best.indices == drawn.token_id].item()
     assert drawn.logprob is not None and abs(drawn.logprob - kept) < 1e-6
 
 
 def test_seed_and_position_both_matter(sampler: Sampler) -> None:
     base = [draw(seed=s, position=p) for s in range(30) for p in range(30)]
-    ids = torch.tensor([d.token_id for d in sampler.draw(LOGITS, base)]).view(30, 30)
+    ids = torch.tensor([d.token_id for d in sampler.draw(LOGITS, base).wait()]).view(30, 30)
     assert len(ids.unique(dim=0)) == len(ids.unique(dim=1).T) == 30
 
 
 def test_banned_tokens_are_not_drawn(sampler: Sampler) -> None:
     everything_but_one = frozenset(range(50)) - {13}
-    [drawn] = sampler.draw(LOGITS, [draw(banned=everything_but_one)])
+    [drawn] = sampler.draw(LOGITS, [draw(banned=everything_but_one)]).wait()
     assert (drawn.token_id, drawn.logprob, drawn.is_finite) == (13, 0.0, True)
 
 
 def test_logits_without_a_number_are_reported(sampler: Sampler) -> None:
     broken = LOGITS.clone()
     broken[1] = torch.nan
-    good, bad = sampler.draw(broken, [draw(0), draw(1)])
+    good, bad = sampler.draw(broken, [draw(0), draw(1)]).wait()
     assert good.is_finite and not bad.is_finite
-    assert [good] == sampler.draw(LOGITS, [draw(0)])
+    assert [good] == sampler.draw(LOGITS, [draw(0)]).wait()
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-30, 1e300])
 def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> None:
     for drawn, row in zip(
-        sampler.draw(LOGITS, [draw(i, temperature=temperature) for i in range(5)]), LOGITS, strict=True
+        sampler.draw(LOGITS, [draw(i, temperature=temperature) for i in range(5)]).wait(), LOGITS, strict=True
     ):
         assert drawn.is_finite and drawn.logprob is not None
         if temperature < 1:
@@ -128,7 +128,7 @@ def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> 
 def test_score_equals_what_was_drawn(sampler: Sampler) -> None:
     for values in ({}, dict(temperature=0.0), dict(temperature=0.7, top_p=0.8), dict(top_k=3, min_p=0.1)):
         draws = [draw(row, **values) for row in range(5)]
-        drawn = sampler.draw(LOGITS, draws)
+        drawn = sampler.draw(LOGITS, draws).wait()
         scores = sampler.score(LOGITS, torch.tensor([d.token_id for d in drawn]), Distribution(**values))
         assert scores.tolist() == [d.logprob for d in drawn]
     assert sampler.score(LOGITS, LOGITS.argmin(-1), Distribution(top_k=1)).tolist() == [-torch.inf] * 5

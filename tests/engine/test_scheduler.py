@@ -91,7 +91,8 @@ class Driver:
             self._check_hits(sequence, epoch)
         self.steps += bool(self.open)
         self._write(chunks)
-        self.scheduler.commit(chunks)
+        self.scheduler.advance(chunks)
+        self.scheduler.publish(chunks)
         for chunk in chunks:
             if chunk.reaches_end:
                 self._extend(chunk.sequence)

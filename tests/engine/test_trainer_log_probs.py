@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tiny import make_tiny_model
 from trueroll.engine.request import SampleOutput
 from trueroll.kernels import training
 from trueroll.kernels.cpu.library import Library
@@ -99,6 +100,24 @@ def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str
         "padded": 0,
         "alone": 0,
     }
+
+
+def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
+    """In the interpreter, so with few tokens; with gradients, which are torch's."""
+    folder = make_tiny_model("qwen3", tmp_path / "tiny", dtype="bfloat16", num_hidden_layers=1, vocab_size=64)
+    engine = make_engine(folder, backend="triton", num_blocks=16, block_size=2)
+    prompts = [tokens(3, vocab_size=64), tokens(5, vocab_size=64)]
+    requests = [generate(str(i), p, n=2, temperature=TEMPERATURE, max_tokens=3) for i, p in enumerate(prompts)]
+    samples = [sample for request in requests for sample in run(engine, [request]).values()]
+    assert samples[2].num_cached_tokens == 2, "premise: a prompt partly from the cache"
+    rollout = list(zip((prompts[0], prompts[0], prompts[1], prompts[1]), samples, strict=True))
+    model = trainer_model(folder, "bfloat16")
+    align(model, "triton")
+    assert count_differences(packed(model, rollout), rollout) == 0
+    ids = torch.from_numpy(np.concatenate((prompts[1], samples[2].token_ids))).long()
+    token_log_probs(model, ids[None], temperature=TEMPERATURE).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,158 @@
+"""Decode steps as CUDA graphs: one launch in place of several hundred.
+
+A graph holds the kernels of one step of `size` decodes with plain draws, forward pass and sampling, at the addresses
+they had when it was captured. Sizes are powers of two; a step of fewer decodes fills its rows up with padding, which by
+the contract of the ops changes no bit of the others. Padding reads and writes `spare_block`, a block of the KV cache
+that no sequence has.
+
+Owns the graphs and their inputs. A graph is captured when the first step needs it, and holds for as long as weights and
+KV cache stay where they are: `forget` when they move. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.ops import GREEDY, AttentionBatch, Wanted
+from .model_runner import ModelRunner, UnseenTokens, pad_tables
+from .sampler import Draw, Drawing, Sampler, make_wanted
+from .sequence import Chunk
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+
+
+class Capture(Protocol):
+    """Runs a computation once, and returns its outputs with what computes them anew from the inputs' new content."""
+
+    def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
+
+
+class CudaCapture:
+    """Capture by `torch.cuda.CUDAGraph`. All graphs share one pool of memory, for they never run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
+        # Kernels are compiled and loaded by the first run; neither is possible while a graph is captured.
+        compute()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as one that stages weights, may go on allocating.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = compute()
+        return outputs, graph.replay
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """`inputs`: what it reads at each replay. `outputs`: what `next_tokens` gave."""
+
+    inputs: _Inputs
+    outputs: Outputs
+    replay: Callable[[], object]
+
+
+class DecodeGraphs:
+    """Graphs for steps of any number of decodes, of at most `max_model_len` tokens each."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        spare_block: int,
+        max_model_len: int,
+        new_capture: Callable[[], Capture] = CudaCapture,
+    ) -> None:
+        self._runner, self._sampler = runner, sampler
+        self._spare_block, self._max_model_len = spare_block, max_model_len
+        self._new_capture = new_capture
+        self._capture: Capture | None = None
+        self._graphs: dict[int, _Graph] = {}
+
+    def serves(self, chunks: Sequence[Chunk], draws: Sequence[Draw]) -> bool:
+        """Whether the step is one of decodes only, each with one plain draw."""
+        are_decodes = all(chunk.end - chunk.start == 1 for chunk in chunks)
+        return are_decodes and len(draws) == len(chunks) and all(draw.is_plain for draw in draws)
+
+    def forget(self) -> None:
+        """Gives the graphs and their memory back."""
+        self._graphs.clear()
+        self._capture = None
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk], draws: Sequence[Draw], unseen: UnseenTokens | None) -> Drawing:
+        """Computes the chunks' KV and draws their next tokens. Row i is that of chunk i."""
+        size = 1 << (len(chunks) - 1).bit_length()
+        graph = self._graphs.get(size) or self._new_graph(size)
+        graph.inputs.fill(self._runner, chunks, draws, unseen)
+        graph.replay()
+        return Drawing(draws, *(column[: len(chunks)] for column in graph.outputs))
+
+    def _new_graph(self, size: int) -> _Graph:
+        self._capture = self._capture or self._new_capture()
+        inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)
+        outputs, replay = self._capture(lambda: self._compute(inputs))
+        self._graphs[size] = _Graph(inputs, outputs, replay)
+        return self._graphs[size]
+
+    def _compute(self, inputs: _Inputs) -> Outputs:
+        size = len(inputs.lens)
+        batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
+        hidden = self._runner.model.forward(
+            inputs.token_ids, inputs.positions, inputs.slots, batch, self._runner.kv_caches
+        )
+        return self._sampler.ops.next_tokens(hidden, self._sampler.head, inputs.wanted)
+
+
+class _Inputs:
+    """The inputs of a graph of `size` rows, all of them padding at first."""
+
+    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int) -> None:
+        device, block_size = runner.model.device, runner.block_size
+
+        def column(value: int) -> Tensor:
+            return torch.full((size,), value, dtype=torch.int64, device=device)
+
+        self._spare_block, self._spare_slot = spare_block, spare_block * block_size
+        self.token_ids, self.positions, self.slots, self.lens = (
+            column(0),
+            column(0),
+            column(self._spare_slot),
+            column(1),
+        )
+        self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
+        rows = torch.arange(size, device=device)
+        ones = torch.ones(size, dtype=torch.float32, device=device)
+        self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
+
+    def fill(
+        self, runner: ModelRunner, chunks: Sequence[Chunk], draws: Sequence[Draw], unseen: UnseenTokens | None
+    ) -> None:
+        """Takes over a step. What its rows do not fill becomes padding."""
+        count = len(chunks)
+        tables = [np.asarray(chunk.sequence.table) for chunk in chunks]
+        starts = np.asarray([chunk.start for chunk in chunks])
+        slots = np.concatenate([runner.slots(chunk, table) for chunk, table in zip(chunks, tables, strict=True)])
+        rows = runner.to_device(np.stack((starts, slots, starts + 1)))
+        padded = runner.to_device(pad_tables(tables))
+        self.token_ids[:count] = runner.token_ids(chunks, unseen)
+        for column, values, padding in zip(
+            (self.positions, self.slots, self.lens), rows, (0, self._spare_slot, 1), strict=True
+        ):
+            column[:count] = values
+            column[count:] = padding
+        self.tables[:count, : padded.shape[1]] = padded
+        self.tables[count:, 0] = self._spare_block
+        self._fill_wanted(make_wanted(draws, self.lens.device), count)
+
+    def _fill_wanted(self, wanted: Wanted, count: int) -> None:
+        for name in ("targets", "temperatures", "raw", "seeds", "positions"):
+            getattr(self.wanted, name)[:count] = getattr(wanted, name)
+        self.wanted.targets[count:] = GREEDY

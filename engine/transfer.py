@@ -1,0 +1,38 @@
+"""Copies between host and device that nobody waits for until their content is needed.
+
+On a CPU there is nothing to copy. On a GPU copies are queued behind the kernels of the current stream, from and into
+pinned memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values`, which are on the host, on `device`."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """What `tensor` holds at this point of the stream, on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        elif tensor.device.type != "cpu":
+            self._host = tensor.cpu()
+
+    def wait(self) -> Tensor:
+        """The content, once it is there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host

@@ -1,0 +1,65 @@
+"""The ops of `kernels.ops.Backend` by Triton kernels, for bfloat16 and float16.
+
+Joins the kernels of the modules beside it; `launch` says how they keep the contract. A weight is a plain tensor. The
+tensors of a call lie on the current CUDA device, or all on the CPU where kernels are interpreted. No op reads a tensor
+on the host, and no shape depends on what a tensor holds, so a CUDA graph can hold any of them; for attention that takes
+`AttentionBatch.lens`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..ops import Qkv
+from ..reference import embedding as embedding
+from ..reference import new_weight as new_weight
+from ..reference import rotation as rotation
+from . import products
+from .attention import paged_attention as paged_attention
+from .head import filter_logits as filter_logits
+from .head import log_probs as log_probs
+from .head import next_tokens as next_tokens
+from .head import sample as sample
+from .launch import describe_settings
+from .products import linear as linear
+from .products import linear_add as linear_add
+from .products import lm_head as lm_head
+from .rows import qkv_epilogue, rmsnorm
+from .rows import rope as rope
+from .rows import silu_mul as silu_mul
+from .rows import write_kv as write_kv
+
+
+def instruction_set() -> str:
+    """The current GPU's architecture, or the interpreter, and the settings that kernels are compiled with."""
+    return f"{_processor()}, {describe_settings()}"
+
+
+def _processor() -> str:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def gate_up(x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
+    return products.gate_up(rmsnorm(x, norm, eps), gate, up)
+
+
+def qkv(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weights: Qkv,
+    rotation: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    matrices = cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v))
+    parts = products.qkv_parts(rmsnorm(x, norm, eps), matrices)
+    return qkv_epilogue(parts, weights.biases, weights.head_norms, eps, rotation, k_cache, v_cache, slots)

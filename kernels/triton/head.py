@@ -1,0 +1,230 @@
+"""From hidden states to tokens and their log-probs, and the filters of a distribution.
+
+Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
+Does not own the product that the logits are (products.py).
+
+`log_probs`, `sample` and `next_tokens` run the same two kernels, compiled alike for any number of rows, so their bits
+agree. The first cuts each row at absolute multiples of SECTION and reduces a section to what the second joins: the
+highest logit, the sum of exponentials below it, and the best token. A NaN logit makes the sum NaN, and so the log-prob
+of every token of its row. Nothing here reads a value on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..ops import SAMPLE, Wanted
+from .launch import aligned, exact_jit, launch
+from .products import lm_head
+
+LOGITS_ROWS = 256
+SECTION = 2048
+_SAMPLE = tl.constexpr(SAMPLE)
+
+
+def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
+    results = [
+        _choose(lm_head(hidden.index_select(0, rows), weight), *asked) for rows, *asked in zip(*columns, strict=True)
+    ]
+    token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
+    return token_ids, logprobs, finite
+
+
+def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    ones = torch.ones_like(token_ids, dtype=torch.float32)
+    unread = token_ids
+    return _choose(logits, token_ids, ones, ones.bool(), unread, unread)[1]
+
+
+def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    ones = torch.ones_like(seeds, dtype=torch.float32)
+    return _choose(logits, torch.full_like(seeds, SAMPLE), ones, ones.bool(), seeds, positions)[0]
+
+
+def _choose(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `next_tokens` for rows of float32 logits [M, V]; the other arguments are columns of `Wanted`."""
+    rows, vocab_size = logits.shape
+    sections = -(-vocab_size // SECTION)
+    asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
+    draws = aligned(seeds), aligned(positions)
+    peaks, totals, bests = (logits.new_empty(rows, sections) for _ in range(3))
+    parts = peaks, totals, bests, torch.empty_like(bests, dtype=torch.int32)
+    launch(_reduce_section, (rows, sections), *asked, *draws, *parts, warps=4, V=vocab_size, SECTION=SECTION)
+    out = torch.empty_like(targets), torch.empty_like(temperatures), torch.empty_like(raw)
+    span = triton.next_power_of_2(sections)
+    launch(_join_sections, (rows,), *asked, *parts, *out, warps=1, V=vocab_size, SECTIONS=sections, SPAN=span)
+    return out
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """torch's sort and scatter only move data; what is summed, and so rounded, is in `_count_kept`."""
+    rows, vocab_size = logits.shape
+    ordered, ids = torch.sort(logits.contiguous(), dim=-1, descending=True, stable=True)
+    kept = torch.empty_like(top_k)
+    filters = (aligned(x) for x in (top_k, top_p, min_p))
+    launch(_count_kept, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
+    ranks = torch.arange(vocab_size, device=logits.device)
+    dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
+    return logits.masked_fill(dropped, -torch.inf)
+
+
+@exact_jit
+def _reduce_section(
+    logits_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    raw_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    bests_ptr: tl.tensor,
+    best_ids_ptr: tl.tensor,
+    V: tl.constexpr,
+    SECTION: tl.constexpr,
+) -> None:
+    """One section of one row: the parts that `_join_sections` reads.
+
+    `peaks`, `totals`: the highest logit of the log-prob's distribution, the sum of exp(logit - peak). `bests`,
+    `best_ids`: the highest of what the token is chosen by, and the lowest id that has it. NaN counts as the highest.
+    """
+    row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = section * SECTION + tl.arange(0, SECTION)
+    logits = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=-float("inf"))
+    scaled = tl.div_rn(logits, tl.load(temperatures_ptr + row))
+    if tl.load(targets_ptr + row) == _SAMPLE:
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        score = scaled + gumbel_noise(philox_words(seed, position, section * (SECTION // 4), SECTION))
+    else:
+        score = scaled
+    score = _nan_as_highest(score)
+    best = tl.max(score, 0)
+    basis = tl.where(tl.load(raw_ptr + row), logits, scaled)
+    peak = tl.max(_nan_as_highest(basis), 0)
+    part = row * tl.num_programs(1) + section
+    tl.store(peaks_ptr + part, peak)
+    tl.store(totals_ptr + part, tl.sum(tl.exp(basis - _zero_if_none(peak)), 0))
+    tl.store(bests_ptr + part, best)
+    tl.store(best_ids_ptr + part, tl.min(tl.where(score == best, ids, V), 0))
+
+
+@exact_jit
+def _join_sections(
+    logits_ptr: tl.tensor,
+    targets_ptr: tl.tensor,
+    temperatures_ptr: tl.tensor,
+    raw_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    bests_ptr: tl.tensor,
+    best_ids_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    logprobs_ptr: tl.tensor,
+    finite_ptr: tl.tensor,
+    V: tl.constexpr,
+    SECTIONS: tl.constexpr,
+    SPAN: tl.constexpr,
+) -> None:
+    """One row: its token, the token's log-prob, and whether both are numbers."""
+    row = tl.program_id(0).to(tl.int64)
+    sections = tl.arange(0, SPAN)
+    parts, real = row * SECTIONS + sections, sections < SECTIONS
+    bests = tl.load(bests_ptr + parts, mask=real, other=-float("inf"))
+    best_ids = tl.load(best_ids_ptr + parts, mask=real, other=V)
+    target = tl.load(targets_ptr + row)
+    token = tl.where(target < 0, tl.min(tl.where(bests == tl.max(bests, 0), best_ids, V), 0), target)
+
+    peaks = tl.load(peaks_ptr + parts, mask=real, other=-float("inf"))
+    totals = tl.load(totals_ptr + parts, mask=real, other=0.0)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(totals * tl.exp(peaks - _zero_if_none(peak)), 0)
+
+    logit = tl.load(logits_ptr + row * V + token)
+    scaled = tl.div_rn(logit, tl.load(temperatures_ptr + row))
+    logprob = tl.where(tl.load(raw_ptr + row), logit, scaled) - peak - tl.log(total)
+    tl.store(token_ids_ptr + row, token)
+    tl.store(logprobs_ptr + row, logprob)
+    tl.store(finite_ptr + row, (tl.abs(scaled) < float("inf")) & (logprob == logprob))
+
+
+@exact_jit
+def _count_kept(
+    ordered_ptr: tl.tensor,
+    top_k_ptr: tl.tensor,
+    top_p_ptr: tl.tensor,
+    min_p_ptr: tl.tensor,
+    kept_ptr: tl.tensor,
+    V: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """How many of a row's logits stay, which come in falling order, NaN first. A row with NaN keeps all.
+
+    The first that a filter drops takes all behind it along, so that rounding leaves no hole.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    limit = tl.where(top_k < 0, V, tl.minimum(top_k, V))
+    best = tl.load(ordered_ptr + row * V)
+    total = 0.0
+    for start in range(0, V, TILE):
+        total += tl.sum(_weights(ordered_ptr + row * V, start, best, limit, V, TILE), 0)
+    bound = tl.where(top_p >= 1.0, float("inf"), top_p * total)
+    kept, before = limit, 0.0
+    for start in range(0, V, TILE):
+        weights = _weights(ordered_ptr + row * V, start, best, limit, V, TILE)
+        stays = (before + (tl.cumsum(weights, 0) - weights) < bound) & (weights >= min_p)
+        kept = tl.minimum(kept, tl.min(tl.where(stays, V, start + tl.arange(0, TILE)), 0))
+        before += tl.sum(weights, 0)
+    tl.store(kept_ptr + row, tl.where(best != best, V, tl.maximum(kept, 1)))
+
+
+@triton.jit
+def _weights(
+    row_ptr: tl.tensor, start: tl.tensor, best: tl.tensor, limit: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """exp(logit - best) at ranks [start, start + TILE), 0 from `limit` on."""
+    ranks = start + tl.arange(0, TILE)
+    logits = tl.load(row_ptr + ranks, mask=ranks < V, other=-float("inf"))
+    return tl.where(ranks < limit, tl.exp(logits - best), 0.0)
+
+
+@triton.jit
+def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Random words, uint32 [COUNT], of the ids from 4 * counter on: those of `reference.philox`."""
+    counters = counter + tl.arange(0, COUNT // 4)
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    words = tl.philox(seed, counters, low, high, 0)
+    return tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))
+
+
+@triton.jit
+def gumbel_noise(words: tl.tensor) -> tl.tensor:
+    """Standard Gumbel noise of random words, as `reference` defines it."""
+    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    return -tl.log(-_log1p(-uniform))
+
+
+@triton.jit
+def _log1p(x: tl.tensor) -> tl.tensor:
+    """log(1 + x): the logarithm of the rounded sum, and to first order what rounding took from the sum."""
+    rounded = 1.0 + x
+    return tl.log(rounded) + (x - (rounded - 1.0)) / rounded
+
+
+@triton.jit
+def _nan_as_highest(x: tl.tensor) -> tl.tensor:
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _zero_if_none(peak: tl.tensor) -> tl.tensor:
+    """What to take from logits: their peak, or 0 where all are -inf, so that exp gives 0 and not NaN."""
+    return tl.where(peak == -float("inf"), 0.0, peak)

@@ -1,0 +1,121 @@
+"""How kernels are compiled and launched, with every setting that could change a bit pinned.
+
+The order of a sum follows the layout of its tile, and the compiler chooses layouts by what it knows of a kernel's
+arguments. So it is told the same each time: pointers are multiples of 16 bytes (checked at each launch), numbers are
+known by their type alone, and what a layout may depend on is a constant of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+ALIGNMENT = 16
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages."""
+
+    kernel: Any
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+
+
+_recorded: list[Launch] | None = None
+
+
+def exact_jit(function: Callable[..., None]) -> Any:
+    """`triton.jit` for a kernel whose pointers are named `*_ptr`; its other arguments are numbers or `tl.constexpr`."""
+    parameters = signature(function).parameters.values()
+    numbers = [p.name for p in parameters if not p.name.endswith("_ptr") and "constexpr" not in str(p.annotation)]
+    return triton.jit(do_not_specialize=numbers)(function)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
+    """Runs a kernel of `exact_jit` on a grid of programs, or nothing if the grid is empty.
+
+    `args`: contiguous tensors, ints below 2**31 and floats, in the kernel's order; `constants`: its `tl.constexpr`.
+    Raise ValueError for a tensor that does not begin at a multiple of 16 bytes.
+    """
+    if 0 in grid:
+        return
+    if _recorded is not None:
+        names = signature(kernel.fn).parameters
+        types = tuple((name, _type(arg)) for name, arg in zip(names, args, strict=False))
+        _recorded.append(Launch(kernel, types, tuple(constants.items()), warps, stages))
+        return
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    for tensor in tensors:
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ValueError(
+                f"launch: expected tensors at multiples of {ALIGNMENT} bytes, found {tensor.data_ptr():#x}"
+            )
+    if is_interpreted(kernel):
+        kernel[grid](*args, **constants)
+        return
+    with torch.cuda.device(tensors[0].device):  # Triton takes the current one
+        kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, **PINNED)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x`, or a copy of it that is contiguous and begins at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """While it lasts, launches are not run but listed, whatever device their tensors are on."""
+    global _recorded
+    _recorded = launches = []
+    try:
+        yield launches
+    finally:
+        _recorded = None
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Whether the kernel was made under TRITON_INTERPRET=1, so that it runs on a CPU, slowly."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+def _pinned() -> dict[str, Any]:
+    """Compiler options that change bits, which the environment could set; a version that lacks one has it built in."""
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
+    return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
+
+
+PINNED = _pinned()
+
+
+def describe_settings() -> str:
+    """The version of Triton and the pinned options, for logs and health."""
+    options = ", ".join(f"{name}={value!r}" for name, value in PINNED.items())
+    return f"triton {triton.__version__}, {options}"
+
+
+def _type(arg: Any) -> str:
+    if isinstance(arg, Tensor):
+        return f"*{_TYPES[arg.dtype]}"
+    return "fp32" if isinstance(arg, float) else "i32"

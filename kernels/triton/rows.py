@@ -1,0 +1,264 @@
+"""Kernels that treat each row by itself: norms, activations, rotations, writes to the cache, and what follows the
+products of q, k and v. The products themselves are not here (products.py).
+
+A program takes one row, or one head of it, and holds it as two halves, since `rope` rotates an element of the one with
+its fellow in the other. Where a row is summed (norms), the order is written out here, neighbours first, so that no
+layout of the compiler can change it: the norm of a head has the same bits wherever it is computed. All else is
+elementwise, in float32.
+
+Attention relies on this: in the cache every element of v is finite. What is not is stored as 0, and the token's k of
+that head as NaN, also where k itself holds an element that is not finite. So only the queries that see the token become
+NaN; to the others it is a finite v, weighed by zero.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import aligned, exact_jit, launch
+from .products import fold_parts, silu_mul_tile
+
+_HEAD_WARPS = 1
+_ACTIVATION_TILE = 1024
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [M, H] over its root mean square, rounded to the dtype, times weight [H]: [M, H]."""
+    x, weight = aligned(x), aligned(weight)
+    out = torch.empty_like(x)
+    rows, size = x.shape
+    warps = min(max(2 ** (size - 1).bit_length() // 512, 1), 16)
+    launch(_rmsnorm, (rows,), x, weight, eps, out, warps=warps, SIZE=size)
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of tensors of one shape."""
+    gate, up = aligned(gate), aligned(up)
+    out = torch.empty_like(gate)
+    columns = gate.shape[-1]
+    grid = (gate.numel() // columns, -(-columns // _ACTIVATION_TILE))
+    launch(_silu_mul, grid, gate, up, out, warps=4, COLUMNS=columns, TILE=_ACTIVATION_TILE)
+    return out
+
+
+def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """x [M, heads, D] rotated by (cosines, sines), both float32 [M, D / 2]: [M, heads, D]."""
+    x, cosines, sines = aligned(x), aligned(rotation[0]), aligned(rotation[1])
+    out = torch.empty_like(x)
+    rows, heads, size = x.shape
+    launch(_rope, (rows * heads,), x, cosines, sines, out, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Stores k and v [M, kv_heads, D] at `slots` (int64 [M]) of contiguous caches [blocks, block_size, kv_heads, D]."""
+    k, v, slots = aligned(k), aligned(v), aligned(slots)
+    rows, heads, size = k.shape
+    args = k, v, slots, k_cache, v_cache
+    launch(_write_kv, (rows * heads,), *args, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
+
+
+def qkv_epilogue(
+    parts: Tensor,
+    biases: tuple[Tensor, Tensor, Tensor] | None,
+    head_norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rotation: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Queries [M, heads, D] from the products of q, k and v; keys and values go to the caches like `write_kv`.
+
+    `parts` float32 [pieces, M, (heads + 2 * kv_heads) * D]: sums over pieces of K, of q, k and v side by side. The
+    other arguments are those of `ops.Backend.qkv`.
+    """
+    pieces, rows, columns = parts.shape
+    kv_heads, size = k_cache.shape[2:]
+    heads = columns // size - 2 * kv_heads
+    q = torch.empty(rows, heads, size, dtype=k_cache.dtype, device=parts.device)
+    # Pointers that the kernel does not read have to point somewhere.
+    weights = *(biases or (q, q, q)), *(head_norms or (q, q))
+    args = parts, rows, *map(aligned, weights), eps, *map(aligned, rotation), aligned(slots), q, k_cache, v_cache
+    options = dict(BIASES=biases is not None, NORMS=head_norms is not None)
+    grid = (rows * (heads + kv_heads),)
+    sizes = dict(PIECES=pieces, HEADS=heads, KV_HEADS=kv_heads, SIZE=size)
+    launch(_qkv_epilogue, grid, *args, warps=_HEAD_WARPS, **sizes, **options)
+    return q
+
+
+@exact_jit
+def _rmsnorm(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    x = _norm(_load_halves(x_ptr + row, SIZE), weight_ptr, eps, SIZE)
+    _store_halves(out_ptr + row, x, SIZE)
+
+
+@exact_jit
+def _silu_mul(gate_ptr, up_ptr, out_ptr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = tl.program_id(0).to(tl.int64) * COLUMNS + column
+    mask = column < COLUMNS
+    gate = tl.load(gate_ptr + at, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + at, mask=mask).to(tl.float32)
+    tl.store(out_ptr + at, silu_mul_tile(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@exact_jit
+def _rope(x_ptr, cosines_ptr, sines_ptr, out_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    x = _rotate(_load_halves(x_ptr + head * SIZE, SIZE), cosines_ptr, sines_ptr, head // HEADS, SIZE)
+    _store_halves(out_ptr + head * SIZE, x, SIZE)
+
+
+@exact_jit
+def _write_kv(k_ptr, v_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    k, v = _load_halves(k_ptr + head * SIZE, SIZE), _load_halves(v_ptr + head * SIZE, SIZE)
+    place = (tl.load(slots_ptr + head // HEADS) * HEADS + head % HEADS) * SIZE
+    _store_token(k_cache_ptr + place, v_cache_ptr + place, k, v, SIZE)
+
+
+@exact_jit
+def _qkv_epilogue(
+    parts_ptr,
+    rows,
+    q_bias_ptr,
+    k_bias_ptr,
+    v_bias_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    cosines_ptr,
+    sines_ptr,
+    slots_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    PIECES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BIASES: tl.constexpr,
+    NORMS: tl.constexpr,
+):
+    """For each row a program for each head of q, then one for each key-value head, which takes both k and v."""
+    row = (tl.program_id(0) // (HEADS + KV_HEADS)).to(tl.int64)
+    head = tl.program_id(0) % (HEADS + KV_HEADS)
+    parts = parts_ptr, rows, row
+    COLUMNS: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
+    if head < HEADS:
+        q = _project(parts, head, q_bias_ptr + head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
+        if NORMS:
+            q = _norm(q, q_norm_ptr, eps, SIZE)
+        q = _rotate(q, cosines_ptr, sines_ptr, row, SIZE)
+        _store_halves(q_ptr + (row * HEADS + head) * SIZE, q, SIZE)
+    else:
+        kv_head = head - HEADS
+        k = _project(parts, head, k_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
+        if NORMS:
+            k = _norm(k, k_norm_ptr, eps, SIZE)
+        k = _rotate(k, cosines_ptr, sines_ptr, row, SIZE)
+        v = _project(parts, head + KV_HEADS, v_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
+        place = (tl.load(slots_ptr + row) * KV_HEADS + kv_head) * SIZE
+        _store_token(k_cache_ptr + place, v_cache_ptr + place, k, v, SIZE)
+
+
+@triton.jit
+def _project(
+    parts,
+    head,
+    bias_ptr,
+    out_ptr,
+    PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BIASES: tl.constexpr,
+):
+    """One head of a row of the product, plus its bias, rounded to the dtype of `out_ptr`."""
+    parts_ptr, rows, row = parts
+    HALF: tl.constexpr = SIZE // 2
+    place = tl.arange(0, triton.next_power_of_2(HALF))
+    column = head * SIZE + place
+    low = fold_parts(parts_ptr, rows, COLUMNS, row, column, place < HALF, PIECES)
+    high = fold_parts(parts_ptr, rows, COLUMNS, row, column + HALF, place < HALF, PIECES)
+    if BIASES:
+        bias = _load_halves(bias_ptr, SIZE)
+        low, high = low + bias[0], high + bias[1]
+    return _round((low, high), out_ptr)
+
+
+@triton.jit
+def _norm(x, weight_ptr, eps, SIZE: tl.constexpr):
+    """Halves over the root mean square of the row, rounded to the weight's dtype, times the weight."""
+    squares = _sum_in_pairs(x[0] * x[0] + x[1] * x[1])
+    scale = tl.rsqrt(squares * (1.0 / SIZE) + eps)
+    x = _round((x[0] * scale, x[1] * scale), weight_ptr)
+    weight = _load_halves(weight_ptr, SIZE)
+    return _round((x[0] * weight[0], x[1] * weight[1]), weight_ptr)
+
+
+@triton.jit
+def _sum_in_pairs(x):
+    """The sum of a tile [n], as [1]: of neighbours, then of neighbouring sums, and so on."""
+    for _ in tl.static_range(_levels(x.shape[0])):  # type: ignore[reportGeneralTypeIssues]
+        x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)
+    return x
+
+
+@triton.constexpr_function
+def _levels(size: int) -> int:
+    return size.bit_length() - 1
+
+
+@triton.jit
+def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
+    HALF: tl.constexpr = SIZE // 2
+    pair = tl.arange(0, triton.next_power_of_2(HALF))
+    cosines = tl.load(cosines_ptr + row * HALF + pair, mask=pair < HALF, other=0.0)
+    sines = tl.load(sines_ptr + row * HALF + pair, mask=pair < HALF, other=0.0)
+    return x[0] * cosines - x[1] * sines, x[1] * cosines + x[0] * sines
+
+
+@triton.jit
+def _store_token(k_ptr, v_ptr, k, v, SIZE: tl.constexpr):
+    """Stores one head of a token's k and v, with what is not finite as the module says."""
+    k = _round(k, k_ptr)
+    finite = _is_finite(v[0]), _is_finite(v[1])
+    both_finite = _is_finite(k[0]) & _is_finite(k[1]) & finite[0] & finite[1]
+    shown = tl.min(both_finite.to(tl.int32), axis=0) == 1
+    _store_halves(k_ptr, (tl.where(shown, k[0], float("nan")), tl.where(shown, k[1], float("nan"))), SIZE)
+    _store_halves(v_ptr, (tl.where(finite[0], v[0], 0.0), tl.where(finite[1], v[1], 0.0)), SIZE)
+
+
+@triton.jit
+def _is_finite(x):
+    return tl.abs(x) < float("inf")
+
+
+@triton.jit
+def _load_halves(ptr, SIZE: tl.constexpr):
+    """The row [SIZE] at `ptr` as two tiles in float32, filled up with zeros; an odd row's first has one more."""
+    FIRST: tl.constexpr = (SIZE + 1) // 2
+    place = tl.arange(0, triton.next_power_of_2(FIRST))
+    low = tl.load(ptr + place, mask=place < FIRST, other=0.0)
+    high = tl.load(ptr + FIRST + place, mask=place < SIZE - FIRST, other=0.0)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _store_halves(ptr, x, SIZE: tl.constexpr):
+    FIRST: tl.constexpr = (SIZE + 1) // 2
+    place = tl.arange(0, triton.next_power_of_2(FIRST))
+    tl.store(ptr + place, x[0].to(ptr.dtype.element_ty), mask=place < FIRST)
+    tl.store(ptr + FIRST + place, x[1].to(ptr.dtype.element_ty), mask=place < SIZE - FIRST)
+
+
+@triton.jit
+def _round(x, ptr):
+    """float32 halves rounded to the dtype of `ptr`, as float32."""
+    return x[0].to(ptr.dtype.element_ty).to(tl.float32), x[1].to(ptr.dtype.element_ty).to(tl.float32)

@@ -1,0 +1,76 @@
+"""Models from a configuration alone: the shipped configurations are those of their models, the weights are usable."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.errors import ModelError
+from trueroll.engine.loading import load_dummy
+from trueroll.engine.models.dense import DenseConfig, DenseModel
+from trueroll.engine.models.dummy import find_config
+from trueroll.engine.models.loader import read_config
+from trueroll.kernels import reference
+
+from ..drive import bits, generate, run, tokens
+
+
+# The numbers of parameters are those that their publisher gives.
+@pytest.mark.parametrize(
+    ("name", "architecture", "num_parameters", "heads", "max_position_embeddings"),
+    [
+        ("qwen2.5-7b", "Qwen2ForCausalLM", 7_615_616_512, (28, 4, 128), 32768),
+        ("qwen3-0.6b", "Qwen3ForCausalLM", 596_049_920, (16, 8, 128), 40960),
+    ],
+)
+def test_shipped_configurations(
+    name: str, architecture: str, num_parameters: int, heads: tuple[int, int, int], max_position_embeddings: int
+) -> None:
+    folder = find_config(name)
+    config = DenseConfig.from_folder(folder, read_config(folder))
+    assert (config.architecture, config.dtype) == (architecture, torch.bfloat16)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
+    assert (config.max_position_embeddings, config.rms_norm_eps) == (max_position_embeddings, 1e-6)
+    assert config.inv_freq[-1].item() == pytest.approx(1e6 ** (-126 / 128)) and config.rope_scale == 1.0
+    model = DenseModel(config, reference, partial(torch.empty, dtype=config.dtype, device="meta"))  # type: ignore[arg-type]
+    assert model.num_bytes == 2 * num_parameters
+
+
+def test_a_configuration_is_a_file_or_its_folder(tiny_llama: Path, tmp_path: Path) -> None:
+    shutil.copy(tiny_llama / "config.json", tmp_path)
+    assert find_config(str(tmp_path)) == find_config(str(tmp_path / "config.json")) == tmp_path
+    for nothing in ("qwen", str(tmp_path / "nowhere"), str(tmp_path / "nowhere" / "config.json"), ""):
+        with pytest.raises(ModelError, match="expected a config.json, .* or one of qwen2.5-7b, qwen3-0.6b, found none"):
+            find_config(nothing)
+
+
+def dense_weights(folder: Path, backend: str) -> dict[str, Tensor]:
+    loaded = load_dummy(EngineConfig(model=str(folder), backend=backend))
+    return {name: weight.to_dense() for name, weight in loaded.weights.tensors.items()}
+
+
+def test_weights_are_random_and_always_the_same(tiny_model: Path, backend: str) -> None:
+    weights, again = dense_weights(tiny_model, backend), dense_weights(tiny_model, "reference")
+    assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
+    norms = [weight for name, weight in weights.items() if "norm" in name]
+    others = [weight for name, weight in weights.items() if "norm" not in name]
+    assert norms and all(norm.eq(1).all() for norm in norms)
+    assert all(0.9 < x.std() * x.shape[1] ** 0.5 < 1.1 for x in others if x.dim() == 2)
+    assert len({x.flatten()[0].item() for x in others}) == len(others), "no two are the same"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_random_weights_is_served(tiny_model: Path, backend: str, dtype: str) -> None:
+    config = EngineConfig(model=str(tiny_model / "config.json"), dtype=dtype, backend=backend, num_blocks=64)
+    engine = Engine(config, load_dummy(config))
+    first, again = (run(engine, [generate("r", tokens(40), max_tokens=8)])["r", 0] for _ in range(2))
+    assert first.finish_reason == "length" and first.logprobs is not None and np.isfinite(first.logprobs).all()
+    assert len(set(first.token_ids)) > 2 and bits(first) == bits(again)

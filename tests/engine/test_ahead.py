@@ -1,0 +1,159 @@
+"""A step that is queued before the tokens of the one before are seen: when that happens, and what it costs.
+
+That no bit depends on it, the tests of the engine show, which run both ways.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from trueroll.engine import engine as engine_module
+from trueroll.engine.model_runner import ModelRunner
+from trueroll.engine.request import SampleOutput
+from trueroll.engine.sampler import Drawing
+from trueroll.engine.scheduler import Scheduler
+
+from .drive import bits, drain, generate, make_engine, run, tokens
+
+
+@pytest.fixture(autouse=True)
+def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_steps_ahead", lambda device: 1)
+
+
+def computed_tokens(model: Path, **params: object) -> int:
+    engine = make_engine(model)
+    run(engine, [generate("r", tokens(20), **params)])
+    return engine.stats().computed_tokens
+
+
+def test_a_step_is_queued_before_the_tokens_of_the_one_before_are_seen(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, events = make_engine(tiny_llama), []
+    compute, wait = ModelRunner.run, Drawing.wait
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: events.append("queue") or compute(*args))
+    monkeypatch.setattr(Drawing, "wait", lambda drawing: events.append("see") or wait(drawing))
+    run(engine, [generate("r", tokens(20), max_tokens=4)])
+    assert events == ["queue", "queue", "see", "queue", "see", "queue", "see", "see"]
+
+
+def test_no_row_is_computed_beyond_max_tokens(tiny_llama: Path) -> None:
+    assert computed_tokens(tiny_llama, max_tokens=6) == 20 + 5
+    assert computed_tokens(tiny_llama, max_tokens=1) == 20
+
+
+def test_the_row_after_a_stop_token_is_thrown_away(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    free = run(engine, [generate("r", tokens(20), max_tokens=8)])["r", 0]
+    stop = int(free.token_ids[4])
+    assert stop not in free.token_ids[:4]
+    engine = make_engine(tiny_llama)
+    sample = run(engine, [generate("r", tokens(20), max_tokens=8, stop_token_ids=(stop,))])["r", 0]
+    assert sample.finish_reason == "stop"
+    assert bits(sample) == (free.token_ids[:5].tobytes(), free.logprobs[:5].tobytes())
+    assert engine.stats().computed_tokens == 20 + 5, "the row that was thrown away is the fifth"
+    assert engine.stats().blocks_in_use == 0
+
+
+def test_min_tokens_counts_tokens_that_are_not_seen_yet(tiny_llama: Path) -> None:
+    free = run(make_engine(tiny_llama), [generate("r", tokens(20), max_tokens=8)])["r", 0]
+    for least in range(1, 8):
+        stop = int(free.token_ids[least - 1])
+        found = run(
+            make_engine(tiny_llama), [generate("r", tokens(20), max_tokens=8, min_tokens=least, stop_token_ids=[stop])]
+        )
+        assert stop not in found["r", 0].token_ids[:least]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_abort_while_a_step_is_under_way(tiny_llama: Path, steps: int) -> None:
+    engine = make_engine(tiny_llama)
+    expected = run(make_engine(tiny_llama), [generate("b", tokens(20, seed=1))])["b", 0]
+    engine.add(generate("a", tokens(20), n=2))
+    engine.add(generate("b", tokens(20, seed=1)))
+    for _ in range(steps):
+        engine.step()
+    assert len(engine.abort("a")) == 2
+    engine.check_integrity()
+    [sample] = drain(engine)
+    assert isinstance(sample, SampleOutput) and bits(sample) == bits(expected)
+
+
+def test_abort_of_all_leaves_nothing_under_way_that_comes_back(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add(generate("a", tokens(20)))
+    for _ in range(3):
+        engine.step()
+    engine.abort("a")
+    assert not engine.has_unfinished and engine.stats().blocks_in_use == 0
+    samples = run(engine, [generate("a", tokens(20))])
+    assert bits(samples["a", 0]) == bits(run(make_engine(tiny_llama), [generate("a", tokens(20))])["a", 0])
+
+
+def test_a_group_whose_prompt_lost_its_blocks_before_its_tokens_were_seen(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's last chunk is under way when an older request takes its blocks; the samples fork from nothing."""
+    fork, tables = Scheduler.fork, []
+    monkeypatch.setattr(
+        Scheduler, "fork", lambda self, parent, order: tables.append(parent.table) or fork(self, parent, order)
+    )
+    older, group = generate("old", tokens(23), max_tokens=30), generate("g", tokens(24, seed=1), n=3, max_tokens=4)
+    engine = make_engine(tiny_llama, num_blocks=7, block_size=8, max_num_batched_tokens=64)
+    engine.add(older)
+    while engine.stats().blocks_in_use < 4:
+        engine.step()
+    for _ in range(6):
+        engine.step()
+    engine.add(group)
+    found = {(o.request_id, o.index): o for o in drain(engine) if isinstance(o, SampleOutput)}
+    assert [] in tables
+    calm = run(make_engine(tiny_llama), [older, group])
+    assert {key: bits(sample) for key, sample in found.items()} == {key: bits(s) for key, s in calm.items()}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, seed: int) -> None:
+    """Requests that come, are aborted, are recomputed and lose their blocks, in a random order."""
+    rng = random.Random(seed)
+    requests = [
+        generate(
+            str(i),
+            tokens(rng.randrange(1, 60), seed=i % 7),
+            n=rng.randrange(1, 4),
+            max_tokens=rng.randrange(1, 20),
+            stop_token_ids=tuple(range(3, 500, 9)) if i % 3 else (),
+            **(dict(top_k=20) if i % 4 == 0 else {}),
+        )
+        for i in range(40)
+    ]
+    expected = run(make_engine(tiny_llama), requests)
+    engine = make_engine(tiny_llama, num_blocks=24, block_size=8, max_num_seqs=6, max_num_batched_tokens=48)
+    outputs, waiting = [], requests.copy()
+    while waiting or engine.has_unfinished:
+        action = rng.random()
+        if waiting and action < 0.3:
+            engine.add(waiting.pop(0))
+        elif action < 0.33:
+            outputs += engine.interrupt("recompute")
+        elif action < 0.36 and engine._open:
+            outputs += engine.abort(rng.choice(list(engine._open)))
+        else:
+            outputs += engine.step()
+        engine.check_integrity()
+    found = {(output.request_id, output.index): output for output in outputs}
+    assert len(found) == len(outputs) == len(expected), "each sample has one output"
+    reasons = Counter(output.finish_reason for output in outputs)
+    assert min(reasons[reason] for reason in ("stop", "length", "abort")) > 0
+    assert engine.stats().preemptions > 0 and engine.stats().recomputed > 0
+    for key, output in found.items():
+        count = len(output.token_ids)
+        whole = expected[key]
+        assert output.token_ids.tolist() == whole.token_ids[:count].tolist()
+        assert output.logprobs.tobytes() == whole.logprobs[:count].tobytes()
+        assert output.finish_reason == "abort" or count == len(whole.token_ids)

@@ -1,0 +1,88 @@
+"""What every kernel is launched with, and what the compiler is told of its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from trueroll.kernels.ops import select_backend
+from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
+
+
+def scale(x_ptr: Any, out_ptr: Any, factor: Any, count: Any, BLOCK: tl.constexpr) -> None:
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + places, tl.load(x_ptr + places, mask=places < count) * factor, mask=places < count)
+
+
+KERNEL = exact_jit(scale)
+
+
+def test_a_launch_runs_the_whole_grid() -> None:
+    x = torch.arange(100, dtype=torch.float32)
+    out = torch.zeros_like(x)
+    launch(KERNEL, (4,), x, out, 0.5, 100, warps=1, BLOCK=32)
+    assert torch.equal(out, x / 2)
+
+
+def test_an_empty_grid_runs_nothing() -> None:
+    out = torch.zeros(4)
+    launch(KERNEL, (0,), torch.ones(4), out, 2.0, 4, warps=1, BLOCK=32)
+    assert not out.any()
+
+
+def test_a_tensor_that_begins_elsewhere_is_refused_and_can_be_copied() -> None:
+    memory = torch.arange(9, dtype=torch.float32)
+    assert memory.data_ptr() % 16 == 0
+    out = torch.zeros(8)
+    with pytest.raises(ValueError, match="expected tensors at multiples of 16 bytes, found 0x"):
+        launch(KERNEL, (1,), memory[1:], out, 1.0, 8, warps=1, BLOCK=32)
+    launch(KERNEL, (1,), aligned(memory[1:]), out, 1.0, 8, warps=1, BLOCK=32)
+    assert torch.equal(out, memory[1:])
+    assert aligned(memory) is memory
+
+
+def test_a_recorded_launch_is_listed_and_not_run() -> None:
+    out = torch.zeros(4)
+    with recording() as launches:
+        launch(KERNEL, (1,), torch.ones(4), out, 2.0, 4, warps=2, stages=3, BLOCK=32)
+        launch(KERNEL, (1,), *torch.empty(2, 4, dtype=torch.bfloat16, device="meta"), 2.0, 4, warps=2, BLOCK=32)
+    assert not out.any()
+    first, second = launches
+    assert first.types == (("x_ptr", "*fp32"), ("out_ptr", "*fp32"), ("factor", "fp32"), ("count", "i32"))
+    assert (first.constants, first.warps, first.stages) == ((("BLOCK", 32),), 2, 3)
+    assert second.types[0] == ("x_ptr", "*bf16") and second.stages == 1
+
+
+def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the compiler would treat 1 and multiples of 16 apart, and might lay tiles out another way."""
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    parameters = {p.name: p for p in exact_jit(scale).params}
+    assert parameters["factor"].do_not_specialize and parameters["count"].do_not_specialize
+    assert not parameters["x_ptr"].do_not_specialize and parameters["BLOCK"].is_constexpr
+
+
+def test_health_says_what_is_pinned() -> None:
+    ops = select_backend("triton", torch.device("cpu"), torch.bfloat16, 64).ops
+    assert ops.instruction_set().startswith(f"interpreter, triton {triton.__version__}, enable_fp_fusion=False")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "interpreted", "reason"),
+    [
+        (torch.float32, 64, "1", "expect bfloat16 or float16, found float32; set dtype"),
+        (torch.bfloat16, 63, "1", "expect an even head size up to 256, found 63"),
+        (torch.bfloat16, 258, "1", "expect an even head size up to 256, found 258"),
+        (torch.bfloat16, 64, "0", "expect an NVIDIA GPU, found a CPU; set device to cuda"),
+    ],
+)
+def test_what_the_kernels_do_not_serve(
+    dtype: torch.dtype, head_dim: int, interpreted: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    with pytest.raises(ValueError, match=reason):
+        select_backend("triton", torch.device("cpu"), dtype, head_dim)
+    assert select_backend("auto", torch.device("cpu"), dtype, 64).name in ("cpu", "reference")

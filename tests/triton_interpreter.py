@@ -1,0 +1,55 @@
+"""Triton's interpreter, mended where it does not compute what a GPU does.
+
+A GPU's matrix instruction gives each element of a product from its row and its column alone, in one order; the
+interpreter asks the CPU's matrix library, whose order depends on the shapes. It multiplies bfloat16 as if its bits were
+integers, and rounds to bfloat16 by cutting bits off. `install` puts these three right; call it before any kernel runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def install() -> None:
+    """Mend the interpreter of this process."""
+    interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter._convert_float = _convert_float  # type: ignore[assignment]
+
+
+def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
+    """The interpreter's data of a floating-point dtype as float32."""
+    if dtype.scalar == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    return data.astype(np.float32)
+
+
+def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 rounded to nearest, ties to even; uint16 with the bits."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: int) -> Any:
+    """d + a @ b in float32, one column of `a` and one row of `b` after the other."""
+    left, right = widen(a.data, a.dtype), widen(b.data, b.dtype)
+    total = d.data.copy()
+    with np.errstate(invalid="ignore", over="ignore"):
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., k, None, :]
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+_convert_float_as_it_was = interpreter._convert_float
+
+
+def _convert_float(data: np.ndarray, source: Any, destination: Any, rounding_mode: Any) -> np.ndarray:
+    if source == tl.bfloat16 and destination == tl.float32:
+        return widen(data, source)
+    if source == tl.float32 and destination == tl.bfloat16:
+        return round_to_bfloat16(data)
+    return _convert_float_as_it_was(data, source, destination, rounding_mode)
