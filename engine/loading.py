@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..kernels.ops import SelectedBackend, select_backend
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
 from .models.dense import DenseConfig, DenseModel
+from .models.dummy import fill_randomly, find_config
 from .models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
 from .weights import WeightStore
 
@@ -75,8 +77,25 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raise ConfigError for a device or a backend that is not there or cannot serve the model, ModelError for a model that
     cannot be loaded.
     """
+    loaded = _allocate(config, resolve_model)
+    weights = loaded.weights
+    load_checkpoint(loaded.folder, weights.tensors, weights.ignored | weights.tied.keys())
+    return loaded
+
+
+def load_dummy(config: EngineConfig) -> LoadedModel:
+    """A model with random weights, and its backend. `config.model` names its configuration alone, as `find_config`
+    takes it. Raise what `load_model` raises.
+    """
+    loaded = _allocate(config, find_config)
+    fill_randomly(loaded.weights.tensors, loaded.model.device)
+    return loaded
+
+
+def _allocate(config: EngineConfig, find_folder: Callable[[str], Path]) -> LoadedModel:
+    """The model with uninitialized weights, and its backend."""
     device = _device(config.device)
-    folder = resolve_model(config.model)
+    folder = find_folder(config.model)
     raw = read_config(folder)
     model_config = DenseConfig.from_folder(folder, raw)
     eos_token_ids = read_eos_token_ids(folder, raw)
@@ -89,7 +108,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ModelError(
             f"{folder}: expected weights that fit into memory, found: {error}; use a smaller one"
         ) from None
-    load_checkpoint(folder, weights.tensors, weights.ignored | weights.tied.keys())
     return LoadedModel(folder, weights, backend, eos_token_ids)
 
 

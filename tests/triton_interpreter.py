@@ -3,10 +3,13 @@
 A GPU's matrix instruction gives each element of a product from its row and its column alone, in one order; the
 interpreter asks the CPU's matrix library, whose order depends on the shapes. It multiplies bfloat16 as if its bits were
 integers, and rounds to bfloat16 by cutting bits off. `install` puts these three right; call it before any kernel runs.
+It also spares the interpreter a search of the whole language at each call of a device function, which makes it faster.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ def install() -> None:
     """Mend the interpreter of this process."""
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter._convert_float = _convert_float  # type: ignore[assignment]
+    interpreter._patch_builtin = _patch_builtin  # type: ignore[assignment]
 
 
 def widen(data: np.ndarray, dtype: Any) -> np.ndarray:
@@ -53,3 +57,14 @@ def _convert_float(data: np.ndarray, source: Any, destination: Any, rounding_mod
     if source == tl.float32 and destination == tl.bfloat16:
         return round_to_bfloat16(data)
     return _convert_float_as_it_was(data, source, destination, rounding_mode)
+
+
+@cache
+def _builtins(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in _builtins(package):
+        if tl.core.is_builtin(member := getattr(package, name)):
+            interpreter._patch_attr(package, name, member, builder, scope)

@@ -41,7 +41,7 @@ DECODE_PROGRAMS = 2048  # several for each multiprocessor of a large GPU
 WARPS, STAGES = 4, 3
 LOG2_E = 1.4426950408889634
 
-_jit: Any = triton.jit  # its own type says that a call from Python never returns, and kernels are checked as Python
+_jit: Any = triton.jit  # for functions that kernels call; by its own type such a call would never return
 
 
 class _Plan(NamedTuple):
@@ -68,7 +68,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
     out = torch.empty_like(q)
     if batch.lens is not None:
         lens = aligned(batch.lens)
-        unlisted = _Plan(lens, lens, lens, lens, max(batch.context_lens))
+        unlisted = _Plan(lens, lens, lens, lens, max(batch.context_lens))  # of its tensors only `lens` is read
         _decode(q, caches, tables, unlisted, scale, out, listed=False)
         return out
     rows_per_query, tile_rows = q.shape[1] // k_cache.shape[2], _tile_rows(q.shape[2])
@@ -87,13 +87,18 @@ def _plan(
     tile_counts = [-(-count * rows_per_query // tile_rows) if count > 1 else 0 for count in queries]
     tiles = [(i, tile) for i, count in enumerate(tile_counts) for tile in reversed(range(count))]
     decodes = [i for i, count in enumerate(queries) if count == 1]
-    tensors = (torch.tensor(x, dtype=torch.int64, device=device) for x in (decodes, tiles, starts, lens))
+    tensors = (_to_device(torch.tensor(x, dtype=torch.int64), device) for x in (decodes, tiles, starts, lens))
     return _Plan(*tensors, longest=max((lens[i] for i in decodes), default=0))
 
 
 def _tile_rows(head_dim: int) -> int:
     """How many rows a program takes where there are several queries: as many as its registers hold."""
     return 32 if head_dim <= 128 else 16
+
+
+def _to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy that does not wait for what a GPU computes now, as one from memory that is not pinned does."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _decode(

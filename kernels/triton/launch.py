@@ -25,7 +25,7 @@ _TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
-    torch.bool: "i1",
+    torch.bool: "u1",
 }
 
 

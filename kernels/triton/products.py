@@ -15,14 +15,15 @@ Owns: the cut of K, the tiles of all products, and the steps that a product is a
 norms, and what follows the products of q, k and v. Activations are copied if `launch` could not take them; weights must
 be contiguous and begin at a multiple of 16 bytes.
 
-How the tables were chosen, for an H200 (132 SMs, 4.8 TB/s). Up to `FEW_TOKENS` tokens the time is that of reading the
-weights, which takes programs on all SMs with about 36 KB on the way to each of them at any time. So one tile takes all
-tokens, has the fewest features that an instruction takes, and leaves room for two or three programs on an SM. Weights
-of 8192 rows have enough of such tiles. Others are cut: into four pieces at most, and never into pieces below 768
-columns, which a program reads in the time of two or three accesses to memory. Programs for Qwen2.5-7B: 288 for q, k
-and v, 224 for the output and for the down projection, 296 for gate and up, 2376 for the head; for Qwen3-0.6B: 64, 32,
-64, 48 and 2374. For more tokens the time is that of multiplying: the largest tile that gives every SM a program. A cut
-K needs a second accumulator, which limits the tiles of gate and up, where one tile holds both.
+How the tables were chosen, for an H200 (132 SMs, 4.8 TB/s), by arithmetic and not by measurement. Up to `FEW_TOKENS`
+tokens the time is that of reading the weights, which takes programs on all SMs with about 36 KB on the way to each SM
+at any time. So one tile takes all tokens, has the fewest features that an instruction takes, and leaves room for three
+programs on an SM (two for more than 64 tokens), which then have 48 to 144 KB of weights on the way. Weights of 8192
+rows have enough of such tiles. Others are cut: into four pieces at most, and none below 768 columns, so that a program
+reads 96 KB or more. For Qwen2.5-7B that makes 288 programs for q, k and v, 224 for the output and the down projection
+each, 296 for gate and up (of 396 that run at a time), 2376 for the head; for Qwen3-0.6B 64, 32, 64, 48 and 2374.
+For more tokens the time is that of multiplying: the largest tile that gives every SM a program. A cut K needs a second
+accumulator, which is why gate and up, both in one tile, then have smaller tiles.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import aligned, exact_jit, launch
+from .launch import ALIGNMENT, aligned, exact_jit, launch
 
 
 class Tile(NamedTuple):
@@ -52,9 +53,9 @@ class Tile(NamedTuple):
 SMS = 132
 FEW_TOKENS = 128
 TILES = (
-    Tile(64, 16, 128, 4, 4),
-    Tile(64, 32, 128, 4, 4),
-    Tile(64, 64, 128, 4, 3),
+    Tile(64, 16, 128, 4, 3),
+    Tile(64, 32, 128, 4, 3),
+    Tile(64, 64, 64, 4, 4),
     Tile(64, 128, 64, 4, 4),
     Tile(128, 128, 64, 8, 3),
 )
@@ -70,7 +71,8 @@ CUT_PAIR_TILES = PAIR_TILES[:4]
 NARROW_TILE = Tile(64, 32, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 FOLD_COLUMNS = 1024
 _PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
-_ABREAST = tl.constexpr(8)
+_ABREAST = tl.constexpr(8)  # token tiles
+_ALIGNMENT = tl.constexpr(ALIGNMENT)
 
 
 def k_splits(rows: int, columns: int) -> int:
@@ -139,22 +141,25 @@ def _most_pieces(weights: Sequence[Tensor]) -> int:
 
 def _piece(weight: Tensor) -> int:
     """The length of the weight's pieces in units of `_PIECE_UNIT`. The last piece may be shorter."""
-    return triton.cdiv(weight.shape[1], k_splits(*weight.shape) * _PIECE_UNIT.value)
+    return _divide_up(weight.shape[1], k_splits(*weight.shape) * _PIECE_UNIT.value)
 
 
 def _choose(tiles: Sequence[Tile], columns: int, tokens: int, features: int) -> Tile:
-    """For few tokens the smallest tile that takes them all; for many the largest one that gives every SM a program."""
+    """The smallest tile that takes all tokens; if none does, the largest one that gives every SM a program."""
     if columns % 8:
         return NARROW_TILE
-    if tokens <= FEW_TOKENS:
-        return next((tile for tile in tiles if tokens <= tile.tokens), tiles[-1])
-    filling = (tile for tile in reversed(tiles) if math.prod(_grid(tile, tokens, [features])) >= SMS)
-    return next(filling, tiles[0])
+    holding = [tile for tile in tiles if tokens <= tile.tokens]
+    filling = [tile for tile in reversed(tiles) if math.prod(_grid(tile, tokens, [features])) >= SMS]
+    return [*holding, *filling, tiles[0]][0]
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
     """Tiles of features, cut separately for each weight, and of tokens."""
-    return sum(triton.cdiv(n, tile.features) for n in features), triton.cdiv(tokens, tile.tokens)
+    return sum(_divide_up(n, tile.features) for n in features), _divide_up(tokens, tile.tokens)
+
+
+def _divide_up(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def _constants(tile: Tile, weights: Sequence[Tensor]) -> dict[str, Any]:
@@ -183,7 +188,7 @@ def _launch_whole(
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
     """Launches a kernel on parts, ..., out, that folds parts and finishes the sums into out."""
     tokens, features = tensors[-1].shape
-    grid = (triton.cdiv(features, FOLD_COLUMNS), tokens)
+    grid = (_divide_up(features, FOLD_COLUMNS), tokens)
     constants |= dict(PIECES=len(parts), COLUMNS=FOLD_COLUMNS)
     launch(kernel, grid, parts, *tensors, tokens, features, warps=4, **constants)
 
@@ -203,10 +208,8 @@ def _parts(x: Tensor, weights: Sequence[Tensor], apart: bool) -> Tensor:
 
 @triton.jit
 def _tile_of_program():
-    """(feature tile, token tile) of this program, such that programs that run at the same time share what they read."""
-    tokens, features = tl.num_programs(1), tl.num_programs(0)
-    token_tile, feature_tile = tl.swizzle2d(tl.program_id(1), tl.program_id(0), tokens, features, _ABREAST)
-    return feature_tile, token_tile
+    """(token tile, feature tile) of this program, such that programs that run at the same time share what they read."""
+    return tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), _ABREAST)
 
 
 @triton.jit
@@ -304,9 +307,9 @@ def _linear_kernel(
 ):
     """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in their units."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
-    feature_tile, token_tile = _tile_of_program()
-    feature = feature_tile * FEATURES + tl.arange(0, FEATURES)
-    token = token_tile * TOKENS + tl.arange(0, TOKENS)
+    tile = _tile_of_program()
+    token = tile[0] * TOKENS + tl.arange(0, TOKENS)
+    feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
     w_row, x_row = _row(w_ptr, feature, features, columns), _row(x_ptr, token, tokens, columns)
     total = _sum_of_pieces(w_row, x_row, columns, piece, CUT, UNIT, DEPTH)
     _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, tokens, EXTRA)
@@ -331,16 +334,17 @@ def _gate_up_kernel(
 ):
     """Like `_linear_kernel`, for tiles whose upper half is of gate and whose lower half is of up."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
-    feature_tile, token_tile = _tile_of_program()
+    tile = _tile_of_program()
+    token = tile[0] * TOKENS + tl.arange(0, TOKENS)
     half: tl.constexpr = FEATURES // 2
     row = tl.arange(0, FEATURES)
-    base_ptr = tl.where(row < half, gate_ptr, up_ptr)
-    token = token_tile * TOKENS + tl.arange(0, TOKENS)
-    w_row = _row(base_ptr, feature_tile * half + row % half, features, columns)
+    # Triton 3.9 does not see that a choice of two aligned pointers is aligned.
+    base_ptr = tl.multiple_of(tl.where(row < half, gate_ptr, up_ptr), _ALIGNMENT)
+    w_row = _row(base_ptr, tile[1] * half + row % half, features, columns)
     total = _sum_of_pieces(w_row, _row(x_ptr, token, tokens, columns), columns, piece, CUT, UNIT, DEPTH)
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, half, TOKENS).permute(1, 2, 0))
-    feature = feature_tile * half + tl.arange(0, half)
+    feature = tile[1] * half + tl.arange(0, half)
     _finish(silu_mul_tile(gate, up), x_ptr, out_ptr, feature[:, None], token[None, :], features, tokens, "none")
 
 
@@ -368,7 +372,9 @@ def _parts_kernel(
 ):
     """One tile of the product with a, b or c, which lie side by side in parts: one piece (`APART`), or all of them."""
     columns = columns * UNIT
-    tile, token_tile = _tile_of_program()
+    tiles = _tile_of_program()
+    token = tiles[0] * TOKENS + tl.arange(0, TOKENS)
+    tile = tiles[1]
     a_tiles, b_tiles = tl.cdiv(a_rows, FEATURES), tl.cdiv(b_rows, FEATURES)
     w_ptr, rows, piece, first = a_ptr, a_rows, a_piece, 0
     if tile >= a_tiles + b_tiles:
@@ -378,7 +384,6 @@ def _parts_kernel(
         w_ptr, rows, piece, first = b_ptr, b_rows, b_piece, a_rows
         tile -= a_tiles
     feature = tile * FEATURES + tl.arange(0, FEATURES)
-    token = token_tile * TOKENS + tl.arange(0, TOKENS)
     w_row, x_row = _row(w_ptr, feature, rows, columns), _row(x_ptr, token, tokens, columns)
     if APART:
         start = tl.program_id(2) * piece * _PIECE_UNIT

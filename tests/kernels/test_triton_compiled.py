@@ -1,0 +1,129 @@
+"""Every Triton kernel, in every configuration of its table, compiled for three generations of GPUs without one.
+
+`examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from trueroll.kernels.triton import launch, products
+
+ROOT = Path(__file__).parents[2]
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# The reason why a kernel may spill, by its name and the target.
+SPILLS_ALLOWED: dict[tuple[str, int], str] = {}
+
+Compiled = dict[str, Any]
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits until all is compiled: about 80 seconds on two idle cores
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(ROOT / "examples/triton_report.py"), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def kernels_of(module: Path) -> set[str]:
+    """The functions of a module that are made kernels by `exact_jit`."""
+    functions = [node for node in ast.parse(module.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return {f"{module.stem}.{f.name}" for f in functions if "exact_jit" in map(ast.unparse, f.decorator_list)}
+
+
+def compiled_of(module: str, compiled: list[Compiled]) -> list[Compiled]:
+    return [c for c in compiled if c["kernel"].startswith(f"{module}.")]
+
+
+def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
+    kernels = set().union(*(kernels_of(path) for path in (ROOT / "kernels/triton").glob("*.py")))
+    assert {(c["kernel"], c["capability"]) for c in compiled} == {
+        (name, sm) for name in kernels for sm in SHARED_MEMORY
+    }
+
+
+def test_every_tile_of_the_tables_is_compiled(compiled: list[Compiled]) -> None:
+    found = {
+        tuple(c["constants"][name] for name in ("FEATURES", "TOKENS", "DEPTH")) + (c["warps"], c["stages"])
+        for c in compiled_of("products", compiled)
+        if "FEATURES" in c["constants"]
+    }
+    assert found == {*products.TILES, *products.PAIR_TILES, products.NARROW_TILE}
+
+
+def test_nothing_spills(compiled: list[Compiled]) -> None:
+    unexpected = [c for c in compiled if c["spilled"] and (c["kernel"], c["capability"]) not in SPILLS_ALLOWED]
+    assert [(c["kernel"], c["capability"], c["spilled"], c["constants"]) for c in unexpected] == []
+
+
+def test_shared_memory_suffices(compiled: list[Compiled]) -> None:
+    assert [c for c in compiled if c["shared"] > SHARED_MEMORY[c["capability"]]] == []
+
+
+def test_arguments_are_what_the_kernel_was_told(compiled: list[Compiled]) -> None:
+    """Triton knows of pointers that they are aligned, and nothing of a number but its type."""
+    for c in compiled:
+        assert c["signature"] == c["types"], c
+        assert c["aligned"] == [name for name, kind in c["types"].items() if kind.startswith("*")], c
+
+
+def without_columns(instruction: str) -> str:
+    return re.sub(r"n\d+(?=k)", "", instruction)
+
+
+@pytest.mark.parametrize("module", ["products", "attention"])
+def test_products_keep_to_one_matrix_instruction(module: str, compiled: list[Compiled]) -> None:
+    """On sm_90 with as many columns as there are tokens, queries or heads, which is what may vary."""
+    found = defaultdict(set)
+    for c in compiled_of(module, compiled):
+        found[c["capability"]].update(c["instructions"])
+    assert found[80] == {"mma m16n8k16 kWidth=2"}
+    assert {without_columns(instruction) for instruction in found[90]} == {"wgmma m64k16"}
+    assert len(found[90]) > 1, "premise: the number of columns varies"
+    assert {instruction.split()[0] for instruction in found[100]} == {"tcgen05"}
+
+
+def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
+    """Whatever the number of columns: the order of a sum follows the layout."""
+    layouts = defaultdict(set)
+    for c in compiled_of("attention", compiled):
+        if c["instructions"]:
+            layouts[c["capability"]].add(tuple(c["reductions"]))
+    assert layouts.keys() == SHARED_MEMORY.keys()
+    assert all(len(found) == 1 and found != {()} for found in layouts.values()), layouts
+
+
+def multiply_add(x_ptr, y_ptr):
+    x = triton.language.load(x_ptr)
+    triton.language.store(y_ptr, x * x + x)
+
+
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_a_product_and_a_sum_are_rounded_apart(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    source = ASTSource(JITFunction(multiply_add), {"x_ptr": "*fp32", "y_ptr": "*fp32"})
+    target = GPUTarget("cuda", capability, 32)
+    joined, apart = (triton.compile(source, target=target, options=options) for options in ({}, launch.PINNED))
+    assert "FFMA" in joined.asm["sass"], "premise: Triton joins them where it is not told otherwise"
+    assert "FFMA" not in apart.asm["sass"] and "FMUL" in apart.asm["sass"] and "FADD" in apart.asm["sass"]

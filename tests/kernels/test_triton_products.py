@@ -1,0 +1,209 @@
+"""The Triton kernels of products: against float64, and the same bits from every tile and for every number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.kernels.triton import launch, products, rows
+from trueroll.kernels.triton.products import CUT_PAIR_TILES, NARROW_TILE, PAIR_TILES, TILES, Tile
+
+from .inputs import randn, same_bits
+from .test_accuracy import check
+
+TOKENS = (1, 2, 15, 16, 17, 64, 65, 129, 300)
+FEATURES = 65
+PIECES = 2
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+# Columns that are loaded without a mask, with one in the second piece, and one by one (the second piece is empty).
+WHOLE, MASKED, ODD = (256, torch.bfloat16), (200, torch.float16), (121, torch.bfloat16)
+
+
+def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every K has pieces, as a long one has."""
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: PIECES)
+
+
+def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> Iterator[int]:
+    """All products by this tile. Gives the numbers of tokens for which pieces are summed in the way that is wanted."""
+    for table in ("TILES", "PAIR_TILES", "CUT_PAIR_TILES"):
+        monkeypatch.setattr(products, table, (tile,))
+    monkeypatch.setattr(products, "NARROW_TILE", tile)
+    if not apart:
+        monkeypatch.setattr(products, "FEW_TOKENS", 0)
+    return (tokens for tokens in TOKENS if tokens <= products.FEW_TOKENS or not apart)
+
+
+def inputs(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, a weight, a bias and a residual."""
+    x, weight = randn(tokens, columns, dtype=dtype), randn(FEATURES, columns, dtype=dtype, seed=1)
+    return x, weight, randn(FEATURES, dtype=dtype, seed=2), randn(tokens, FEATURES, dtype=dtype, seed=3)
+
+
+@both_dtypes
+@pytest.mark.parametrize("features,columns", [(200, 576), (33, 1537), (FEATURES, 130), (1, 7)])
+def test_products_against_float64(features: int, columns: int, dtype: torch.dtype) -> None:
+    x, weight = randn(17, columns, dtype=dtype), randn(features, columns, dtype=dtype, seed=1)
+    bias, residual = randn(features, dtype=dtype, seed=2), randn(17, features, dtype=dtype, seed=3)
+    exact = x.double() @ weight.double().T
+    magnitude = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    product = products.linear(x, weight)
+    check(product, exact, 1, columns, magnitude)
+    check(products.linear(x, weight, bias), exact + bias.double(), 1, columns + 1, magnitude)
+    check(products.lm_head(x, weight), exact, 0, columns, magnitude)
+    added = product.double() + residual.double()
+    check(products.linear_add(x, weight, residual), added, 1, 1, added.abs())
+
+
+def test_a_cut_changes_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The premise of the tests below that cut K."""
+    x, weight, _, _ = inputs(16, *WHOLE)
+    whole = products.lm_head(x, weight)
+    cut_everything(monkeypatch)
+    assert not same_bits(products.lm_head(x, weight), whole)
+
+
+@cache
+def linear_by_the_table(columns: int, dtype: torch.dtype) -> Tensor:
+    x, weight, bias, _ = inputs(max(TOKENS), columns, dtype)
+    return products.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
+@pytest.mark.parametrize("tile", [*TILES, NARROW_TILE], ids=str)
+@pytest.mark.parametrize("columns,dtype", [WHOLE, MASKED, ODD])
+def test_linear_has_the_same_bits_from_every_tile(
+    columns: int, dtype: torch.dtype, tile: Tile, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_everything(monkeypatch)
+    x, weight, bias, _ = inputs(max(TOKENS), columns, dtype)
+    expected = linear_by_the_table(columns, dtype)
+    for tokens in use_tile(monkeypatch, tile, apart):
+        assert same_bits(products.linear(x[:tokens], weight, bias), expected[:tokens]), tokens
+
+
+@cache
+def steps_of_gate_up(columns: int, dtype: torch.dtype) -> Tensor:
+    x, gate, up = gate_up_inputs(columns, dtype)
+    return rows.silu_mul(products.linear(x, gate), products.linear(x, up))
+
+
+def gate_up_inputs(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x, gate, _, _ = inputs(max(TOKENS), columns, dtype)
+    return x, (gate / 8).to(dtype), randn(FEATURES, columns, dtype=dtype, seed=5)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
+@pytest.mark.parametrize("tile", [*PAIR_TILES, NARROW_TILE], ids=str)
+@pytest.mark.parametrize("columns,dtype", [WHOLE, MASKED])
+def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
+    columns: int, dtype: torch.dtype, tile: Tile, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut_everything(monkeypatch)
+    x, gate, up = gate_up_inputs(columns, dtype)
+    expected = steps_of_gate_up(columns, dtype)
+    for tokens in use_tile(monkeypatch, tile, apart):
+        assert same_bits(products.gate_up(x[:tokens], gate, up), expected[:tokens]), tokens
+
+
+@both_dtypes
+def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adding a residual after rounding, and a bias before it, whether the pieces are apart or in registers."""
+    cut_everything(monkeypatch)
+    x, weight, bias, residual = inputs(40, 200, dtype)
+    for apart in (True, False):
+        if not apart:
+            monkeypatch.setattr(products, "FEW_TOKENS", 0)
+        logits, product = products.lm_head(x, weight), products.linear(x, weight)
+        assert same_bits(product, logits.to(dtype))
+        assert same_bits(products.linear(x, weight, bias), (logits + bias.float()).to(dtype))
+        assert same_bits(products.linear_add(x, weight, residual), product + residual)
+
+
+@both_dtypes
+@pytest.mark.parametrize("tokens", [1, 17, 129])
+def test_parts_of_qkv_fold_to_the_products_one_by_one(
+    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the three weights have equally many pieces."""
+    pieces = {70: 1, 65: 3, 33: 2}
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: pieces[rows])
+    x = randn(tokens, 296, dtype=dtype)
+    weights = [randn(n, 296, dtype=dtype, seed=n) for n in pieces]
+    biases = [randn(n, dtype=dtype, seed=n + 1) for n in pieces]
+    parts = products.qkv_parts(x, (weights[0], weights[1], weights[2]))
+    assert len(parts) == (1 if tokens > products.FEW_TOKENS else 3), "premise"
+    assert same_bits(parts[1:, :, :70], torch.zeros(len(parts) - 1, tokens, 70)), "pieces that a weight has not"
+    total = torch.zeros(parts.shape[1:])
+    for part in parts:
+        total += part
+    found = (total + torch.cat(biases).float()).to(dtype).split(list(pieces), dim=1)
+    for product, weight, bias in zip(found, weights, biases, strict=True):
+        assert same_bits(product, products.linear(x, weight, bias))
+
+
+@both_dtypes
+def test_rows_alone_and_in_company(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_everything(monkeypatch)
+    x, weight, bias, _ = inputs(140, 121, dtype)
+    x[[5, 131]] = torch.nan
+    whole = products.linear(x, weight, bias), products.gate_up(x, weight, weight), products.lm_head(x, weight)
+    for row in (0, 16, 130, 139):
+        alone = x[row : row + 1]
+        assert not whole[0][row].isnan().any()
+        assert same_bits(products.linear(alone, weight, bias)[0], whole[0][row])
+        assert same_bits(products.gate_up(alone, weight, weight)[0], whole[1][row])
+        assert same_bits(products.lm_head(alone, weight)[0], whole[2][row])
+    assert all(product[[5, 131]].isnan().all() for product in whole)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
+def test_a_product_of_minus_zero_is_plus_zero(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a part of +0.0 changes no bit."""
+    cut_everything(monkeypatch)
+    _, weight, _, _ = inputs(4, *WHOLE)
+    use_tile(monkeypatch, TILES[0], apart)
+    minus_zero = torch.full((4, weight.shape[1]), -0.0, dtype=weight.dtype)
+    for product in (products.linear(minus_zero, weight), products.lm_head(minus_zero, weight)):
+        assert same_bits(product, torch.zeros(4, FEATURES, dtype=product.dtype))
+
+
+def test_activations_may_lie_anywhere_in_memory() -> None:
+    x, weight, bias, residual = inputs(17, *ODD)
+    expected = products.linear(x, weight, bias), products.linear_add(x, weight, residual)
+    moved = [torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for t in (x, bias, residual)]
+    strided = x.T.contiguous().T
+    assert all(t.data_ptr() % launch.ALIGNMENT for t in moved) and not strided.is_contiguous(), "premise"
+    assert same_bits(products.linear(moved[0], weight, moved[1]), expected[0])
+    assert same_bits(products.linear_add(strided, weight, moved[2]), expected[1])
+
+
+@pytest.mark.parametrize("pieces", [1, PIECES])
+def test_no_tokens(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: pieces)
+    x, weight, _, residual = inputs(0, *ODD)
+    assert products.linear(x, weight).shape == products.linear_add(x, weight, residual).shape == (0, FEATURES)
+    assert products.gate_up(x, weight, weight).shape == products.lm_head(x, weight).shape == (0, FEATURES)
+    assert products.qkv_parts(x, (weight, weight, weight)).shape == (pieces, 0, 3 * FEATURES)
+
+
+@pytest.mark.parametrize("rows,columns", [(512, 3584), (3584, 18944), (1024, 1024), (8191, 1537), (152064, 3584)])
+def test_pieces_are_whole_steps_and_none_is_empty(rows: int, columns: int) -> None:
+    pieces, length = products.k_splits(rows, columns), products._piece(torch.empty(rows, columns, device="meta")) * 128
+    assert (pieces - 1) * length < columns <= pieces * length
+    assert all(length % tile.depth == 0 for tile in (*TILES, *PAIR_TILES, NARROW_TILE))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 128, 129, 500, 5000])
+def test_few_tokens_share_one_tile_and_many_fill_the_gpu(tokens: int) -> None:
+    """For the layers of Qwen2.5-7B."""
+    for tiles, features in ((TILES, 3584), (CUT_PAIR_TILES, 2 * 3584), (PAIR_TILES, 2 * 18944)):
+        tile = products._choose(tiles, 3584, tokens, features)
+        programs = -(-features // tile.features) * -(-tokens // tile.tokens)
+        assert tokens <= tile.tokens if tokens <= products.FEW_TOKENS else programs >= products.SMS

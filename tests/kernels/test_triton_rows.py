@@ -1,0 +1,226 @@
+"""The Triton kernels of rows: against float64, the contract bit by bit, and the epilogue of q, k and v by its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.kernels import reference
+from trueroll.kernels.triton import rows
+
+from .inputs import empty_caches, randn, same_bits
+from .test_accuracy import check
+
+ROWS = 5
+EPS = 1e-5
+HEAD_SIZES = [16, 64, 80, 96, 128, 256]
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def angles(count: int, size: int) -> tuple[Tensor, Tensor]:
+    return reference.rotation(torch.arange(count) * 11, 10000.0 ** (-torch.arange(0, size, 2) / size), 1.2)
+
+
+@both_dtypes
+@pytest.mark.parametrize("size", [1, 7, 16, 80, 577, 3584, 8192])
+def test_rmsnorm(size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(ROWS, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    check(rows.rmsnorm(x, weight, EPS), expected, 2, size / 2 + 8, expected.abs())
+
+
+@both_dtypes
+def test_rmsnorm_of_zeros_and_of_nan(dtype: torch.dtype) -> None:
+    x = torch.zeros(3, 48, dtype=dtype)
+    x[1, 40], x[2, 3] = torch.nan, torch.inf
+    found = rows.rmsnorm(x, torch.ones(48, dtype=dtype), EPS)
+    assert found[0].eq(0).all() and found[1].isnan().all() and found[2, 3].isnan()
+
+
+@both_dtypes
+@pytest.mark.parametrize("shape", [(63,), (3, 1500), (2, 3, 1024)])
+def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    gate, up = (4 * randn(*shape)).to(dtype), randn(*shape, dtype=dtype, seed=1)
+    special = torch.tensor([0.0, 1e-3, -1e-3, 20.0, -20.0, 87.0, -87.0, 89.0, -104.0, 6e4, -6e4])
+    gate.view(-1)[: len(special)], up.view(-1)[: len(special)] = special.to(dtype), 1.0
+    expected = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
+    check(rows.silu_mul(gate, up), expected, 1, 8, expected.abs())
+
+
+@both_dtypes
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_rope(size: int, dtype: torch.dtype) -> None:
+    x, rotation = randn(ROWS, 3, size, dtype=dtype), angles(ROWS, size)
+    cosines, sines = (part.double()[:, None] for part in rotation)
+    low, high = x.double().chunk(2, -1)
+    expected = torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
+    check(rows.rope(x, rotation), expected, 1, 2, torch.cat((low.abs() + high.abs(),) * 2, -1) * 1.2)
+
+
+def epilogue_inputs(heads: int, kv_heads: int, size: int, pieces: int) -> tuple[Tensor, ...]:
+    """Parts, cosines, sines and slots of ROWS rows. The third part nearly cancels the second; slots share no block."""
+    parts = randn(pieces, ROWS, (heads + 2 * kv_heads) * size)
+    parts[1:2] *= 2**12
+    parts[2:] -= parts[1:2]
+    return parts, *angles(ROWS, size), torch.arange(ROWS - 1, -1, -1) * 2 + 1
+
+
+def make_biases(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (randn(n * size, dtype=dtype, seed=4 + i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    return q, k, v
+
+
+def make_norms(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return randn(size, dtype=dtype, seed=2), randn(size, dtype=dtype, seed=3)
+
+
+def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What `linear` makes of parts [P, M, N]."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total = total + part
+    return (total if bias is None else total + bias.float()).to(dtype)
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "with_biases,with_norms,pieces", [(False, False, 1), (True, False, 3), (False, True, 3), (True, True, 1)]
+)
+@pytest.mark.parametrize(
+    "heads,kv_heads,size", [(4, 2, 16), (3, 1, 64), (2, 2, 80), (3, 1, 96), (2, 1, 128), (1, 1, 256)]
+)
+def test_the_epilogue_gives_the_bits_of_its_steps(
+    heads: int, kv_heads: int, size: int, with_biases: bool, with_norms: bool, pieces: int, dtype: torch.dtype
+) -> None:
+    parts, cosines, sines, slots = epilogue_inputs(heads, kv_heads, size, pieces)
+    biases, norms = make_biases(heads, kv_heads, size, dtype), make_norms(size, dtype)
+    caches, expected_caches = (empty_caches(ROWS, 2, kv_heads, size, dtype) for _ in range(2))
+
+    options = biases if with_biases else None, norms if with_norms else None
+    found = rows.qkv_epilogue(parts, *options, EPS, (cosines, sines), *caches, slots)
+
+    bias = torch.cat(biases) if with_biases else None
+    columns = summed(parts, bias, dtype)
+    if pieces > 1:
+        descending = summed(parts.flip(0), bias, dtype)
+        assert not torch.equal(columns, descending), "the order of the parts matters"
+    q, k, v = columns.view(ROWS, -1, size).split([heads, kv_heads, kv_heads], 1)
+    if with_norms:
+        q, k = (rows.rmsnorm(x.reshape(-1, size), norm, EPS).view_as(x) for x, norm in zip((q, k), norms, strict=True))
+    assert same_bits(found, rows.rope(q, (cosines, sines)))
+    rows.write_kv(rows.rope(k, (cosines, sines)), v, *expected_caches, slots)
+    for cache, expected in zip(caches, expected_caches, strict=True):
+        assert cache.isnan().sum() == ROWS * kv_heads * size, "the other places are untouched"
+        assert same_bits(cache, expected)
+
+
+def test_write_kv_stores_finite_values_as_they_are() -> None:
+    k, v = (randn(ROWS, 3, 80, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    k_cache, v_cache = empty_caches(4, 6, 3, 80, torch.bfloat16)
+    slots = torch.tensor([23, 0, 7, 6, 11])
+    rows.write_kv(k, v, k_cache, v_cache, slots)
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        assert same_bits(cache.flatten(0, 1)[slots], x)
+        assert cache.isnan().sum() == (24 - ROWS) * 3 * 80, "the other places are untouched"
+
+
+@both_dtypes
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_cache_shows_what_is_not_finite_by_k_alone(value: float, dtype: torch.dtype) -> None:
+    k, v = (randn(ROWS, 3, 80, dtype=dtype, seed=seed) for seed in (1, 2))
+    k[1, 2, 79] = k[2, 0, 3] = v[2, 0, 40] = v[3, 1, 0] = v[3, 1, 79] = value
+    k_cache, v_cache = (x[:, 0] for x in empty_caches(ROWS, 1, 3, 80, dtype))
+    rows.write_kv(k, v, k_cache[:, None], v_cache[:, None], torch.arange(ROWS))
+    expected_k, expected_v = k.clone(), v.clone()
+    expected_k[1, 2], expected_k[2, 0], expected_k[3, 1] = torch.nan, torch.nan, torch.nan
+    expected_v[2, 0, 40] = expected_v[3, 1, 0] = expected_v[3, 1, 79] = 0.0
+    assert torch.equal(k_cache.isnan(), expected_k.isnan())
+    assert same_bits(k_cache.nan_to_num(), expected_k.nan_to_num()) and same_bits(v_cache, expected_v)
+
+
+def test_the_epilogue_shows_what_rounds_to_infinity() -> None:
+    """1e5 is finite in float32 and not in float16."""
+    heads, kv_heads, size = 1, 2, 16
+    for head, v_is_zero in ((1, False), (3, True)):
+        parts, cosines, sines, slots = epilogue_inputs(heads, kv_heads, size, 1)
+        parts[0, 3, head * size + 5] = 1e5
+        k_cache, v_cache = empty_caches(ROWS, 2, kv_heads, size, torch.float16)
+        rows.qkv_epilogue(parts, None, None, EPS, (cosines, sines), k_cache, v_cache, slots)
+        k, v = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
+        assert k[3, 0].isnan().all() and k.isnan().sum() == size
+        assert v.isfinite().all() and (v[3, 0, 5] == 0) == v_is_zero
+
+
+def some_ops(dtype: torch.dtype) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]]:
+    """For each op a function of rows, one result or several for each row, and ROWS rows."""
+    weight, biases, norms = randn(577, dtype=dtype, seed=1), make_biases(2, 1, 80, dtype), make_norms(80, dtype)
+    parts, *others = epilogue_inputs(2, 1, 80, 2)
+
+    def epilogue(left: Tensor, right: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        caches = empty_caches(ROWS, 2, 1, 80, dtype)
+        q = rows.qkv_epilogue(torch.stack((left, right)), biases, norms, EPS, (cosines, sines), *caches, slots)
+        return q, *(cache[slots // 2] for cache in caches)
+
+    def write_kv(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        caches = empty_caches(ROWS, 2, 3, 80, dtype)
+        rows.write_kv(k, v, *caches, slots)
+        return tuple(cache[slots // 2] for cache in caches)
+
+    heads, more_heads = (randn(ROWS, 3, 80, dtype=dtype, seed=seed) for seed in (1, 2))
+    return {
+        "rmsnorm": (lambda x: (rows.rmsnorm(x, weight, EPS),), (randn(ROWS, 577, dtype=dtype),)),
+        "silu_mul": (lambda gate, up: (rows.silu_mul(gate, up),), tuple(randn(2, ROWS, 1030, dtype=dtype))),
+        "rope": (lambda x, *rotation: (rows.rope(x, rotation),), (heads, *angles(ROWS, 80))),
+        "write_kv": (write_kv, (heads, more_heads, others[-1])),
+        "qkv_epilogue": (epilogue, (*parts, *others)),
+    }
+
+
+every_op = pytest.mark.parametrize("name", ["rmsnorm", "silu_mul", "rope", "write_kv", "qkv_epilogue"])
+
+
+@every_op
+@both_dtypes
+def test_a_row_does_not_depend_on_how_many_share_the_call_or_where_it_stands(name: str, dtype: torch.dtype) -> None:
+    op, inputs = some_ops(dtype)[name]
+    together = op(*inputs)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for batch in (*torch.arange(ROWS)[:, None], torch.tensor([1, 2, 3]), order):
+        for found, expected in zip(op(*(x[batch] for x in inputs)), together, strict=True):
+            assert same_bits(found, expected[batch]), batch
+
+
+@every_op
+@both_dtypes
+def test_a_row_does_not_depend_on_what_the_others_hold(name: str, dtype: torch.dtype) -> None:
+    op, inputs = some_ops(dtype)[name]
+    together = op(*inputs)
+    for value in (torch.nan, torch.inf):
+        others = [x.clone() for x in inputs]
+        for x in others:
+            if x.is_floating_point():
+                x[[0, 1, 3]] = value
+        for found, expected in zip(op(*others), together, strict=True):
+            assert same_bits(found[[2, 4]], expected[[2, 4]])
+
+
+@every_op
+def test_a_row_does_not_depend_on_its_place_in_memory(name: str) -> None:
+    op, inputs = some_ops(torch.bfloat16)[name]
+    together = op(*inputs)
+    shifted = [torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape) for x in inputs]
+    strided = [torch.stack((x, x), -1)[..., 0] for x in inputs]
+    assert all(x.data_ptr() % 16 for x in shifted) and not any(x.is_contiguous() for x in strided)
+    for moved in (shifted, strided):
+        for found, expected in zip(op(*moved), together, strict=True):
+            assert same_bits(found, expected)
+
+
+@every_op
+def test_no_rows(name: str) -> None:
+    op, inputs = some_ops(torch.bfloat16)[name]
+    for found, expected in zip(op(*(x[:0] for x in inputs)), op(*inputs), strict=True):
+        assert found.shape == (0, *expected.shape[1:])
