@@ -116,6 +116,8 @@ class Control:
         self._host = host
         self._timings = timings
         self._weights: Any = None
+        self._device = "cpu"
+        self._gpu: str | None = None
         self._served_push: str | None = None
         self._callers: dict[str, tuple[protocol.LifecycleCall | protocol.PushCall, list[bytes]]] = {}
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
@@ -144,9 +146,11 @@ class Control:
         staging = push and (push.staging or push.receiver.staging)
         return 0 if staging is None else staging.num_bytes
 
-    def finish_loading(self, weights: Any) -> None:
-        """The engine stands; `weights` is where pushes go."""
-        self._weights = weights
+    def finish_loading(self, weights: Any, device: str) -> None:
+        """The engine stands; `weights` is where pushes go, on `device`."""
+        from ..weight_sync.gpu import gpu_of  # imports torch, which is there now
+
+        self._weights, self._device, self._gpu = weights, device, gpu_of(device)
         self.lifecycle.finish_loading()
 
     def progress(self) -> protocol.PushProgress | None:
@@ -241,6 +245,7 @@ class Control:
             ignored=tuple(sorted(self._weights.ignored)),
             weight_version=self._host.weight_version(),
             push_id=self._served_push,
+            gpu=self._gpu,
         )
 
     def _reply(self, id: str, message: protocol.FromWorker) -> None:
@@ -402,7 +407,9 @@ class Control:
             self._refuse(call.id, _ending())
             return
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
-        receiver = Receiver(call, self._weights, lambda event: self._host.publish_event(PushNews(push, event)))
+        receiver = Receiver(
+            call, self._weights, lambda event: self._host.publish_event(PushNews(push, event)), self._device
+        )
         push = self._push = _Push(call, receiver, {call.id})
         receiver.start()
 

@@ -28,7 +28,7 @@ from ..engine.request import (
     WeightSpan,
     describe_validation_error,
 )
-from ..weight_sync.manifest import Bucket, PushId, Source
+from ..weight_sync.manifest import Bucket, Gpu, PushId, Source
 from .errors import ProtocolError
 
 PROTOCOL_VERSION = 1
@@ -285,7 +285,7 @@ class Weights(_Message):
 
     `shapes`: of every parameter, by its Hugging Face name. `tied`: names that are copies of a parameter, and of which;
     `ignored`: further names that may be left out. `push_id`: the push that is served, None for the model's own
-    checkpoint or while no complete weights are there.
+    checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU.
     """
 
     type: Literal["weights"] = "weights"
@@ -296,6 +296,7 @@ class Weights(_Message):
     ignored: tuple[str, ...]
     weight_version: Count
     push_id: PushId | None
+    gpu: Gpu | None
 
 
 class PushStatus(_Message):

@@ -403,7 +403,7 @@ class Worker:
         self._info = info
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
-        self._control.finish_loading(weights)
+        self._control.finish_loading(weights, info["device"])
         if self._state == "ready":
             self._on_ready(info)
 

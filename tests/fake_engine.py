@@ -42,6 +42,7 @@ SHAPES = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
 @dataclass(frozen=True)
 class FakeInfo:
     model: str = "fake"
+    device: str = "cpu"
     backend: str = "fake"
     backend_note: str = ""
     eos_token_ids: tuple[int, ...] = (2,)

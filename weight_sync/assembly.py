@@ -15,7 +15,7 @@ import torch
 
 from ..rollout.errors import PushError
 from .manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
-from .tensors import INDEX_DTYPE, dtype_named
+from .tensors import INDEX_DTYPE, dtype_named, word_sum
 from .wanted import Wanted, check_complete, describe_unknown, list_names
 
 
@@ -78,26 +78,51 @@ class Assembly:
             _expect(piece.offset % ALIGNMENT == 0, piece, f"an offset that {ALIGNMENT} divides", piece.offset)
             end = piece.offset + piece.num_bytes
             _expect(end <= bucket.num_bytes, piece, f"an end within the bucket's {bucket.num_bytes} bytes", end)
+            if bucket.word_sum is None:
+                _expect(piece.checksum is not None, piece, "a checksum of it or of its bucket", "none")
+            else:
+                _expect(isinstance(piece, Rows), piece, "rows in a bucket with a word sum", piece.kind)
+                _expect(piece.checksum is None, piece, "one checksum, of its bucket", "a second one")
         end = max((piece.offset + piece.num_bytes for piece in bucket.pieces), default=0)
         if bucket.num_bytes != end:
             raise PushError(
                 f"bucket {bucket.index}: expected {end} bytes, as its pieces need, found {bucket.num_bytes}"
             )
 
+    def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
+        """Raise PushError unless the bytes of a checked bucket with a word sum are right. Writes nothing.
+
+        Waits once for the GPU that they are on, and once more to look for values that are not finite.
+        """
+        if bucket.word_sum is None:
+            if data.device.type != "cpu":
+                raise PushError(f"bucket {bucket.index}: expected a word sum, for it is on {data.device}, found none")
+            return
+        found = word_sum(data[: bucket.num_bytes])
+        if found != bucket.word_sum:
+            names = list_names(sorted({piece.name for piece in bucket.pieces}))
+            raise PushError(
+                f"bucket {bucket.index} ({names}): expected word sum {bucket.word_sum:016x}, found {found:016x}: the "
+                "bytes are corrupt; nothing of this push is served"
+            )
+        if self._reject_nonfinite and bucket.pieces:
+            values = [self._values(piece, content_of(piece, data)) for piece in bucket.pieces]
+            finite = torch.stack([each.isfinite().all() for each in values]).tolist()
+            for piece, is_finite in zip(bucket.pieces, finite, strict=True):
+                _expect(is_finite, piece, "finite values", "infinite ones or NaN")
+
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError unless a checked piece comes in its order, with the right bytes. Writes nothing."""
-        found = checksum(data.numpy())
-        _expect(
-            found == piece.checksum, piece, f"checksum {piece.checksum:016x}", f"{found:016x}: the bytes are corrupt"
-        )
+        """Raise PushError unless a checked piece comes in its order, with the right bytes. Writes nothing.
+
+        A piece without a checksum is one of a bucket that `inspect_all` has looked at.
+        """
+        if piece.checksum is not None:
+            self._inspect_bytes(piece, piece.checksum, data)
         tally = self._tally(piece)
         if isinstance(piece, Rows):
             _expect(piece.start == tally.arrived, piece, f"rows from {tally.arrived} on", f"rows from {piece.start} on")
         else:
             self._inspect_elements(piece, tally, data)
-        if self._reject_nonfinite:
-            finite = self._values(piece, data).isfinite().all()
-            _expect(bool(finite), piece, "finite values", "infinite ones or NaN")
 
     def add(self, piece: Piece, data: torch.Tensor) -> None:
         """Write an inspected piece into the staging. `data`: its bytes, in memory that is used again afterwards."""
@@ -153,6 +178,13 @@ class Assembly:
         start = 0 if isinstance(piece, Rows) else piece.count * INDEX_DTYPE.itemsize
         return data[start:].view(self._dtype)
 
+    def _inspect_bytes(self, piece: Piece, expected: int, data: torch.Tensor) -> None:
+        found = checksum(data.numpy())
+        _expect(found == expected, piece, f"checksum {expected:016x}", f"{found:016x}: the bytes are corrupt")
+        if self._reject_nonfinite:
+            finite = self._values(piece, data).isfinite().all()
+            _expect(bool(finite), piece, "finite values", "infinite ones or NaN")
+
     def _inspect_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
         arrived = tally.arrived + piece.count
         _expect(arrived <= piece.total, piece, f"{piece.total} elements", arrived)
@@ -162,6 +194,11 @@ class Assembly:
             is_right = first > tally.last_index and last < size and bool((indices[1:] > indices[:-1]).all())
             expected = f"strictly ascending indices in [{tally.last_index + 1}, {size})"
             _expect(is_right, piece, expected, f"{first} to {last}, or some out of order")
+
+
+def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:
+    """The bytes of a piece in those of its bucket."""
+    return data[piece.offset : piece.offset + piece.num_bytes]
 
 
 def _indices(piece: Elements, data: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,19 @@
 """Buckets by broadcast in a process group of their own, from one trainer to many workers.
 
 The group stands beside the trainer's default group and is made anew for each push, so that whatever broke an earlier
-one is gone. Traffic is not encrypted and not authenticated: use it on a private network. Owns: the store and its port,
-the group, the buffers. Promises: each wait ends within the timeout; where a peer dies its peers learn it at once, and
-`close` never waits.
+one is gone. It is gloo's for buckets in host memory, NCCL's for buckets in the memory of GPUs, of which each member has
+its own. Traffic is not encrypted and not authenticated: use it on a private network. Owns: the store and its port, the
+group, the buffers. Promises: each wait ends within the timeout; where a peer dies its peers learn it at once with gloo,
+and by the timeout with NCCL; `close` never waits.
 """
 
 from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +21,8 @@ import torch
 import torch.distributed
 
 from ..rollout.errors import ConfigError, PushError
-from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
+from . import nccl
+from .manifest import MOST_UNDER_WAY, Bucket, CollectiveBackend, CollectiveSource
 
 _BACKLOG = 512
 _JOIN_MARGIN_SECONDS = 1.0
@@ -29,12 +33,13 @@ c10d: Any = torch.distributed  # its stores and groups are documented, but not i
 class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
-    `slots`: uint8 tensors to fill. `timeout`: seconds for each bucket, `join_timeout`: until all workers have joined.
-    Raise ConfigError if nothing can listen at `host`.
+    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket, `join_timeout`: until all
+    workers have joined. Raise ConfigError if nothing can listen at `host`.
     """
 
     def __init__(
         self,
+        backend: CollectiveBackend,
         slots: list[torch.Tensor],
         host: str,
         num_workers: int,
@@ -43,6 +48,8 @@ class GroupSlots:
         join_timeout: float,
     ) -> None:
         self.slots = slots
+        self.has_word_sums = backend == "nccl"
+        self._backend: CollectiveBackend = backend
         self._host, self._push_id = host, push_id
         self._timeout, self._join_timeout = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
         self._world_size = num_workers + 1
@@ -55,11 +62,14 @@ class GroupSlots:
         self._works: list[Any] = [None] * len(slots)
 
     def source(self, position: int) -> CollectiveSource:
-        return CollectiveSource(host=self._host, port=self._port, rank=position + 1, world_size=self._world_size)
+        return CollectiveSource(
+            backend=self._backend, host=self._host, port=self._port, rank=position + 1, world_size=self._world_size
+        )
 
     def open(self) -> None:
         """Begin to join the group, while the workers do."""
-        self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout)
+        device = self.slots[0].device
+        self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout, device)
 
     def opened(self) -> None:
         """Wait until everybody has joined."""
@@ -67,54 +77,61 @@ class GroupSlots:
 
     def send(self, slot: int, num_bytes: int) -> None:
         assert self._group is not None
-        self._works[slot] = self._group.broadcast(self.slots[slot][:num_bytes], 0, self._timeout)
+        with _explained():
+            self._works[slot] = self._group.broadcast(self.slots[slot][:num_bytes], 0, self._timeout)
 
     def wait(self, slot: int) -> None:
         """Wait until the slot may be filled anew."""
         work, self._works[slot] = self._works[slot], None
         if work is not None:
-            _wait(work)
+            _wait(work, self._timeout)
 
     def close(self) -> None:
         """Let go of everything. Without the store, whoever still waits to join gets an error at once."""
         self._server = None
-        _drop(self._group)
-        self._group = None
+        _drop(self._group, self._works, self.slots)
+        self._group, self._works, self.slots = None, [], []
 
 
 class GroupReader:
     """The worker's side: joins the group. Raise PushError if that fails within `join_timeout` seconds.
 
-    `timeout`: seconds for each bucket.
+    `timeout`: seconds for each bucket. `device`: of the weights, and with nccl of the buckets.
     """
 
-    def __init__(self, source: CollectiveSource, push_id: str, timeout: float, join_timeout: float) -> None:
+    def __init__(
+        self, source: CollectiveSource, push_id: str, timeout: float, join_timeout: float, device: torch.device
+    ) -> None:
         self._timeout, limit = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
-        self._group = _finish_joining(_begin_to_join(source, source.rank, push_id, limit), limit)
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY)]
+        self._group: Any = _finish_joining(_begin_to_join(source, source.rank, push_id, limit, device), limit)
+        self._device = device if source.backend == "nccl" else torch.device("cpu")
+        self._buffers = [self._new_buffer(0) for _ in range(MOST_UNDER_WAY)]
         self._works: dict[int, Any] = {}
 
     def prepare(self, bucket: Bucket) -> None:
         side, size = bucket.index % len(self._buffers), bucket.num_bytes
         if len(self._buffers[side]) < size:
-            self._buffers[side] = torch.empty(size, dtype=torch.uint8)
+            self._buffers[side] = self._new_buffer(size)
         if size:
-            self._works[bucket.index] = self._group.broadcast(self._buffers[side][:size], 0, self._timeout)
+            with _explained():
+                self._works[bucket.index] = self._group.broadcast(self._buffers[side][:size], 0, self._timeout)
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         if bucket.num_bytes:
             if bucket.index not in self._works:
                 self.prepare(bucket)
-            _wait(self._works.pop(bucket.index))
+            _wait(self._works.pop(bucket.index), self._timeout)
         return self._buffers[bucket.index % len(self._buffers)]
 
     def read_unannounced(self) -> tuple[()]:
         return ()
 
     def close(self) -> None:
-        self._works.clear()
-        _drop(self._group)
-        del self._group
+        _drop(self._group, self._works, self._buffers)
+        self._group, self._works, self._buffers = None, {}, []
+
+    def _new_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 def _listen(host: str) -> socket.socket:
@@ -131,13 +148,15 @@ def _listen(host: str) -> socket.socket:
     return listener
 
 
-def _begin_to_join(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta) -> Future[Any]:
+def _begin_to_join(
+    source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
+) -> Future[Any]:
     """Joins on a thread of its own: where a store falls silent, its client may wait beyond every timeout."""
     joining: Future[Any] = Future()
 
     def run() -> None:
         try:
-            joining.set_result(_new_group(source, rank, push_id, timeout))
+            joining.set_result(_new_group(source, rank, push_id, timeout, device))
         except Exception as error:
             joining.set_exception(error)
 
@@ -152,14 +171,17 @@ def _finish_joining(joining: Future[Any], timeout: timedelta) -> Any:
         raise PushError("collective: expected the store of the trainer to answer, found silence; push again") from None
 
 
-def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta) -> Any:
-    gloo = c10d.ProcessGroupGloo
+def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device) -> Any:
     try:
-        store = c10d.TCPStore(source.host, source.port, None, False, timeout, wait_for_workers=False)
+        client = c10d.TCPStore(source.host, source.port, None, False, timeout, wait_for_workers=False)
+        store = c10d.PrefixStore(push_id, client)
+        if source.backend == "nccl":
+            return nccl.new_group(store, rank, source.world_size, timeout, device)
+        gloo = c10d.ProcessGroupGloo
         options = gloo._Options()  # the one way to say which address gloo listens on
         options._devices = [gloo.create_device(hostname=_own_address(source.host, source.port))]
         options._timeout = timeout
-        return gloo(c10d.PrefixStore(push_id, store), rank, source.world_size, options)
+        return gloo(store, rank, source.world_size, options)
     except RuntimeError as error:
         raise PushError(
             f"collective: expected the store at {source.host}:{source.port}, and {source.world_size} members in the "
@@ -167,9 +189,16 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
         ) from None
 
 
-def _wait(work: Any) -> None:
+def _wait(work: Any, timeout: timedelta) -> None:
+    """Without a timeout, to wait for NCCL would mean to let the GPU wait and not the caller."""
+    with _explained():
+        work.wait(timeout)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        work.wait()
+        yield
     except RuntimeError as error:
         raise PushError(f"collective: expected a bucket to pass, found {_first_line(error)}; push again") from None
 
@@ -182,12 +211,23 @@ def _own_address(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def _drop(group: Any) -> None:
-    """Let go of a group. Its end waits for what is under way, at most its timeout, and takes a while in any case."""
+def _drop(group: Any, *held: object) -> None:
+    """Let go of a group. Its end waits for what is under way, at most its timeout, and takes a while in any case.
+
+    `held`: operations and their memory, which a GPU may go on using until NCCL has aborted them.
+    """
     if group is not None:
-        references = [group]
+        groups, others = [group], [*held]
         del group
-        threading.Thread(target=references.clear, name="group-end", daemon=True).start()
+        threading.Thread(target=_end, args=[groups, others], name="group-end", daemon=True).start()
+
+
+def _end(groups: list[Any], others: list[object]) -> None:
+    try:
+        nccl.abort(groups[0])
+    finally:
+        others.clear()
+        groups.clear()
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """What a push of weights says about itself: the pieces of tensors, the buckets they travel in, and by which way.
 
-Owns the vocabulary that publisher, protocol and receiver share, and the checksum. A push carries every parameter of the
-model exactly once, in one dtype, that of the worker. Its tensors are cut into pieces of whole rows (or lists of changed
-elements), and the pieces are packed into buckets of bounded size. Imports no torch.
+Owns the vocabulary that publisher, protocol and receiver share, and the checksum of host memory. A push carries every
+parameter of the model exactly once, in one dtype, that of the worker. Its tensors are cut into pieces of whole rows (or
+lists of changed elements), and the pieces are packed into buckets of bounded size. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ Checksum = Annotated[int, Field(ge=0, lt=2**64)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
 PushId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+Gpu = Annotated[str, Field(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+"""The UUID of a GPU, the same in every process that uses it."""
+IPC_HANDLE_BYTES = 64
 
 
 class _Part(BaseModel):
@@ -35,6 +38,7 @@ class Rows(_Part):
     """Rows [start, start + length) of the tensor `name`, whose whole shape is `shape`, as bytes of the push's dtype.
 
     They lie at [offset, offset + num_bytes) of the bucket. The pieces of a tensor come in the order of its rows.
+    `checksum`: None where the bucket has a word sum.
     """
 
     kind: Literal["rows"] = "rows"
@@ -44,7 +48,7 @@ class Rows(_Part):
     length: Count
     offset: Count
     num_bytes: Count
-    checksum: Checksum
+    checksum: Checksum | None
 
 
 class Elements(_Part):
@@ -67,17 +71,29 @@ Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
 
 
 class Bucket(_Part):
-    """`num_bytes` bytes that travel at once, and the pieces in them. `index` counts the buckets of a push from 0."""
+    """`num_bytes` bytes that travel at once, and the pieces in them. `index` counts the buckets of a push from 0.
+
+    In host memory each piece has the checksum of its bytes. In the memory of a GPU, where there are only `Rows`, the
+    bucket has one of all its bytes instead, gaps between pieces included: `word_sum`, as `tensors.word_sum` defines it.
+    """
 
     index: Count
     num_bytes: Count
     pieces: Annotated[tuple[Piece, ...], FailFast()]
+    word_sum: Checksum | None = None
+
+
+CollectiveBackend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class CollectiveSource(_Part):
-    """A process group around the store at `host`:`port`. Buckets are broadcast from rank 0; the reader is `rank`."""
+    """A process group around the store at `host`:`port`. Buckets are broadcast from rank 0; the reader is `rank`.
+
+    `backend`: gloo for buckets in host memory, nccl for buckets in the memory of GPUs.
+    """
 
     kind: Literal["collective"] = "collective"
+    backend: CollectiveBackend = "gloo"
     host: str
     port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1)]
@@ -93,6 +109,16 @@ class SharedSource(_Part):
     num_slots: Annotated[int, Field(ge=1)]
 
 
+class CudaIpcSource(_Part):
+    """Memory of the GPU `gpu`, shared by the CUDA IPC handle `handle`, with slots as in `SharedSource`."""
+
+    kind: Literal["cuda_ipc"] = "cuda_ipc"
+    gpu: Gpu
+    handle: Annotated[bytes, Field(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES)]
+    slot_bytes: Annotated[int, Field(ge=1, lt=2**40, multiple_of=ALIGNMENT)]
+    num_slots: Annotated[int, Field(ge=1, le=2**16)]
+
+
 class DiskSource(_Part):
     """A folder with a `MODEL_FILE` and a `MANIFEST_FILE`, readable where the worker runs. It has no buckets."""
 
@@ -100,7 +126,7 @@ class DiskSource(_Part):
     folder: str
 
 
-Source: TypeAlias = Annotated[CollectiveSource | SharedSource | DiskSource, Field(discriminator="kind")]
+Source: TypeAlias = Annotated[CollectiveSource | SharedSource | CudaIpcSource | DiskSource, Field(discriminator="kind")]
 
 MODEL_FILE = "model.safetensors"
 MANIFEST_FILE = "trueroll_push.json"

@@ -14,14 +14,18 @@ import torch
 
 from .manifest import Bucket, Elements, Piece, Rows, Shape, Source, checksum
 from .packing import Cut, Packer, row_layout
-from .tensors import INDEX_DTYPE, raw_bytes
+from .tensors import INDEX_DTYPE, raw_bytes, word_sum
 from .transaction import Transaction
 
 
 class Slots(Protocol):
-    """The trainer's end of a transport, for one push. `slots`: memory for one bucket each, uint8."""
+    """The trainer's end of a transport, for one push. `slots`: memory for one bucket each, uint8.
+
+    `has_word_sums`: a bucket carries a word sum and not a checksum of each piece, as in the memory of a GPU.
+    """
 
     slots: list[torch.Tensor]
+    has_word_sums: bool
 
     def source(self, position: int) -> Source:
         """Where the worker at that position finds the buckets."""
@@ -67,7 +71,7 @@ class Outbox:
         for cut in self._packer.place(rows, row_bytes, multiple):
             place = self._place(cut, cut.length * row_bytes)
             _fill(place, tensor[cut.start : cut.start + cut.length], self._dtype)
-            fields = _fields(name, shape, cut, place)
+            fields = self._fields(name, shape, cut, place)
             self._pieces.append(Rows(start=cut.start, length=cut.length, **fields))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
@@ -79,7 +83,7 @@ class Outbox:
             place = self._place(cut, split + cut.length * self._dtype.itemsize)
             place[:split].view(INDEX_DTYPE).copy_(indices[chosen])
             place[split:].view(self._dtype).copy_(values[chosen])
-            fields = _fields(name, shape, cut, place)
+            fields = self._fields(name, shape, cut, place)
             self._pieces.append(Elements(count=cut.length, total=total, **fields))
 
     def finish(self) -> None:
@@ -101,8 +105,14 @@ class Outbox:
     def _slot(self) -> int:
         return self._index % len(self._slots.slots)
 
+    def _fields(self, name: str, shape: Shape, cut: Cut, place: torch.Tensor) -> dict[str, Any]:
+        found = None if self._slots.has_word_sums else checksum(raw_bytes(place))
+        return dict(name=name, shape=shape, offset=cut.offset, num_bytes=len(place), checksum=found)
+
     def _send(self) -> None:
-        bucket = Bucket(index=self._index, num_bytes=self._end, pieces=tuple(self._pieces))
+        content = self._slots.slots[self._slot][: self._end]
+        total = word_sum(content) if self._slots.has_word_sums else None  # which waits until the slot is filled
+        bucket = Bucket(index=self._index, num_bytes=self._end, pieces=tuple(self._pieces), word_sum=total)
         self._staged[self._slot] = self._transaction.stage(bucket)
         if self._end:
             self._slots.send(self._slot, self._end)
@@ -117,12 +127,8 @@ class Outbox:
 
 
 def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
-    if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == "cpu":
+    if rows.dtype == dtype and rows.is_contiguous() and rows.device.type == place.device.type == "cpu":
         # A plain copy keeps off torch's threads, which would take the cores that the worker's side needs meanwhile.
         np.copyto(place.numpy(), raw_bytes(rows))
     else:
         place.view(dtype).view(rows.shape).copy_(rows)
-
-
-def _fields(name: str, shape: Shape, cut: Cut, place: torch.Tensor) -> dict[str, Any]:
-    return dict(name=name, shape=shape, offset=cut.offset, num_bytes=len(place), checksum=checksum(raw_bytes(place)))

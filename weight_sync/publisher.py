@@ -25,7 +25,9 @@ from ..rollout.errors import ConfigError, PushError, TruerollError
 from .base import Base
 from .checklist import Checklist
 from .collective import GroupSlots
+from .cuda_ipc import CudaIpcSlots
 from .disk import FolderWriter, read_manifest, remove_others
+from .gpu import broadcasts_between_gpus, gpu_of, shares_gpu
 from .manifest import MODEL_FILE, MOST_UNDER_WAY, DiskSource
 from .outbox import Outbox, Slots
 from .packing import slot_bytes
@@ -39,6 +41,8 @@ Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
 """What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
+GPU_BUCKET_BYTES = 64 * 2**20
+"""For buckets in the memory of a GPU. Two are there at a time, and each costs a round of messages."""
 DEFAULT_HOST = "127.0.0.1"
 
 
@@ -58,8 +62,12 @@ class PushResult:
 
 
 class WeightPublisher:
-    """Pushes weights by `transport`: `shared` memory of one machine, a `collective` process group over TCP (gloo), or
+    """Pushes weights by `transport`: `shared` memory of one machine, a `collective` process group over the network, or
     safetensors on `disk`. To be used from one thread.
+
+    Where tensors and workers are on GPUs, weights stay in their memory: with `shared` if all are on the same GPU (CUDA
+    IPC), with `collective` if each is on another one (NCCL; two on one GPU are refused). Otherwise, and with `sparse`,
+    they go through host memory, and `collective` uses gloo.
 
     `timeout`: seconds that each wait may take; for `disk` that includes a worker's reading of the folder. `folder`: for
     `disk`, where a folder for each push is written; older ones are removed. `host`: for `collective`, the address of
@@ -137,7 +145,7 @@ class WeightPublisher:
         path = Path(folder).absolute()
         manifest = read_manifest(path)
         transaction = self._transaction(manifest.weight_version, manifest.push_id)
-        wanted = self._ask_what_is_wanted()
+        wanted = self._common(self._ask_what_is_wanted())
         _check(
             manifest.dtype == wanted.dtype, "folder", f"weights in {wanted.dtype}, as the workers serve", manifest.dtype
         )
@@ -174,23 +182,27 @@ class WeightPublisher:
 
     def _push(self, tensors: TrainerTensors, version: int) -> PushResult:
         transaction = self._transaction(version)
-        wanted = self._ask_what_is_wanted()
+        replies = self._ask_what_is_wanted()
+        wanted = self._common(replies)
         checklist = Checklist(wanted, tensors.mapping)
         if self._transport == "disk":
             return self._push_by_folder(transaction, wanted, checklist, tensors)
-        return self._push_by_slots(transaction, wanted, checklist, tensors)
+        return self._push_by_slots(transaction, wanted, checklist, tensors, self._gpu_for_buckets(tensors, replies))
 
-    def _ask_what_is_wanted(self) -> protocol.Weights:
-        """What all workers want; `push_id` is what all serve, None if they differ. Raise PushError if they want
-        different things.
-        """
+    def _ask_what_is_wanted(self) -> list[protocol.Weights]:
+        """What each worker wants."""
         workers = self._connected()
         try:
-            asked = workers.ask("weights", protocol.GetWeights(id=new_id()), self._settings.timeout)
-            first, *others = asked.result()
+            return workers.ask("weights", protocol.GetWeights(id=new_id()), self._settings.timeout).result()
         except WorkerFailure as failure:
             failed = [f"worker {workers.addresses[i]} failed: {error}" for i, error in failure.errors.items()]
             raise PushError(f"push: at the beginning, {'; '.join(failed)}. Nothing was sent to any worker") from None
+
+    def _common(self, replies: list[protocol.Weights]) -> protocol.Weights:
+        """What all workers want; `push_id` is what all serve, None if they differ. Raise PushError if they want
+        different things.
+        """
+        workers, (first, *others) = self._connected(), replies
         for address, other in zip(workers.addresses[1:], others, strict=True):
             if (other.dtype, other.shapes, other.tied) != (first.dtype, first.shapes, first.tied):
                 raise PushError(
@@ -208,35 +220,52 @@ class WeightPublisher:
     def _transaction(self, version: int, push_id: str | None = None) -> Transaction:
         return Transaction(self._connected(), self._settings, version, push_id)
 
+    def _gpu_for_buckets(self, tensors: TrainerTensors, replies: list[protocol.Weights]) -> torch.device | None:
+        """The tensors' GPU, if buckets in its memory can reach all workers on theirs. None: host memory it is."""
+        gpus = {address: reply.gpu for address, reply in zip(self._connected().addresses, replies, strict=True)}
+        if self._is_sparse or None in gpus.values():
+            return None
+        device = tensors.device()
+        reaches_all = shares_gpu if self._transport == "shared" else broadcasts_between_gpus
+        return device if reaches_all(gpu_of(device), gpus) else None
+
     def _push_by_slots(
-        self, transaction: Transaction, wanted: protocol.Weights, checklist: Checklist, tensors: TrainerTensors
+        self,
+        transaction: Transaction,
+        wanted: protocol.Weights,
+        checklist: Checklist,
+        tensors: TrainerTensors,
+        gpu: torch.device | None,
     ) -> PushResult:
+        bucket_bytes = BUCKET_BYTES[self._transport] if gpu is None else GPU_BUCKET_BYTES
+        largest = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, bucket_bytes)
         base = self._committed if wanted.push_id == self._committed else None
         self._committed = None
-        with closing(self._open_slots(wanted, transaction.push_id)) as slots:
+        with closing(self._open_slots(largest, transaction.push_id, gpu)) as slots:
             with transaction.phase("begin"):
                 slots.open()
                 transaction.begin(wanted.dtype, slots.source, base).result()
                 slots.opened()
             with transaction.phase("stage"):
-                outbox = Outbox(slots, transaction, dtype_named(wanted.dtype), BUCKET_BYTES[self._transport])
+                outbox = Outbox(slots, transaction, dtype_named(wanted.dtype), bucket_bytes)
                 _take_all(tensors, checklist, self._putter(outbox, wanted, base))
                 outbox.finish()
             transaction.verify()
-            self._keep_buffers(slots)
+            if gpu is None:
+                self._keep_buffers(slots)
         pause = transaction.commit()
         self._committed = transaction.push_id if self._is_sparse else None
         return _result(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
 
-    def _open_slots(self, wanted: protocol.Weights, push_id: str) -> Slots:
-        size = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, BUCKET_BYTES[self._transport])
+    def _open_slots(self, size: int, push_id: str, gpu: torch.device | None) -> Slots:
         if self._transport == "shared":
-            return SharedSlots(size)
+            return SharedSlots(size) if gpu is None else CudaIpcSlots(size, gpu)
         buffers, self._buffers = self._buffers, []
-        if not buffers or len(buffers[0]) < size:
-            buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(MOST_UNDER_WAY)]
-        num_workers, settings = len(self._connected().addresses), self._settings
-        return GroupSlots(buffers, self._host, num_workers, push_id, settings.timeout, settings.begin_timeout)
+        if gpu is not None or not buffers or len(buffers[0]) < size:
+            buffers = [torch.empty(size, dtype=torch.uint8, device=gpu) for _ in range(MOST_UNDER_WAY)]
+        backend, num_workers = "gloo" if gpu is None else "nccl", len(self._connected().addresses)
+        limits = self._settings.timeout, self._settings.begin_timeout
+        return GroupSlots(backend, buffers, self._host, num_workers, push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
         """Once nothing is under way from them any more."""

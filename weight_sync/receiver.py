@@ -22,11 +22,13 @@ import torch
 
 from ..rollout import protocol
 from ..rollout.errors import DeadlineError, PushError, TruerollError
-from .assembly import Assembly, Destination, Staging
+from .assembly import Assembly, Destination, Staging, content_of
 from .collective import GroupReader
+from .cuda_ipc import CudaIpcReader
 from .disk import FolderReader
 from .events import Broken, Progress, PushEvent, Reached
-from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource, DiskSource, SharedSource
+from .gpu import stream_beside, wait_for_stream
+from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
 from .shared import SharedReader
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,9 @@ class _Reader(Protocol):
         """What no call announces, each bucket with its bytes."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of everything. May be called again."""
+        ...
 
 
 Call: TypeAlias = protocol.StageBucket | protocol.VerifyPush
@@ -58,19 +62,27 @@ class _Closed(Exception):
 
 
 class Receiver(threading.Thread):
-    """Receives the push that `begin` describes, for `weights`; `publish` is called on this thread with each event.
+    """Receives the push that `begin` describes, for `weights` on `device`; `publish` is called on this thread with each
+    event.
 
     A call that is repeated, as after a reconnect, is answered again and done once. `progress` may be read at any time;
     `staging` once the push is verified: whoever is to commit it takes it before `close`.
     """
 
-    def __init__(self, begin: protocol.BeginPush, weights: Destination, publish: Callable[[PushEvent], None]) -> None:
+    def __init__(
+        self,
+        begin: protocol.BeginPush,
+        weights: Destination,
+        publish: Callable[[PushEvent], None],
+        device: str,
+    ) -> None:
         super().__init__(name=f"push-{begin.push_id[:8]}", daemon=True)
         self.progress = Progress("begun", 0, time.monotonic())
         self.staging: Staging | None = None
         self._begin = begin
         self._weights = weights
         self._publish = publish
+        self._device = torch.device(device)
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._ahead: Call | None = None
         self._early: protocol.StageBucket | None = None
@@ -95,14 +107,15 @@ class Receiver(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._receive()
+            with stream_beside(self._device):
+                self._receive()
         except _Closed:
             pass
         except (PushError, DeadlineError) as error:
             self._break(error)
         except TruerollError as error:
             self._break(PushError(str(error)))
-        except MemoryError:
+        except (MemoryError, torch.OutOfMemoryError):
             self._break(
                 PushError("staging: expected memory for a second set of weights, found too little; push in_place")
             )
@@ -119,7 +132,7 @@ class Receiver(threading.Thread):
     def _receive(self) -> None:
         begin = self._begin
         self._check_begin()
-        reader = _open_source(begin)
+        reader = _open_source(begin, self._device)
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
@@ -129,6 +142,7 @@ class Receiver(threading.Thread):
                     self._stage(call, reader, assembly)
                 else:
                     self._verify(call.num_buckets, reader, assembly)
+                    reader.close()  # before the trainer frees what it reads
                     self._answer(call.id, "verified")
         finally:
             reader.close()
@@ -201,13 +215,15 @@ class Receiver(threading.Thread):
         self._advance("verified", 0)
 
     def _add(self, bucket: Bucket, data: torch.Tensor, assembly: Assembly) -> None:
+        assembly.inspect_all(bucket, data)
         for piece in bucket.pieces:
-            content = data[piece.offset : piece.offset + piece.num_bytes]
+            content = content_of(piece, data)
             assembly.inspect(piece, content)
             with self._writing:
                 if self._is_closed:
                     raise _Closed
                 assembly.add(piece, content)
+                wait_for_stream(self._device)
         self._advance("staged", bucket.num_bytes)
 
     def _advance(self, phase: protocol.PushPhase, num_bytes: int) -> None:
@@ -224,11 +240,13 @@ def _begin_seconds(begin: protocol.BeginPush) -> float:
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
-def _open_source(begin: protocol.BeginPush) -> _Reader:
+def _open_source(begin: protocol.BeginPush, device: torch.device) -> _Reader:
     match begin.source:
         case CollectiveSource() as source:
-            return GroupReader(source, begin.push_id, begin.timeout, _begin_seconds(begin))
+            return GroupReader(source, begin.push_id, begin.timeout, _begin_seconds(begin), device)
         case SharedSource() as source:
             return SharedReader(source)
+        case CudaIpcSource() as source:
+            return CudaIpcReader(source, device)
         case DiskSource() as source:
             return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype)

@@ -24,6 +24,8 @@ _PAGE = mmap.PAGESIZE
 class SharedSlots:
     """The trainer's side. `slots`: uint8 tensors to fill. Raise PushError if there is too little shared memory."""
 
+    has_word_sums = False
+
     def __init__(self, slot_bytes: int) -> None:
         slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
         self._name = f"trueroll-{secrets.token_hex(16)}"

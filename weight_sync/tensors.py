@@ -1,4 +1,4 @@
-"""Tensors as bytes: the dtypes that weights travel in, and views without copies."""
+"""Tensors as bytes: the dtypes that weights travel in, views without copies, and a checksum for any device."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 INDEX_DTYPE = torch.int32
 _CHUNK_ELEMENTS = 2**20
 _BITS = {2: torch.int16, 4: torch.int32}
+_WORD_BYTES = 8
+_CHUNK_WORDS = 2**21
+"""How many words are hashed at a time: it takes three times their memory."""
+# SplitMix64's increment, and the (shift, factor) pairs of its output function, as signed numbers.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+_LAST_SHIFT = 31
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -39,3 +46,32 @@ def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int,
     length = max(1, _CHUNK_ELEMENTS // max(1, tensor[0].numel())) if len(tensor) else 1
     for start in range(0, len(tensor), length):
         yield start, tensor[start : start + length].to("cpu", dtype).contiguous()
+
+
+def word_sum(data: torch.Tensor) -> int:
+    """The checksum of a flat uint8 tensor on any device, in [0, 2**64). Waits for the device once.
+
+    The bytes, with 1 to 8 bytes of zeros behind them, are little-endian words of 64 bits. Word i becomes h(w ^ i * c)
+    with the increment c and the output function h of SplitMix64 (Steele, Lea and Flood, 2014), and all are added modulo
+    2**64: in any order, so that every device gives the same sum. As h is a bijection, no change within one word goes
+    unnoticed; words in other places, or others altogether, do with probability 2**-64 if h is seen as random.
+    """
+    whole = len(data) // _WORD_BYTES * _WORD_BYTES
+    rest = torch.nn.functional.pad(data[whole:], (0, whole + _WORD_BYTES - len(data)))
+    total = _hash_words(rest.view(torch.int64), whole // _WORD_BYTES).sum()
+    for number, words in enumerate(data[:whole].view(torch.int64).split(_CHUNK_WORDS)):
+        total += _hash_words(words, number * _CHUNK_WORDS).sum()
+    return int(total) % 2**64
+
+
+def _hash_words(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Of the words from place `start` on. int64 wraps around on every device."""
+    hashed = torch.arange(start, start + len(words), device=words.device).mul_(_INCREMENT).bitwise_xor_(words)
+    for shift, factor in _ROUNDS:
+        _xor_shifted(hashed, shift).mul_(factor)
+    return _xor_shifted(hashed, _LAST_SHIFT)
+
+
+def _xor_shifted(words: torch.Tensor, shift: int) -> torch.Tensor:
+    """`words ^= words >> shift`, zeros shifted in."""
+    return words.bitwise_xor_((words >> shift).bitwise_and_(2 ** (64 - shift) - 1))

@@ -8,7 +8,7 @@ the trainer's default process group only where tensors are sharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -72,9 +72,21 @@ class TrainerTensors:
     def _start_sharded(self) -> bool:
         if self.mapping is not None:
             return any(is_sharded(tensor) for tensor in self.mapping.values())
-        first = list(islice(self._items, 1))
-        self._items = chain(first, self._items)
-        return any(is_sharded(tensor) for _, tensor in first)
+        return is_sharded(self._peek())
+
+    def device(self) -> torch.device:
+        """Where the first tensor is; the host, if there is none."""
+        first = self._peek()
+        return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
+
+    def _peek(self) -> Any:
+        """The first tensor as it is, or what is in its place; None if there is none."""
+        try:
+            item = self._next()
+        except StopIteration:
+            return None
+        self._items = chain([item], self._items)
+        return item[1] if isinstance(item, tuple) and len(item) == 2 else item
 
     def gather_rest(self) -> None:
         """Take part in the gathers that are left, for the sake of the other ranks, and keep nothing of them."""

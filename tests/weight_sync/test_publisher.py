@@ -21,9 +21,14 @@ from serving import FaultyWorker, RawClient
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import ConfigError, IllegalStateError, PushError, VersionGapError
 from trueroll.weight_sync import PushResult, WeightPublisher
+from trueroll.weight_sync import cuda_ipc as cuda_ipc_module
+from trueroll.weight_sync import gpu as gpu_module
 from trueroll.weight_sync import publisher as publisher_module
 from trueroll.weight_sync.manifest import MANIFEST_FILE, MODEL_FILE
 from trueroll.weight_sync.tensors import DTYPES
+from trueroll.weight_sync.transaction import Transaction
+
+from .stand_ins import CudaLibrary, NcclGroup, gpu, host_tensor_at
 
 SHAPES = {"embed.weight": (100, 8), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
 TIED = {"head.weight": "embed.weight"}
@@ -477,6 +482,145 @@ def test_after_a_failed_sparse_push_the_next_is_full(cluster: Cluster) -> None:
         result = publisher.push(changed, 3)
         assert not result.is_sparse and serves(worker, changed, result)
         assert publisher.push(changed, 4).is_sparse
+
+
+# Between GPUs, with host memory in place of theirs.
+
+
+class Gpus:
+    """Says that the trainer is on GPU 0, and the workers that start from now on on that of number `next`, or on a CPU.
+
+    `sources`: by what way the pushes came, for each worker.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.library = CudaLibrary()
+        self.next: int | None = 0
+        self.sources: list[str] = []
+        NcclGroup.made.clear()
+        monkeypatch.setattr(cuda_ipc_module, "load_driver", lambda: cuda_ipc_module.Driver(self.library))
+        monkeypatch.setattr(cuda_ipc_module, "tensor_at", host_tensor_at)
+        monkeypatch.setattr(cuda_ipc_module, "gpu_of", lambda device: gpu(0))
+        monkeypatch.setattr(publisher_module, "gpu_of", lambda device: gpu(0))
+        monkeypatch.setattr(publisher_module, "GPU_BUCKET_BYTES", BUCKET_BYTES)
+        monkeypatch.setattr(gpu_module, "gpu_of", lambda device: None if self.next is None else gpu(self.next))
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
+        monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+        self._watch(monkeypatch)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        begin = Transaction.begin
+
+        def watched(transaction: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
+            backend = getattr(source(0), "backend", None)
+            self.sources.append(source(0).kind if backend is None else f"{source(0).kind} {backend}")
+            return begin(transaction, dtype, source, base)
+
+        monkeypatch.setattr(Transaction, "begin", watched)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("transport", "numbers", "way"),
+    [
+        ("shared", [0], "cuda_ipc"),
+        ("shared", [0, 0], "cuda_ipc"),
+        ("shared", [0, 1], "shared"),
+        ("shared", [0, None], "shared"),
+        ("collective", [1], "collective nccl"),
+        ("collective", [1, 2], "collective nccl"),
+        ("collective", [1, None], "collective gloo"),
+        ("disk", [0], "disk"),
+    ],
+)
+def test_weights_go_from_gpu_to_gpu_where_they_can(
+    cluster: Cluster, gpus: Gpus, transport: str, numbers: list[int | None], way: str
+) -> None:
+    workers = []
+    for number in numbers:
+        gpus.next = number
+        workers.append(cluster.start())
+    with cluster.publisher(transport) as publisher:
+        for version in (3, 4):
+            tensors = trainer_tensors(version)
+            result = publisher.push(tensors if version == 3 else iter(tensors.items()), version)
+            assert all(serves(worker, tensors, result) for worker in workers)
+            assert not gpus.library.allocated and not any(gpus.library.opened.values())
+            assert not gpus.library.freed_while_open
+    assert gpus.sources == [way, way]
+    assert bool(gpus.library.opened) == (way == "cuda_ipc")
+    assert len(NcclGroup.made) == (2 * len(workers) + 2 if way == "collective nccl" else 0)
+    if transport != "disk":
+        assert workers[0].calls.count("stage_bucket") > 6
+
+
+def test_collective_on_one_gpu_is_refused_before_anything_begins(cluster: Cluster, gpus: Gpus) -> None:
+    worker = cluster.start()
+    with cluster.publisher("collective") as publisher:
+        with pytest.raises(ConfigError, match=f"the trainer and worker {worker.address} on GPU .*push by shared"):
+            publisher.push(trainer_tensors(), 1)
+    assert "begin_push" not in worker.calls and not NcclGroup.made
+
+
+@pytest.mark.parametrize(("transport", "way"), [("shared", "shared"), ("collective", "collective gloo")])
+def test_a_sparse_push_goes_through_host_memory(cluster: Cluster, gpus: Gpus, transport: str, way: str) -> None:
+    worker = cluster.start()
+    tensors = zero_at_origin()
+    changed = change_some(tensors)
+    with cluster.publisher(transport, sparse=True) as publisher:
+        publisher.push(tensors, 1)
+        result = publisher.push(changed, 2)
+        assert result.is_sparse and serves(worker, changed, result)
+    assert gpus.sources == [way, way]
+
+
+@pytest.mark.parametrize(("transport", "number"), [("shared", 0), ("collective", 1)])
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("weights", "commit_push")])
+def test_a_push_between_gpus_that_fails_leaves_nothing_behind(
+    cluster: Cluster, gpus: Gpus, transport: str, number: int, phase: str
+) -> None:
+    gpus.next = number
+    workers = [cluster.start()]
+    gpus.next = number and number + 1
+    workers.append(cluster.start())
+    with cluster.publisher(transport) as publisher:
+        before = trainer_tensors(1)
+        first = publisher.push(before, 1)
+        workers[1].refuse[phase] = IllegalStateError("state: expected ready, found asleep")
+        with pytest.raises(PushError, match=f"{workers[0].address} serves version 1"):
+            publisher.push(trainer_tensors(2), 2)
+        assert all(serves(worker, before, first) for worker in workers)
+        assert not gpus.library.allocated
+        after = trainer_tensors(3)
+        result = publisher.push(after, 3)
+        assert all(serves(worker, after, result) for worker in workers)
+    end = time.monotonic() + 20
+    while any(gpus.library.opened.values()) or not all(group.is_aborted for group in NcclGroup.made):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_corrupt_bucket_between_gpus_is_found(cluster: Cluster, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = cluster.start()
+    before = trainer_tensors(1)
+    with cluster.publisher() as publisher:
+        first = publisher.push(before, 1)
+        stage = Transaction.stage
+
+        def damaged(transaction: Transaction, bucket: Any) -> Any:
+            if bucket.index == 0:
+                [address] = gpus.library.allocated
+                host_tensor_at(address, 1, torch.device("cpu"))[0] ^= 1
+            return stage(transaction, bucket)
+
+        monkeypatch.setattr(Transaction, "stage", damaged)
+        with pytest.raises(PushError, match=r"bucket 0 \(embed.weight.*\): expected word sum .* corrupt"):
+            publisher.push(trainer_tensors(2), 2)
+        assert serves(worker, before, first)
 
 
 # Disk.

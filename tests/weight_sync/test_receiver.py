@@ -6,7 +6,7 @@ import gc
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from trueroll.weight_sync.manifest import (
     MOST_UNDER_WAY,
     Bucket,
     CollectiveSource,
+    CudaIpcSource,
     DiskSource,
     Elements,
     Rows,
@@ -30,7 +31,9 @@ from trueroll.weight_sync.manifest import (
 )
 from trueroll.weight_sync.receiver import Receiver
 from trueroll.weight_sync.shared import SharedSlots
-from trueroll.weight_sync.tensors import raw_bytes
+from trueroll.weight_sync.tensors import raw_bytes, word_sum
+
+from .stand_ins import gpu
 
 SHAPES = {"embed.weight": (48, 8), "layer.weight": (32, 4, 2), "norm.weight": (24,)}
 TIED = {"head.weight": "embed.weight"}
@@ -53,7 +56,7 @@ class Feed:
         self.events: queue.Queue[PushEvent] = queue.Queue()
         fields: dict[str, Any] = dict(id="b", push_id=PUSH_ID, weight_version=7, dtype="bfloat16", timeout=SECONDS)
         fields |= dict(source=self.slots.source(0)) | begin
-        self.receiver = Receiver(protocol.BeginPush(**fields), self.weights, self.events.put)
+        self.receiver = Receiver(protocol.BeginPush(**fields), self.weights, self.events.put, "cpu")
         self.receiver.start()
         self.num_buckets = 0
 
@@ -219,6 +222,72 @@ def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
     feed.receiver.join(SECONDS)
     assert feed.receiver.staging is None
     assert feed.events.empty()
+
+
+def summed(feed: Feed, *pieces: Rows | Elements) -> dict[str, Any]:
+    """The pieces of the next bucket, and its word sum, as `stage` takes them."""
+    end = max(piece.offset + piece.num_bytes for piece in pieces)
+    plain = tuple(piece.model_copy(update=dict(checksum=None)) for piece in pieces)
+    return dict(pieces=plain, word_sum=word_sum(feed._slot[:end]))
+
+
+def test_buckets_with_a_word_sum_are_taken_and_mix_with_others(feed: Feed) -> None:
+    sent = random_tensors()
+    embed, layer, norm = (sent[name] for name in SHAPES)
+    pieces = feed.rows("embed.weight", embed), feed.rows("norm.weight", norm, at=1024)
+    assert feed.stage(*pieces, **summed(feed, *pieces)) == STAGED
+    assert feed.stage(feed.rows("layer.weight", layer)) == STAGED
+    assert feed.verify() == VERIFIED
+    staging = feed.receiver.staging
+    assert isinstance(staging, FakeStaging)
+    assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in sent.items())
+
+
+@pytest.mark.parametrize("place", [0, 767, 800, 1071])
+def test_a_corrupt_bucket_with_a_word_sum_is_refused(feed: Feed, place: int) -> None:
+    """Also where it is only the gap between two pieces."""
+    sent = random_tensors()
+    pieces = feed.rows("embed.weight", sent["embed.weight"]), feed.rows("norm.weight", sent["norm.weight"], at=1024)
+    changes = summed(feed, *pieces)
+    feed.slots.slots[0][place] ^= 1
+    refused(feed.stage(*pieces, **changes), "bucket 0 (embed.weight, norm.weight)", "word sum", "corrupt")
+    feed.receiver.join(SECONDS)
+    assert feed.receiver.staging is None
+
+
+def test_a_bucket_has_one_kind_of_checksum() -> None:
+    def refuse(change: Callable[[Feed, Rows, Elements], dict[str, Any]], *words: str) -> None:
+        feed = Feed(base=PUSH_ID)
+        assert feed.next() == BEGUN
+        elements = feed.elements("embed.weight", [3], torch.ones(1, dtype=torch.bfloat16))
+        rows = feed.rows("embed.weight", random_tensors()["embed.weight"])
+        refused(feed.stage(rows, **change(feed, rows, elements)), "embed.weight", *words)
+        feed.close()
+
+    refuse(lambda feed, rows, _: summed(feed, rows) | dict(word_sum=None), "a checksum of it or of its bucket", "none")
+    refuse(lambda feed, rows, _: summed(feed, rows) | dict(pieces=(rows,)), "one checksum, of its bucket")
+    refuse(
+        lambda feed, _, elements: summed(feed, elements) | dict(num_bytes=elements.num_bytes),
+        "rows in a bucket with a word sum",
+        "elements",
+    )
+
+
+def test_a_bucket_on_a_gpu_needs_a_word_sum() -> None:
+    weights = FakeWeights(SHAPES)
+    assembly = assembly_module.Assembly(weights, weights.new_staging(False), False, False)
+    with pytest.raises(PushError, match="bucket 3: expected a word sum, for it is on meta, found none"):
+        assembly.inspect_all(Bucket(index=3, num_bytes=0, pieces=()), torch.empty(8, dtype=torch.uint8, device="meta"))
+
+
+def test_values_that_are_not_finite_are_found_in_a_bucket_with_a_word_sum() -> None:
+    feed = Feed(reject_nonfinite=True)
+    assert feed.next() == BEGUN
+    sent = random_tensors()
+    sent["norm.weight"][11] = float("nan")
+    pieces = feed.rows("embed.weight", sent["embed.weight"]), feed.rows("norm.weight", sent["norm.weight"], at=1024)
+    refused(feed.stage(*pieces, **summed(feed, *pieces)), "norm.weight", "finite")
+    feed.close()
 
 
 @pytest.mark.parametrize(
@@ -418,9 +487,12 @@ def test_staging_that_finds_no_memory_is_told() -> None:
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = SharedSource(name=f"trueroll-{'0' * 32}", slot_bytes=4096, num_slots=2)
     nobody = CollectiveSource(host="127.0.0.1", port=1, rank=1, world_size=2)
+    elsewhere = CudaIpcSource(gpu=gpu(0), handle=bytes(64), slot_bytes=4096, num_slots=2)
     for source, word in [
         (missing, "shared"),
         (nobody, "collective"),
+        (nobody.model_copy(update=dict(backend="nccl")), "collective"),
+        (elsewhere, f"the trainer's GPU {gpu(0)}, found None"),
         (DiskSource(folder=str(tmp_path / "none")), "none"),
         (DiskSource(folder="\0"), "disk"),
     ]:

@@ -1,0 +1,53 @@
+"""Tests that need an NVIDIA GPU, by `make test-gpu`; elsewhere each is skipped and says why."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from trueroll.kernels.ops import Backend, select_backend
+
+from ..kernels.backends import Served
+from .moved import DEVICE, Moved
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _needs_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs a GPU that torch can use, found none (torch {torch.__version__})")
+    if os.environ["TRITON_INTERPRET"] == "1":
+        pytest.skip("needs compiled kernels, these are interpreted; run make test-gpu")
+
+
+@pytest.fixture
+def kernels(_needs_a_gpu: None) -> Backend:
+    """The Triton kernels, for tensors on the GPU."""
+    return select_backend("triton", DEVICE, torch.bfloat16, 64).ops
+
+
+@pytest.fixture
+def ops(kernels: Backend) -> Moved:
+    """The Triton kernels, for tensors on the CPU: what the tests of `tests/kernels` compute with here."""
+    return Moved(kernels)
+
+
+@pytest.fixture
+def quick_ops(ops: Moved) -> Moved:
+    return ops
+
+
+@pytest.fixture
+def served(ops: Moved) -> Served:
+    return Served(ops, torch.bfloat16)
+
+
+@pytest.fixture
+def quick(served: Served) -> Served:
+    return served
+
+
+@pytest.fixture
+def two_threads() -> None:
+    """The threads of the CPU are nothing to a GPU."""

@@ -1,0 +1,128 @@
+"""Engine and trainer on a GPU: the exactness matrix, CUDA graphs, memory that sleep gives back, a trainer's bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.loading import LoadedModel, load_dummy, load_model
+from trueroll.engine.models.dummy import find_config
+from trueroll.engine.request import GenerateRequest, Tag
+from trueroll.kernels.training import align, token_log_probs
+from trueroll.rollout import verify
+
+from ..engine.checkpoints import stage
+from ..engine.drive import bits, generate, run, tokens
+from ..engine.test_trainer_log_probs import TEMPERATURE, count_differences, roll_out, trainer_model
+from .moved import DEVICE
+
+BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
+
+
+def config_of(model: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(model), device="cuda", backend="triton", **settings)
+
+
+@pytest.fixture
+def two_layers(tmp_path: Path) -> Path:
+    """The configuration of Qwen3-0.6B, cut to two layers."""
+    config = json.loads((find_config("qwen3-0.6b") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return tmp_path
+
+
+def failing_cells(config: EngineConfig, loaded: LoadedModel) -> list[str]:
+    assert loaded.backend.name == "triton" and loaded.backend.can_capture
+    results = list(verify.run_matrix(config, loaded, verify.SIZES))
+    assert len(results) == len(verify.CELLS) + 1 and all(result.tokens > 0 for result in results[1:])
+    return [result.cell.name for result in results if not result.passed]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_bit_differs_in_any_cell(tiny_model: Path, dtype: str) -> None:
+    config = config_of(tiny_model, dtype=dtype)
+    assert failing_cells(config, load_model(config)) == []
+
+
+def test_no_bit_differs_for_layers_of_real_size(two_layers: Path) -> None:
+    config = config_of(two_layers)
+    assert failing_cells(config, load_dummy(config)) == []
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every replay of a CUDA graph in this test."""
+    seen: list[object] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(graph), replay(graph)))
+    return seen
+
+
+def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
+    """Ten samples, of which ever fewer go on."""
+    config = config_of(two_layers, max_num_batched_tokens=4096)
+    loaded = load_dummy(config)
+    requests = [
+        generate(str(i), tokens(500 + i, seed=i), n=1 + i, temperature=float(i > 0), max_tokens=8 + 6 * i)
+        for i in range(4)
+    ]
+    by_graphs = all_bits(Engine(config, loaded), requests)
+    assert len(replays) >= 20 and len(set(replays)) >= 3, "graphs of several sizes ran"
+    replays.clear()
+    assert all_bits(Engine(config.model_copy(update={"cuda_graphs": False}), loaded), requests) == by_graphs
+    assert replays == []
+
+
+def all_bits(engine: Engine, requests: list[GenerateRequest]) -> dict[tuple[str, int], tuple[bytes, bytes]]:
+    return {key: bits(sample) for key, sample in run(engine, requests).items()}
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("tags", [BOTH, BOTH[:1], BOTH[1:]], ids="+".join)
+def test_sleep_gives_the_memory_of_the_device_back(two_layers: Path, level: int, tags: tuple[Tag, ...]) -> None:
+    config = config_of(two_layers, kv_memory=2**30, max_model_len=2048)
+    engine = Engine(config, load_dummy(config))
+    weights = {name: weight.to_dense().cpu() for name, weight in engine.weights.tensors.items()}
+    requests = [generate(str(i), tokens(100 + i), n=3) for i in range(4)]
+    expected = all_bits(engine, requests)
+    held, awake = engine.memory(), free_bytes()
+    assert engine.sleep(level, tags, "recompute") == []
+    asleep = free_bytes()
+    expected_bytes = sum(held[tag] for tag in tags)
+    assert asleep - awake >= 0.97 * expected_bytes > 0, "the system has it, not torch"
+    engine.wake_up(tags)
+    assert asleep - free_bytes() >= 0.97 * expected_bytes
+    if level == 2 and "weights" in tags:
+        engine.commit_weights(stage(engine, weights, step=4096), 1, "recompute")
+    assert all_bits(engine, requests) == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str) -> None:
+    rollout = roll_out(tiny_model, dtype=dtype, device="cuda", backend="triton")
+    model = trainer_model(tiny_model, dtype).to(DEVICE)
+    align(model, "triton")
+    sequences = [torch.from_numpy(np.concatenate((prompt, s.token_ids))).long().to(DEVICE) for prompt, s in rollout]
+    lengths = [len(sequence) for sequence in sequences]
+    packed = token_log_probs(model, torch.cat(sequences), lengths=lengths, temperature=TEMPERATURE).split(lengths)
+    mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+    padded = token_log_probs(model, pad_sequence(sequences, batch_first=True), mask, temperature=TEMPERATURE)
+    for found in (packed, padded):
+        parts = [
+            row[len(prompt) : n].detach().cpu() for row, (prompt, _), n in zip(found, rollout, lengths, strict=True)
+        ]
+        assert count_differences(parts, rollout) == 0

@@ -1,0 +1,74 @@
+"""What `tests/kernels` asks of every backend, once more on a GPU: accuracy, joined ops, and the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from ..kernels import test_accuracy as accuracy
+from ..kernels import test_contract as contract
+from ..kernels import test_joined_ops as joined
+from ..kernels.backends import Served
+from ..kernels.test_accuracy import *  # noqa: F403
+from ..kernels.test_contract import FLOAT32_OPS, TYPED_OPS, RowOp
+from ..kernels.test_joined_ops import *  # noqa: F403
+
+OPS = TYPED_OPS | FLOAT32_OPS
+ROW_CHECKS = (
+    contract.test_a_row_does_not_depend_on_how_many_share_the_call_or_where_it_stands,
+    contract.test_a_row_does_not_depend_on_what_the_others_hold,
+)
+HEADS = ((6, 2, 64), (4, 4, 80), (9, 1, 16), (28, 4, 128), (3, 3, 96), (4, 2, 256), (50, 1, 48))
+ATTENTION_CHECKS = (
+    *(
+        partial(contract.test_attention_does_not_depend_on_block_size, block_size=n, heads=6, kv_heads=2, size=64)
+        for n in (2, 24, 512)
+    ),
+    *(partial(contract.test_attention_does_not_depend_on_who_shares_blocks, block_size=n) for n in (2, 24, 256)),
+    contract.test_attention_never_reads_what_others_left_behind,
+    contract.test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold,
+    contract.test_attention_does_not_depend_on_later_tokens_in_the_call,
+)
+
+
+def name_of(check: Callable[..., None]) -> str:
+    function = check.func if isinstance(check, partial) else check
+    return function.__name__.removeprefix("test_")
+
+
+# Three tests with cases of their own, since theirs name the backends that run on a CPU.
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
+    joined.test_qkv(served, heads, kv_heads, size, biases, norms)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 17, 512, 1001, 1040, 49153])
+def test_next_tokens(served: Served, vocab_size: int) -> None:
+    joined.test_next_tokens(served, vocab_size)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None:
+    accuracy.test_attention(served, heads, kv_heads, size)
+
+
+@pytest.mark.parametrize("check", ROW_CHECKS, ids=name_of)
+@pytest.mark.parametrize("name", OPS)
+def test_contract(served: Served, name: str, check: Callable[[RowOp], None]) -> None:
+    check(OPS[name](served))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_attention_company(served: Served, heads: int, kv_heads: int, size: int) -> None:
+    contract.test_attention_does_not_depend_on_chunks_or_company(served, heads, kv_heads, size)
+
+
+@pytest.mark.parametrize("check", ATTENTION_CHECKS, ids=name_of)
+def test_attention_contract(served: Served, check: Callable[[Served], None]) -> None:
+    check(served)

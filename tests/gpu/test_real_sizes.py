@@ -1,0 +1,130 @@
+"""The kernels at the sizes of Qwen2.5-7B: near float64, and each row's bits its own, in every tile of the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted
+
+from ..kernels.backends import Served
+from ..kernels.inputs import Paged, make_qkv, same_bits
+from ..kernels.test_accuracy import EPSILON, FLOAT32
+from ..kernels.test_joined_ops import step_by_step, wanted
+from .moved import DEVICE, Moved, move, random, same
+
+DTYPES = [torch.bfloat16, torch.float16]
+ROWS = 8192
+# Around every size of a tile, and where the tables change from one to the next.
+COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 1024, 2047, 4096)
+Product = Callable[[Backend, Tensor, Tensor], Tensor]
+
+
+def gate_up(ops: Backend, x: Tensor, weight: Tensor) -> Tensor:
+    return ops.gate_up(x, torch.ones_like(x[0]), 1e-6, *weight.chunk(2))
+
+
+# The rows to compute, the weight's shape, and the op.
+PRODUCTS: dict[str, tuple[int, int, int, Product]] = {
+    "q": (ROWS, 3584, 3584, lambda ops, x, weight: ops.linear(x, weight)),
+    "k": (ROWS, 512, 3584, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
+    "down": (ROWS, 3584, 18944, lambda ops, x, weight: ops.linear_add(x, weight, x[:, :3584])),
+    "gate and up": (ROWS, 2 * 18944, 3584, gate_up),
+    "head": (512, 152064, 3584, lambda ops, x, weight: ops.lm_head(x, weight)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_does_not_depend_on_the_number_of_rows(kernels: Backend, name: str, dtype: torch.dtype) -> None:
+    rows, n, k, product = PRODUCTS[name]
+    x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
+    everything = product(kernels, x, weight)
+    assert len(everything) == rows and everything.isfinite().all()
+    for count in (count for count in COUNTS if count < rows):
+        for start in {0, 1000 % (rows + 1 - count), rows - count}:
+            part = slice(start, start + count)
+            assert same(product(kernels, x[part], weight), everything[part]), f"{count} rows from {start}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)])
+def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch.dtype) -> None:
+    """One rounding to the dtype, and float32 rounding for each term of a sum, as in `tests/kernels`."""
+    for rows in (1, 16, 64, 128, 1024):
+        x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
+        exact, magnitude = (a.double() @ b.double().T for a, b in ((x, weight), (x.abs(), weight.abs())))
+        for op, rounding in ((kernels.linear, EPSILON[dtype]), (kernels.lm_head, FLOAT32)):
+            error = (op(x, weight).double() - exact).abs()
+            assert (error <= 1.01 * rounding * exact.abs() + k * FLOAT32 * magnitude).all(), (
+                f"{op.__name__}, {rows} rows"
+            )
+        torch_error = (F.linear(x, weight).double() - exact).abs()
+        assert (kernels.linear(x, weight).double() - exact).abs().mean() <= 1.01 * torch_error.mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
+    """A row's query, key and value are those of the ops one by one, however many rows share the call."""
+    weights = move(make_qkv(Served(kernels, dtype), 28, 4, 128, biases=True, norms=False, hidden=3584), DEVICE)
+    x, norm, slots = random(ROWS, 3584, dtype=dtype), random(3584, dtype=dtype), torch.arange(ROWS, device=DEVICE)
+    rotation = kernels.rotation(slots, 1e6 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), 1.0)
+
+    def compute(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        k_cache, v_cache = (torch.zeros(ROWS // 16, 16, 4, 128, dtype=dtype, device=DEVICE) for _ in range(2))
+        angles = rotation[0][part], rotation[1][part]
+        q = kernels.qkv(x[part], norm, 1e-6, weights, angles, k_cache, v_cache, slots[part])
+        return q, k_cache.flatten(0, 1)[part], v_cache.flatten(0, 1)[part]
+
+    everything = compute(slice(None))
+    hidden = kernels.rmsnorm(x, norm, 1e-6)
+    q, k, v = (
+        kernels.linear(hidden, weight, bias).unflatten(1, (-1, 128))
+        for weight, bias in zip((weights.q, weights.k, weights.v), weights.biases, strict=True)
+    )
+    expected = kernels.rope(q, rotation), kernels.rope(k, rotation), v
+    assert all(same(a, b) for a, b in zip(everything, expected, strict=True))
+    for count in COUNTS:
+        part = slice(1000, 1000 + count)
+        assert all(same(a, b[part]) for a, b in zip(compute(part), everything, strict=True)), f"{count} rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (16, 8, 128), (9, 3, 64), (4, 1, 256)])
+def test_decode_has_the_bits_of_prefill(ops: Moved, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+    """Whole prompts, the same in chunks, single tokens in all company, and single tokens as a CUDA graph has them."""
+    lens = [1, 63, 64, 65, 511, 512, 513, 1600, 5000]
+    paged = Paged(Served(ops, dtype), lens, heads, kv_heads, size)  # type: ignore[arg-type]
+    whole = [paged.whole(i) for i in range(len(lens))]
+    assert all(out.isfinite().all() for out in whole)
+    for step, first in ((1, 4990), (7, 4500), (600, 0)):
+        chunks = [(8, start, min(start + step, 5000)) for start in range(first, 5000, step)]
+        for (_, start, end), out in zip(chunks, paged.attend(chunks), strict=True):
+            assert same_bits(out, whole[8][start:end]), f"tokens {start} to {end}"
+    last = [(i, n - 1, n) for i, n in enumerate(lens)]
+    q, batch = paged.batch(last)
+    tables = F.pad(batch.block_tables, (0, 512 - batch.block_tables.shape[1]))
+    replayed = dataclasses.replace(batch, context_lens=[8192] * len(lens), block_tables=tables, lens=torch.tensor(lens))
+    for each in (batch, replayed):
+        found = ops.paged_attention(q, paged.k_cache, paged.v_cache, each, size**-0.5)
+        assert all(same_bits(row, out[-1]) for row, out in zip(found, whole, strict=True))
+    assert all(same_bits(paged.attend([chunk])[0], whole[chunk[0]][-1:]) for chunk in last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_next_tokens_are_those_of_its_steps(kernels: Backend, dtype: torch.dtype) -> None:
+    hidden = random(300, 3584, dtype=dtype)
+    weight = random(152064, 3584, dtype=dtype, scale=3584**-0.5, seed=1)
+    asked: Wanted = move(wanted(torch.tensor([SAMPLE, GREEDY, 152063, 0, SAMPLE] * 60)), DEVICE)
+    expected = step_by_step(kernels, hidden, weight, asked)
+    assert expected[2].all() and expected[1].isfinite().all() and len(expected[0].unique()) > 100
+    for rows in (slice(None), slice(7, 8), slice(0, 16), slice(40, 105), slice(20, 277)):
+        columns: dict[str, Any] = {field.name: getattr(asked, field.name)[rows] for field in dataclasses.fields(Wanted)}
+        found = kernels.next_tokens(hidden, weight, Wanted(**columns))
+        assert all(same(a, b[rows]) for a, b in zip(found, expected, strict=True)), rows

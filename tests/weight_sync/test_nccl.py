@@ -1,0 +1,172 @@
+"""The process group of NCCL: who joins it and when, how it is waited for, and what its failures become."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+
+from trueroll.rollout.errors import PushError
+from trueroll.weight_sync import nccl
+from trueroll.weight_sync.collective import GroupReader, GroupSlots
+from trueroll.weight_sync.manifest import Bucket
+
+from .stand_ins import BLOCKING_WAIT, NcclGroup
+
+CPU = torch.device("cpu")
+PUSH_ID = "0123456789abcdef" * 2
+SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
+    NcclGroup.made.clear()
+    yield
+    assert BLOCKING_WAIT not in os.environ
+
+
+def new_slots(num_workers: int, timeout: float = SECONDS) -> GroupSlots:
+    slots = [torch.zeros(1024, dtype=torch.uint8) for _ in range(2)]
+    return GroupSlots("nccl", slots, "127.0.0.1", num_workers, PUSH_ID, timeout, timeout)
+
+
+def join(slots: GroupSlots, position: int, timeout: float = SECONDS) -> GroupReader:
+    return GroupReader(slots.source(position), PUSH_ID, timeout, timeout, CPU)
+
+
+def joined(num_workers: int, timeout: float = SECONDS) -> tuple[GroupSlots, list[GroupReader]]:
+    slots = new_slots(num_workers, timeout)
+    slots.open()
+    with ThreadPoolExecutor(num_workers) as executor:
+        readers = list(executor.map(lambda position: join(slots, position, timeout), range(num_workers)))
+    slots.opened()
+    return slots, readers
+
+
+def close(slots: GroupSlots, readers: list[GroupReader]) -> None:
+    for each in (slots, *readers):
+        each.close()
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_buckets_pass_and_every_wait_has_a_timeout() -> None:
+    slots, readers = joined(2)
+    assert slots.has_word_sums and slots.source(1).backend == "nccl"
+    for index in range(4):
+        bucket = Bucket(index=index, num_bytes=1000, pieces=(), word_sum=0)
+        slots.slots[index % 2].fill_(index + 1)
+        slots.send(index % 2, 1000)
+        for reader in readers:
+            assert (reader.read(bucket)[:1000] == index + 1).all()
+        slots.wait(index % 2)
+    assert sorted(group.rank for group in NcclGroup.made) == [0, 1, 2]
+    assert all(group.device == CPU and group.timeout == timedelta(seconds=SECONDS) for group in NcclGroup.made)
+    waits = [work.waited_for for group in NcclGroup.made for work in group.works]
+    assert waits == [timedelta(seconds=SECONDS)] * 12
+    close(slots, readers)
+    wait_until(lambda: all(group.is_aborted for group in NcclGroup.made))
+
+
+def test_a_bucket_that_does_not_come_is_an_error_within_the_timeout() -> None:
+    slots, [reader] = joined(1, timeout=0.5)
+    with pytest.raises(PushError, match="^collective: expected a bucket to pass"):
+        reader.read(Bucket(index=0, num_bytes=1000, pieces=(), word_sum=0))
+    close(slots, [reader])
+
+
+def test_a_bucket_that_nobody_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, readers = joined(1)
+
+    class Broken:
+        def wait(self, timeout: timedelta) -> bool:
+            assert timeout == timedelta(seconds=SECONDS)
+            raise RuntimeError("NCCL communicator was aborted\nwith many words")
+
+    monkeypatch.setattr(NcclGroup, "broadcast", lambda *_: Broken())
+    slots.send(0, 1000)
+    with pytest.raises(PushError, match="found NCCL communicator was aborted; push again$"):
+        slots.wait(0)
+    close(slots, readers)
+
+
+def test_a_broadcast_that_cannot_begin_is_an_error_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, [reader] = joined(1)
+
+    def broadcast(*_: Any) -> None:
+        raise RuntimeError("NCCL error: remote process exited")
+
+    monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
+    with pytest.raises(PushError, match="found NCCL error: remote process exited; push again$"):
+        slots.send(0, 1000)
+    with pytest.raises(PushError, match="found NCCL error: remote process exited; push again$"):
+        reader.read(Bucket(index=0, num_bytes=1000, pieces=(), word_sum=0))
+    close(slots, [reader])
+
+
+def test_nobody_makes_a_group_before_all_have_met() -> None:
+    """For NCCL connects members without a limit to its patience."""
+    slots = new_slots(2, timeout=1.0)
+    slots.open()
+    failures: list[Future[Any]] = []
+    with ThreadPoolExecutor(1) as executor:
+        failures.append(executor.submit(join, slots, 0, 1.0))
+        with pytest.raises(PushError, match="^collective: expected the store .* and 3 members"):
+            slots.opened()
+        with pytest.raises(PushError):
+            failures[0].result()
+    assert not NcclGroup.made
+    slots.close()
+
+
+def test_a_connection_that_never_comes_about_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(NcclGroup, "eager_connect_single_device", lambda *_: released.wait(SECONDS))
+    slots = new_slots(1, timeout=0.5)
+    slots.open()
+    with pytest.raises(PushError):
+        join(slots, 0, timeout=0.5)
+    with pytest.raises(PushError):
+        slots.opened()
+    slots.close()
+    released.set()
+
+
+def test_a_torch_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL")
+    slots = new_slots(1)
+    with pytest.raises(PushError, match="^collective: expected a torch with NCCL"):
+        join(slots, 0)
+    slots.close()
+
+
+@pytest.mark.parametrize("before", ["0", None])
+def test_the_environment_is_as_it_was(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if before is not None:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+    store = torch.distributed.HashStore()
+    nccl.new_group(store, 0, 1, timedelta(seconds=SECONDS), CPU)
+    assert os.environ.get(BLOCKING_WAIT) == before
+    monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+
+
+def test_a_group_of_another_kind_is_left_alone() -> None:
+    class Group:
+        def abort(self) -> None:
+            raise AssertionError("aborted")
+
+    nccl.abort(Group())
