@@ -7,13 +7,16 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 SOURCES := pyproject.toml $(wildcard kernels/cpu/native/*)
 
-.PHONY: demo test test-trl lint clean
+.PHONY: demo test test-gpu test-trl lint clean
 
 demo: .venv/.demo
 	$(BIN)/trueroll demo
 
 test: .venv/.dev
 	$(BIN)/pytest
+
+test-gpu: .venv/.dev
+	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 
 test-trl: .venv-trl/.test
 	.venv-trl/bin/pytest tests/trl

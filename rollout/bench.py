@@ -26,7 +26,7 @@ from rich.table import Table
 from ..engine.config import EngineConfig
 from ..engine.engine import Engine
 from ..engine.errors import ConfigError
-from ..engine.loading import LoadedModel, load_model
+from ..engine.loading import LoadedModel, load_dummy, load_model
 from ..engine.request import GenerateRequest, SampleOutput, SamplingParams
 
 NOTE = (
@@ -173,13 +173,18 @@ def _generation_config(workload: Workload) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and where to write it. `caches`: whether the prefix cache is on, for each engine."""
+    """What to measure, and where to write it.
+
+    `caches`: whether the prefix cache is on, for each engine. `dummy_weights`: the model's name is that of a
+    configuration, its weights are random; not with `with_hf`.
+    """
 
     workloads: Sequence[Workload]
     caches: Sequence[bool] = (True, False)
     with_hf: bool = False
     json_file: Path | None = None
     plot_file: Path | None = None
+    dummy_weights: bool = False
 
 
 def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measurement]:
@@ -189,7 +194,7 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
     """
     if plan.plot_file is not None:
         _check_can_plot()
-    loaded = load_model(config)
+    loaded = load_dummy(config) if plan.dummy_weights else load_model(config)
     systems = _make_systems(config, plan, loaded)
     gc.freeze()  # as a worker does
     measurements = []
@@ -197,7 +202,7 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
         for name, system in systems.items():
             with console.status(f"{workload.name}: {name}"):
                 measurements.append(measure(workload, name, system))
-    setting = _describe_setting(config, loaded)
+    setting = _describe_setting(config, plan, loaded)
     console.print(make_table(measurements, ", ".join(f"{value}" for value in setting.values())))
     console.print(NOTE)
     if plan.json_file is not None:
@@ -218,9 +223,9 @@ def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict
     return systems
 
 
-def _describe_setting(config: EngineConfig, loaded: LoadedModel) -> dict[str, str]:
+def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, str]:
     return {
-        "model": config.model,
+        "model": config.model + " with random weights" * plan.dummy_weights,
         "dtype": loaded.dtype_name,
         "device": str(loaded.model.device),
         "backend": f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})",

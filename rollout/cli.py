@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..engine.config import Dtype, EngineConfig
+from ..engine.config import BackendName, Dtype, EngineConfig
 from ..engine.errors import TruerollError
 from ..engine.request import SamplingParams
 from .config import WorkerConfig
@@ -39,11 +39,16 @@ def _check_folder(file: Path | None) -> Path | None:
     return file
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, a hub name, or smollm2.")]
+_MODEL = typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, a hub name, or smollm2.")
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: the checkpoint's own.")]
 Device = Annotated[str, typer.Option(help="Where torch computes, such as cpu or cuda.")]
 Backend = Annotated[
-    Literal["auto", "cpu", "reference"], typer.Option(help="cpu: native kernels; auto: cpu where it serves the model.")
+    BackendName,
+    typer.Option(
+        help="cpu, triton: native kernels for a CPU, a GPU; auto: the one for the device if it serves the model."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; results do not depend on it. Default: torch's choice.")]
 
@@ -82,6 +87,9 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV of prefixes that were computed before.")
     ] = ENGINE["enable_prefix_caching"],
+    cuda_graphs: Annotated[bool, typer.Option(help="Run decode steps on a GPU as CUDA graphs.")] = ENGINE[
+        "cuda_graphs"
+    ],
     num_threads: Threads = ENGINE["num_threads"],
     curve_secret_key_file: Annotated[
         str | None, typer.Option(help="CURVE keys of the worker, needed for addresses beyond this machine.")
@@ -218,7 +226,15 @@ def verify(
 
 @app.command()
 def bench(
-    model: Model,
+    model: OptionalModel = None,
+    dummy_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Instead of MODEL: random weights for a config.json, a folder that holds one, or one of "
+            "qwen2.5-7b, qwen3-0.6b.",
+        ),
+    ] = None,
     workload: Annotated[
         list[WorkloadName],
         typer.Option(
@@ -248,10 +264,27 @@ def bench(
     from .bench import WORKLOADS, Plan
     from .bench import bench as run_bench
 
+    named = _check_one_model(model, dummy_weights, compare)
     workloads = [each for name in workload for each in WORKLOADS[name.value]]
     caches = {"on": (True,), "off": (False,), "both": (True, False)}[cache]
-    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend, num_threads=num_threads)
-    run_bench(config, Plan(workloads, caches, compare == "hf", json, plot), Console())
+    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads)
+    run_bench(config, Plan(workloads, caches, compare == "hf", json, plot, dummy_weights is not None), Console())
+
+
+def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
+    """The name of the model or of the configuration, whichever is given."""
+    if model is not None and dummy_weights is not None:
+        raise typer.BadParameter(f"expected MODEL or --dummy-weights, found {model} and {dummy_weights}; leave one out")
+    if dummy_weights is not None and compare is not None:
+        raise typer.BadParameter(
+            "expected --compare hf with a MODEL, found it with --dummy-weights; random weights are made for the engine "
+            "alone"
+        )
+    if name := model or dummy_weights:
+        return name
+    raise typer.BadParameter(
+        "expected MODEL or --dummy-weights CONFIG, found neither; name a model, or a configuration such as qwen2.5-7b"
+    )
 
 
 def _exit_unless(passed: bool) -> None:

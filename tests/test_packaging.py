@@ -101,6 +101,9 @@ def test_the_wheel_is_native_typed_and_licensed(wheel: Path) -> None:
     assert {f"trueroll/{folder}/py.typed" for folder in FOLDERS} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "trueroll/rollout/integrations/trl/grpo.py" in names
+    configs = Path("engine/models/configs")
+    shipped = {f"trueroll/{configs}/{folder.name}/config.json" for folder in (ROOT / configs).iterdir()}
+    assert shipped and shipped <= set(names)
 
 
 def test_without_a_compiler_the_reference_kernels_are_installed_and_say_why(archive: Path, tmp_path: Path) -> None:

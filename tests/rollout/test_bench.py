@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path)
     assert files[1].read_bytes().startswith(b"\x89PNG")
     text = console.export_text()
     assert "tiny shared" in text and text.count("vs hf") == 2 and "first token:" in text
+
+
+def test_random_weights_are_measured_like_others(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    config = config_of(shutil.copy(tiny_llama / "config.json", tmp_path))
+    bench.bench(config, Plan((SHARED,), (True,), json_file=file, dummy_weights=True), Console(quiet=True))
+    report = json.loads(file.read_text())
+    assert report["setting"]["model"] == f"{tmp_path}/config.json with random weights"
+    [measurement] = report["measurements"]
+    assert measurement["tokens_per_second"] > 0 and measurement["hit_rate"] == 3 * 32 / (4 * 40)
 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

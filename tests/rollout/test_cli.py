@@ -161,6 +161,28 @@ def test_bench_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plans[1] == bench.Plan(every, (True, False), False, None, None)
 
 
+def test_bench_takes_a_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, bool]] = []
+    monkeypatch.setattr(bench, "bench", lambda config, plan, _: calls.append((config.model, plan.dummy_weights)))
+    assert CliRunner().invoke(cli.app, ["bench", "--dummy-weights", "qwen3-0.6b"]).exit_code == 0
+    assert CliRunner().invoke(cli.app, ["bench", "m"]).exit_code == 0
+    assert calls == [("qwen3-0.6b", True), ("m", False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((), "expected MODEL or --dummy-weights CONFIG, found neither"),
+        (("m", "--dummy-weights", "qwen3-0.6b"), "expected MODEL or --dummy-weights, found m and qwen3-0.6b"),
+        (("--dummy-weights", "qwen3-0.6b", "--compare", "hf"), "expected --compare hf with a MODEL"),
+    ],
+)
+def test_bench_takes_one_model(arguments: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "bench", lambda *_: pytest.fail("nothing is measured"))
+    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    assert result.exit_code == 2 and error in result.stderr
+
+
 @pytest.fixture
 def chat_model(tiny_llama: Path, tmp_path: Path) -> Path:
     folder = shutil.copytree(tiny_llama, tmp_path / "chat-model")

@@ -1,0 +1,349 @@
+"""How near to its limits an NVIDIA GPU runs: `python examples/gpu_report.py [--json FILE]`.
+
+Four sections, each printed as soon as it is measured: products against cuBLAS, attention against torch's
+scaled_dot_product_attention (SDPA), a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA, and the
+requests per second of a workload that VeXact published for one H100. Weights are random. A section that fails shows its
+error, the next one is measured all the same, and the exit code is 1; a missed goal is no failure.
+
+Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Weights, and the
+keys and values of decodes, take turns, so that none of them is still in the GPU's cache. "Of memory" is the share of a
+copy's speed, "of limit" that of the longer of two times: for the bytes at a copy's speed, and for the arithmetic at
+that of a large product by cuBLAS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.loading import LoadedModel, load_dummy
+from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, select_backend
+from trueroll.rollout.bench import EngineSystem, Workload
+
+Row = dict[str, Any]
+
+CONFIG = EngineConfig(
+    model="qwen2.5-7b", device="cuda", backend="triton", max_model_len=2048, max_num_batched_tokens=8192
+)
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
+# Weights [N, K] of Qwen2.5-7B.
+PRODUCTS = {"q, k, v": (4608, 3584), "o": (3584, 3584), "gate, up": (37888, 3584), "down": (3584, 18944)}
+PRODUCTS["head"] = 152064, 3584
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+MOST_HEAD_ROWS = 256  # more logits are never in memory at once
+# (sequences, queries of each, tokens of each)
+DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 8192), (64, 1, 1024), (64, 1, 4096))
+PREFILLS = ((1, 4096, 4096), (1, 16384, 16384), (8, 2048, 2048))
+STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64), 1152
+# VeXact's figures on one H100: new tokens, requests/s with its prefix cache, what the cache gained. How many tokens its
+# prompts had beside the shared ones is not known here; 64 are those of `trueroll bench --workload shared`.
+PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
+REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
+
+REPLAYS = 9
+COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H200
+REPLAY_SECONDS, MOST_CALLS = 3e-3, 500
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was seen at best: bytes/s of a copy, those read and those written, and FLOP/s of cuBLAS."""
+
+    name: str
+    bandwidth: float
+    arithmetic: float
+
+    def limit(self, flops: int, num_bytes: int) -> float:
+        """The seconds that this takes at least."""
+        return max(flops / self.arithmetic, num_bytes / self.bandwidth)
+
+    def rates(self, seconds: float, flops: int, num_bytes: int) -> Row:
+        limit = self.limit(flops, num_bytes)
+        return {"TB/s": num_bytes / seconds / 1e12, "TFLOP/s": flops / seconds / 1e12, "of limit": limit / seconds}
+
+
+def product_cost(rows: int, n: int, k: int) -> tuple[int, int]:
+    """(floating-point operations, bytes read and written) of x [rows, K] times a weight [N, K], 16 bits each."""
+    return 2 * rows * n * k, 2 * (n * k + rows * (n + k))
+
+
+def attention_cost(sequences: int, queries: int, context: int) -> tuple[int, int]:
+    pairs = queries * (context - queries) + queries * (queries + 1) // 2
+    elements = 2 * context * KV_HEADS + 2 * queries * HEADS
+    return sequences * 4 * pairs * HEADS * HEAD_DIM, sequences * 2 * elements * HEAD_DIM
+
+
+def step_cost(model: Any, sequences: int) -> tuple[int, int]:
+    """Of a decode step that reads every weight once, but for an embedding that is not the head."""
+    parameters = (model.num_bytes - (model.embed is not model.head) * model.embed.nbytes) // 2
+    flops, num_bytes = attention_cost(sequences, 1, STEP_CONTEXT)
+    layers = model.config.num_layers
+    return 2 * sequences * parameters + layers * flops, 2 * parameters + layers * num_bytes
+
+
+def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
+    """The seconds of one of `calls`, captured in one graph, one after the other: the median of several replays."""
+    for call in dict.fromkeys(calls):  # compiles kernels
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return statistics.median([replay_seconds(graph) for _ in range(REPLAYS + 1)][1:]) / len(calls)
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def compare(ops: Sequence[Callable[..., Any]], inputs: Sequence[tuple[Any, ...]], limit: float) -> list[float]:
+    """The seconds that each op takes, `limit` at least, for the inputs in turn and as often as a replay needs."""
+    turns = max(1, min(MOST_CALLS, math.ceil(REPLAY_SECONDS / limit)) // len(inputs))
+    return [seconds_of([partial(op, *each) for each in inputs] * turns) for op in ops]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=CONFIG.device)
+
+
+def measure_machine() -> Machine:
+    source, x = random(2**30), random(8192, 8192)
+    target = torch.empty_like(source)
+    copying, product = seconds_of([lambda: target.copy_(source)] * 5), seconds_of([lambda: F.linear(x, x)] * 5)
+    return Machine(torch.cuda.get_device_name(), 2 * source.nbytes / copying, 2 * 8192**3 / product)
+
+
+def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
+    """cuBLAS computes plain products; `gate_up` has its norm and activation as well, `lm_head` gives float32 logits."""
+    norm = random(PRODUCTS["gate, up"][1])
+    special = {"gate, up": lambda x, weight: ops.gate_up(x, norm, 1e-6, *weight.chunk(2)), "head": ops.lm_head}
+    for name, shape in PRODUCTS.items():
+        weights = [random(*shape) for _ in range(-(-COLD_BYTES // (2 * math.prod(shape))))]
+        for rows in (rows for rows in NUM_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
+            x, cost = random(rows, shape[1]), product_cost(rows, *shape)
+            inputs = [(x, weight) for weight in weights]
+            times = compare((special.get(name, ops.linear), F.linear), inputs, machine.limit(*cost))
+            yield product_row(f"{name} {shape[0]}x{shape[1]}", rows, cost, *times, machine)
+
+
+def product_row(name: str, rows: int, cost: tuple[int, int], ours: float, cublas: float, machine: Machine) -> Row:
+    of_memory, of_cublas = cost[1] / ours / machine.bandwidth, cublas / ours
+    goal = of_memory >= 0.9 if rows <= 64 else of_cublas >= 0.85 if rows >= 512 else None
+    times = {"product": name, "rows": rows, "us": ours * 1e6, "cuBLAS us": cublas * 1e6}
+    return times | machine.rates(ours, *cost) | {"of memory": of_memory, "of cuBLAS": of_cublas, "goal": goal}
+
+
+def measure_attention(ops: Backend, machine: Machine) -> Iterator[Row]:
+    for sequences, queries, context in DECODES + PREFILLS:
+        cost, batch = attention_cost(sequences, queries, context), batch_of(sequences, queries, context, CONFIG.device)
+        shape = (batch.block_tables.numel(), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        count = -(-COLD_BYTES // (4 * math.prod(shape))) if queries == 1 else 1
+        rows = sequences * queries
+        inputs = [(random(rows, HEADS, HEAD_DIM), random(*shape), random(*shape), batch, 0.1) for _ in range(count)]
+        times = compare((ops.paged_attention, dense_attention), inputs, machine.limit(*cost))
+        yield attention_row(sequences, queries, context, *times, machine)
+
+
+def attention_row(sequences: int, queries: int, context: int, ours: float, sdpa: float, machine: Machine) -> Row:
+    row = {"sequences": sequences, "queries": queries, "tokens": context, "us": ours * 1e6, "SDPA us": sdpa * 1e6}
+    return row | machine.rates(ours, *attention_cost(sequences, queries, context)) | {"of SDPA": sdpa / ours}
+
+
+def batch_of(sequences: int, queries: int, context: int, device: Any) -> AttentionBatch:
+    """Sequences of `context` tokens, whose last `queries` are asked for, with their blocks in order."""
+    starts = [queries * i for i in range(sequences + 1)]
+    tables = torch.arange(sequences * context // BLOCK_SIZE, device=device).view(sequences, -1)
+    lens = torch.full((sequences,), context, device=device) if queries == 1 else None
+    return AttentionBatch(starts, [context] * sequences, tables, lens)
+
+
+def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    """SDPA for a batch of `batch_of`: blocks in order are dense keys and values, so that nothing is gathered."""
+    sequences = len(batch.context_lens)
+    q = q.unflatten(0, (sequences, -1)).transpose(1, 2)
+    k, v = (cache.view(sequences, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def torch_ops(ops: Backend) -> Any:
+    """`ops` with torch's products (cuBLAS on a GPU; q, k and v in one) and SDPA over dense keys and values.
+
+    Norms, rope and the activation stay those of `ops`; torch writes the cache, which takes two small launches more in a
+    layer than a kernel made for it. For greedy tokens of models without norms of the heads.
+    """
+
+    @cache
+    def joined(*weights: Tensor) -> Tensor:
+        return torch.cat(weights)
+
+    def qkv(x, norm, eps, weights, rotation, k_cache, v_cache, slots):
+        kv_heads, size = k_cache.shape[2:]
+        bias = joined(*weights.biases) if weights.biases else None
+        heads = F.linear(ops.rmsnorm(x, norm, eps), joined(weights.q, weights.k, weights.v), bias)
+        heads = heads.unflatten(1, (-1, size))
+        turned = ops.rope(heads[:, :-kv_heads].contiguous(), rotation)
+        k_cache.flatten(0, 1).index_copy_(0, slots, turned[:, -kv_heads:])
+        v_cache.flatten(0, 1).index_copy_(0, slots, heads[:, -kv_heads:])
+        return turned[:, :-kv_heads]
+
+    def gate_up(x, norm, eps, gate, up):
+        hidden = ops.rmsnorm(x, norm, eps)
+        return ops.silu_mul(F.linear(hidden, gate), F.linear(hidden, up))
+
+    def next_tokens(hidden, weight, wanted):
+        logits = F.linear(hidden[wanted.rows], weight).float()
+        best, token_ids = logits.max(-1)
+        return token_ids, best - logits.logsumexp(-1), best.isfinite()
+
+    ours = {name: getattr(ops, name) for name in ("rotation", "embedding", "rmsnorm")}
+    changed = dict(qkv=qkv, gate_up=gate_up, next_tokens=next_tokens, paged_attention=dense_attention)
+    return SimpleNamespace(**ours, **changed, linear_add=lambda x, weight, rest: torch.addmm(rest, x, weight.T))
+
+
+class Step:
+    """A decode step for sequences with random keys and values, from token ids to the next ones, which are greedy."""
+
+    def __init__(self, model: Any, sequences: int, context: int) -> None:
+        self.model, self.batch = model, batch_of(sequences, 1, context, model.device)
+        config = model.config
+        shape = (self.batch.block_tables.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        kv = partial(torch.randn, shape, dtype=model.dtype, device=model.device)
+        self.caches = [(kv(), kv()) for _ in range(config.num_layers)]
+        rows = torch.arange(sequences, device=model.device)
+        self.token_ids, self.slots = rows * 977 % config.vocab_size, (rows + 1) * context - 1
+        self.positions, unused = torch.full_like(rows, context - 1), torch.zeros_like(rows)
+        self.wanted = Wanted(rows, unused + GREEDY, torch.ones_like(rows).float(), unused.bool(), unused, unused)
+
+    def run(self, ops: Any) -> tuple[Tensor, Tensor]:
+        """The hidden states and the log-probs of the next tokens."""
+        self.model.ops = ops
+        hidden = self.model.forward(self.token_ids, self.positions, self.slots, self.batch, self.caches)
+        return hidden, ops.next_tokens(hidden, self.model.head, self.wanted)[1]
+
+
+def measure_steps(ops: Backend, machine: Machine) -> Iterator[Row]:
+    model, both = load().model, (ops, torch_ops(ops))
+    try:
+        for sequences in STEPS:
+            step = Step(model, sequences, STEP_CONTEXT)
+            ours, theirs = (step.run(each)[0].float() for each in both)
+            times = [seconds_of([partial(step.run, each)] * 3) for each in both]
+            difference = float((ours - theirs).norm() / theirs.norm())
+            yield step_row(sequences, *times, difference, machine.rates(times[0], *step_cost(model, sequences)))
+    finally:
+        model.ops = ops
+
+
+def step_row(sequences: int, ours: float, theirs: float, difference: float, rates: Row) -> Row:
+    """`difference`: that of the hidden states, relative."""
+    times = {"sequences": sequences, "tokens": STEP_CONTEXT, "ms": ours * 1e3, "cuBLAS + SDPA ms": theirs * 1e3}
+    return times | rates | {"differs by": difference, "times as long": ours / theirs, "goal": ours <= 1.1 * theirs}
+
+
+@cache
+def load() -> LoadedModel:
+    return load_dummy(CONFIG)
+
+
+def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
+    """Each speed is the median of three runs after a first one; the prefix cache is empty when a run begins."""
+    configs = (CONFIG, CONFIG.model_copy(update={"enable_prefix_caching": False}))
+    systems = [EngineSystem(each, load()) for each in configs]
+    for max_tokens, *published in PUBLISHED:
+        workload = Workload("VeXact", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, max_tokens, temperature=0.0)
+        runs = [[system(workload).seconds for _ in range(4)][1:] for system in systems]
+        yield workload_row(max_tokens, *(REQUESTS / statistics.median(run) for run in runs), *published)
+
+
+def workload_row(max_tokens: int, cached: float, uncached: float, published: float, published_gain: float) -> Row:
+    gain = cached / uncached - 1
+    speeds = {"new tokens": max_tokens, "requests/s": cached, "VeXact's": published, "times": cached / published}
+    gains = {"cache off": uncached, "of cache: gain": gain, "of VeXact's: gain": published_gain}
+    return speeds | gains | {"goal": cached >= 2 * published and gain > published_gain}
+
+
+SECTIONS: dict[str, Callable[[Backend, Machine], Iterator[Row]]] = {
+    "Products; goals: 90% of memory up to 64 rows, 85% of cuBLAS from 512": measure_products,
+    "Attention": measure_attention,
+    "Decode step of Qwen2.5-7B; goal: at most 1.1 times as long": measure_steps,
+    f"VeXact's workload, {REQUESTS} prompts with {SHARED_TOKENS} shared and {OWN_TOKENS} own tokens; "
+    "goal: twice its requests/s and a larger gain by the cache": measure_workloads,
+}
+
+
+def make_table(title: str, rows: Sequence[Row]) -> Table:
+    columns = [Column(name, justify="right") for name in (rows[0] if rows else ())]
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(show(name, value) for name, value in row.items()))
+    return table
+
+
+def show(name: str, value: Any) -> str:
+    if name == "goal":
+        return {True: "met", False: "[red]missed[/]", None: ""}[value]
+    if isinstance(value, float):
+        return f"{value:.0%}" if name.startswith("of ") else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list[Row], bool]:
+    """Prints the rows of a section; returns them, and whether it was measured to its end."""
+    measured: list[Row] = []
+    try:
+        for row in rows:
+            measured.append(row)
+    except Exception:
+        console.print_exception()
+        console.print(make_table(f"FAILED: {title}", measured))
+        return measured, False
+    console.print(make_table(title, measured))
+    return measured, True
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures products, attention, decode steps and requests/s on a GPU.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    file = parser.parse_args().json
+    if not torch.cuda.is_available():
+        sys.exit(f"expected a GPU that torch can use, found none (torch {torch.__version__}); run this on a CUDA GPU")
+    ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16, HEAD_DIM).ops
+    console, machine = Console(width=120), measure_machine()
+    console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")
+    console.print(f"copy {machine.bandwidth / 1e12:.2f} TB/s, cuBLAS {machine.arithmetic / 1e12:.0f} TFLOP/s")
+    report: dict[str, Any] = {"machine": asdict(machine), "sections": {}, "failed": []}
+    for title, section in SECTIONS.items():
+        report["sections"][title], is_whole = run_section(title, section(ops, machine), console)
+        report["failed"] += [] if is_whole else [title]
+        if file is not None:
+            file.write_text(json.dumps(report, indent=2))
+    if report["failed"]:
+        sys.exit(f"{len(report['failed'])} of {len(SECTIONS)} sections failed: {'; '.join(report['failed'])}")
+
+
+if __name__ == "__main__":
+    main()
