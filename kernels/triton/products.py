@@ -272,12 +272,11 @@ def silu_mul_tile(gate, up):
 
 
 @triton.jit
-def _finish(total, extra_ptr, out_ptr, feature, token, features, tokens, EXTRA: tl.constexpr):
-    """Stores sums at (token, feature) of out [tokens, features] in its dtype.
+def _finish(total, extra_ptr, out_ptr, feature, token, features, inside, EXTRA: tl.constexpr):
+    """Stores sums at (token, feature) of out [tokens, features] in its dtype, where that is `inside`.
 
     `EXTRA`: "bias" [features] is added before the sums are rounded, "residual" [tokens, features] after it; "none".
     """
-    inside = (feature < features) & (token < tokens)
     at = tl.cast(token, tl.int64) * features + feature
     if EXTRA == "bias":
         total += tl.load(extra_ptr + feature, mask=feature < features, other=0.0).to(tl.float32)
@@ -312,7 +311,8 @@ def _linear_kernel(
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
     w_row, x_row = _row(w_ptr, feature, features, columns), _row(x_ptr, token, tokens, columns)
     total = _sum_of_pieces(w_row, x_row, columns, piece, CUT, UNIT, DEPTH)
-    _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, tokens, EXTRA)
+    inside = (feature < features)[:, None] & (token < tokens)[None, :]
+    _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, inside, EXTRA)
 
 
 @exact_jit
@@ -345,7 +345,8 @@ def _gate_up_kernel(
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, half, TOKENS).permute(1, 2, 0))
     feature = tile[1] * half + tl.arange(0, half)
-    _finish(silu_mul_tile(gate, up), x_ptr, out_ptr, feature[:, None], token[None, :], features, tokens, "none")
+    inside = (feature < features)[:, None] & (token < tokens)[None, :]
+    _finish(silu_mul_tile(gate, up), x_ptr, out_ptr, feature[:, None], token[None, :], features, inside, "none")
 
 
 @exact_jit
@@ -405,7 +406,7 @@ def _fold_kernel(
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = fold_parts(parts_ptr, tokens, features, token, feature, feature < features, PIECES)
-    _finish(total, extra_ptr, out_ptr, feature, token, features, tokens, EXTRA)
+    _finish(total, extra_ptr, out_ptr, feature, token, features, feature < features, EXTRA)
 
 
 @exact_jit
@@ -418,4 +419,4 @@ def _fold_gate_up_kernel(parts_ptr, out_ptr, tokens, features, PIECES: tl.conste
     up = fold_parts(parts_ptr, tokens, 2 * features, token, features + feature, inside, PIECES)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     product = silu_mul_tile(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
-    _finish(product, parts_ptr, out_ptr, feature, token, features, tokens, "none")
+    _finish(product, parts_ptr, out_ptr, feature, token, features, inside, "none")

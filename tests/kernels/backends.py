@@ -1,10 +1,13 @@
-"""The implementations under test: the reference, and the native kernels with every instruction set of this machine."""
+"""The implementations under test: the reference, the native kernels with every instruction set of this machine, and the
+Triton kernels in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -30,16 +33,23 @@ class Implementation:
         return "-".join(part for part in parts if part)
 
     @property
+    def interpreted(self) -> bool:
+        """Whether it takes a hundred times as long as the others."""
+        return self.backend == "triton"
+
+    @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         if self.emulated:
             return (torch.bfloat16,)  # which is all that tiles compute
+        if self.interpreted:
+            return (torch.bfloat16, torch.float16)
         native = (torch.float32, torch.bfloat16)
         return native if self.instruction_set else (*native, torch.float16)
 
     @contextmanager
     def chosen(self) -> Iterator[Backend]:
         """Its ops, with its library and instruction set in use for the whole process until the end of the context."""
-        ops = select_backend(self.backend, CPU, torch.float32, 64).ops
+        ops = select_backend(self.backend, CPU, self.dtypes[0], 64).ops
         if not self.instruction_set:
             yield ops
             return
@@ -74,7 +84,11 @@ def _instruction_sets() -> list[str]:
         return ["not_built"]
 
 
-IMPLEMENTATIONS = (Implementation("reference"), *(Implementation("cpu", name) for name in _instruction_sets()))
+IMPLEMENTATIONS = (
+    Implementation("reference"),
+    *(Implementation("cpu", name) for name in _instruction_sets()),
+    Implementation("triton"),
+)
 # Tiles take part in ops that have a dtype only.
 SERVED = [
     (implementation, dtype)
@@ -85,3 +99,13 @@ SERVED = [
 
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:
     return f"{served[0]}-{str(served[1]).removeprefix('torch.')}"
+
+
+def for_served(names: str, values: Sequence[tuple[Any, ...]], interpreted: int) -> pytest.MarkDecorator:
+    """`served` with each of the values, or with the first `interpreted` of them where an interpreter computes."""
+    cases = [
+        pytest.param(served, *value, id="-".join((served_id(served), *(getattr(x, "__name__", str(x)) for x in value))))
+        for served in SERVED
+        for value in (values[:interpreted] if served[0].interpreted else values)
+    ]
+    return pytest.mark.parametrize(f"served,{names}", cases, indirect=["served"])

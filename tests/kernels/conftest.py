@@ -9,7 +9,7 @@ import torch
 
 from trueroll.kernels.ops import Backend
 
-from .backends import IMPLEMENTATIONS, SERVED, Served, served_id
+from .backends import IMPLEMENTATIONS, SERVED, Implementation, Served, served_id
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=str)
@@ -19,10 +19,26 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield ops
 
 
+@pytest.fixture(params=[i for i in IMPLEMENTATIONS if not i.interpreted], ids=str)
+def quick_ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """As `ops`, without an interpreter, for tests that would take it more than two seconds."""
+    with request.param.chosen() as ops:
+        yield ops
+
+
 @pytest.fixture(params=SERVED, ids=served_id)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Every implementation with every dtype it serves, one after the other."""
-    implementation, dtype = request.param
+    yield from _serve(*request.param)
+
+
+@pytest.fixture(params=[s for s in SERVED if not s[0].interpreted], ids=served_id)
+def quick(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """As `served`, without an interpreter, for tests that would take it more than two seconds."""
+    yield from _serve(*request.param)
+
+
+def _serve(implementation: Implementation, dtype: torch.dtype) -> Iterator[Served]:
     with implementation.chosen() as ops:
         yield Served(ops, dtype)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from trueroll.kernels import reference
 from trueroll.kernels.ops import AttentionBatch, Backend
 
-from .backends import Served
+from .backends import Served, for_served
 from .inputs import Paged, randn, same_bits, stored
 
 # The largest error of rounding to a dtype, relative to the value.
@@ -58,7 +58,14 @@ def test_linear(served: Served, n: int, k: int) -> None:
     check(ops.linear(x, packed, bias), exact + bias.double(), 2, k, magnitude)
     check(ops.lm_head(x, packed), exact, 1, k, magnitude)
     check_against_torch(ops.linear(x, packed), F.linear(x, weight), exact)
-    check_against_torch(ops.lm_head(x, packed), F.linear(x.float(), weight.float()), exact)
+
+
+@pytest.mark.parametrize("n,k", [(700, 576), (300, 1536), (513, 130)])
+def test_lm_head_against_torch(quick: Served, n: int, k: int) -> None:
+    """Not in an interpreter: it adds the terms of a product one by one, and the error of that order is its own."""
+    x, weight = randn(64, k, dtype=quick.dtype), randn(n, k, dtype=quick.dtype, seed=1)
+    exact = x.double() @ weight.double().T
+    check_against_torch(quick.ops.lm_head(x, stored(quick.ops, weight)), F.linear(x.float(), weight.float()), exact)
 
 
 @pytest.mark.parametrize("size", [16, 577, 4096])
@@ -117,7 +124,7 @@ def exact_attention(paged: Paged, i: int) -> tuple[Tensor, Tensor, Tensor]:
     return (weights @ v).transpose(0, 1), (weights @ v.abs()).transpose(0, 1), magnitude
 
 
-@pytest.mark.parametrize("heads,kv_heads,size", [(6, 2, 64), (9, 1, 16), (3, 3, 96), (4, 2, 80)])
+@for_served("heads,kv_heads,size", [(9, 1, 16), (6, 2, 64), (3, 3, 96), (4, 2, 80)], interpreted=1)
 def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None:
     paged = Paged(served, [300], heads, kv_heads, size)
     expected, magnitude, scores = exact_attention(paged, 0)
@@ -127,8 +134,8 @@ def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None
 
 
 @pytest.mark.parametrize("heads,kv_heads,size,length", [(6, 2, 64, 300), (2, 2, 128, 700)])
-def test_attention_against_torch(served: Served, heads: int, kv_heads: int, size: int, length: int) -> None:
-    paged = Paged(served, [length], heads, kv_heads, size)
+def test_attention_against_torch(quick: Served, heads: int, kv_heads: int, size: int, length: int) -> None:
+    paged = Paged(quick, [length], heads, kv_heads, size)
     q, k, v = (x[0].transpose(0, 1)[None] for x in (paged.q, paged.k, paged.v))
     k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     torch_found = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
@@ -136,30 +143,30 @@ def test_attention_against_torch(served: Served, heads: int, kv_heads: int, size
 
 
 @pytest.mark.parametrize("size", [64, 80])
-def test_attention_with_huge_scores(served: Served, size: int) -> None:
+def test_attention_with_huge_scores(quick: Served, size: int) -> None:
     """The softmax then takes one value as it is: the last one that is seen, or the first."""
-    unit = 200.0 if served.dtype == torch.float16 else 1e13
+    unit = 200.0 if quick.dtype == torch.float16 else 1e13
     for sign in (1, -1):
-        paged = Paged(served, [300], size=size)
+        paged = Paged(quick, [300], size=size)
         paged.q[0].zero_()[..., 0] = unit
-        paged.k[0].zero_()[..., 0] = (torch.arange(1, 301)[:, None] * sign * unit).to(served.dtype)
+        paged.k[0].zero_()[..., 0] = (torch.arange(1, 301)[:, None] * sign * unit).to(quick.dtype)
         paged.write(0)
         expected, _, scores = exact_attention(paged, 0)
-        assert scores > (1e6 if served.dtype == torch.float16 else 1e27)
+        assert scores > (1e6 if quick.dtype == torch.float16 else 1e27)
         check(paged.whole(0), expected, 1, 8, expected.abs())
 
 
-def test_attention_shows_nan_to_every_later_query(served: Served) -> None:
+def test_attention_shows_nan_to_every_later_query(quick: Served) -> None:
     for place in (0, 15, 16, 127, 128, 150, 199):
         for side in ("k", "v"):
-            paged = Paged(served, [200])
+            paged = Paged(quick, [200])
             getattr(paged, side)[0][place] = torch.nan
             paged.write(0)
             assert paged.whole(0)[place:].isnan().all(), f"{side} of token {place}"
 
 
-def test_attention_of_an_old_token_ignores_later_ones(served: Served) -> None:
-    paged = Paged(served, [200])
+def test_attention_of_an_old_token_ignores_later_ones(quick: Served) -> None:
+    paged = Paged(quick, [200])
     before = paged.whole(0)
     paged.k[0][150] += 1
     paged.write(0)
@@ -178,11 +185,11 @@ def test_query_rows_may_come_in_any_sequence_order(served: Served) -> None:
 
 @pytest.mark.parametrize("vocab_size", [17, 1001, 49153])
 @pytest.mark.parametrize("spread", [1, 8])
-def test_log_probs(ops: Backend, vocab_size: int, spread: int) -> None:
+def test_log_probs(quick_ops: Backend, vocab_size: int, spread: int) -> None:
     logits = randn(64, vocab_size) * spread
     ids = torch.arange(64) * 769 % vocab_size
     expected = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
-    found = ops.log_probs(logits, ids)
+    found = quick_ops.log_probs(logits, ids)
     # The sum of the exponentials is wrong by a share of itself, and so its logarithm by that much.
     check(found, expected, 3, vocab_size / 16 + 16, torch.ones_like(expected))
     if vocab_size > 17:
@@ -240,7 +247,7 @@ def test_philox_against_plain_integers() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [2, 17, 1001])
-def test_sample_takes_the_best_of_the_defined_noise(ops: Backend, vocab_size: int) -> None:
+def test_sample_takes_the_best_of_the_defined_noise(quick_ops: Backend, vocab_size: int) -> None:
     """The id of the highest logit + noise in float64, or one that is as high within float32 rounding."""
     rows = 2000
     logits = randn(rows, vocab_size) * 3
@@ -251,34 +258,34 @@ def test_sample_takes_the_best_of_the_defined_noise(ops: Backend, vocab_size: in
     # Noise and logits stay below 64 here, where a unit in the last place is 2**-18.
     rounding = 2.0**-17
     assert values.abs().max() < 64 and (best - second > rounding).double().mean() > 0.99
-    found = ops.sample(logits, seeds, positions)
+    found = quick_ops.sample(logits, seeds, positions)
     assert (values.gather(1, found[:, None])[:, 0] >= best - rounding).all()
 
 
-def test_sampling_follows_the_softmax(ops: Backend) -> None:
+def test_sampling_follows_the_softmax(quick_ops: Backend) -> None:
     """Pearson's chi-square over 20,000 draws stays below its 99.9% quantile for 15 degrees of freedom."""
     logits = randn(16, seed=4).mul(1.5).expand(20000, -1)
-    drawn = ops.sample(logits.contiguous(), torch.arange(20000) * 7919, torch.arange(20000) % 50)
+    drawn = quick_ops.sample(logits.contiguous(), torch.arange(20000) * 7919, torch.arange(20000) % 50)
     expected = logits[0].softmax(0) * 20000
     assert expected.min() > 5, "the test is valid only if every cell is expected often enough"
     chi_square = ((drawn.bincount(minlength=16) - expected) ** 2 / expected).sum()
     assert chi_square < 37.7
 
 
-def test_neighbouring_seeds_and_positions_are_independent(ops: Backend) -> None:
+def test_neighbouring_seeds_and_positions_are_independent(quick_ops: Backend) -> None:
     logits = torch.zeros(2000, 2)
     seeds, positions = torch.arange(2000), torch.zeros(2000, dtype=torch.int64)
     for a, b in ((seeds, positions), (positions, seeds)):
-        heads = ops.sample(logits, a, b)
+        heads = quick_ops.sample(logits, a, b)
         flips = (heads[1:] != heads[:-1]).sum()
         assert abs(heads.sum() - 1000) < 4 * math.sqrt(500) and abs(flips - 1000) < 4 * math.sqrt(500)
 
 
-def test_masked_tokens_are_never_drawn(ops: Backend) -> None:
+def test_masked_tokens_are_never_drawn(quick_ops: Backend) -> None:
     for vocab_size, kept in ((9, 4), (1001, 0), (1001, 700), (1001, 1000)):
         logits = torch.full((500, vocab_size), -torch.inf)
         logits[:, kept] = -1e4
-        assert (ops.sample(logits, torch.arange(500), torch.arange(500)) == kept).all()
+        assert (quick_ops.sample(logits, torch.arange(500), torch.arange(500)) == kept).all()
 
 
 def filter_in_python(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:

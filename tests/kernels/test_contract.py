@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trueroll.kernels.ops import GREEDY, KV_SPLIT, SAMPLE, Wanted
 
-from .backends import SERVED, Implementation, Served, served_id
+from .backends import SERVED, Implementation, Served, for_served, served_id
 from .inputs import Paged, empty_caches, make_qkv, randn, same_bits, stored
 
 ROWS = 100
@@ -186,10 +186,29 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"filter_logits {v}": partial(filter_logits, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
     **{f"sample {v}": partial(sample, v, rows) for v, rows in ((1, ROWS), (17, ROWS), (1001, ROWS), (49153, 7))},
 }
+
+
+# What an interpreter is quick enough for: each op in one dtype, with this many rows.
+INTERPRETED_ROWS = 20
+INTERPRETED = (
+    *("linear 513x130 bias", "linear_add 17x33", "silu_mul 130", "rope 80", "gate_up 130x577"),
+    *("qkv 128 biases norms", "write_kv", "rmsnorm 577", "embedding", "lm_head 1001", "next_tokens 1001"),
+    *("rotation", "log_probs 512", "filter_logits 1001", "sample 1001"),
+)
+
+
+def cases(implementation: Implementation, dtype: torch.dtype) -> dict[str, Callable[[Served], RowOp]]:
+    """The ops to test. Those without a dtype are tested once, and not with tiles, which take no part in them."""
+    once = dtype == implementation.dtypes[0] and not implementation.emulated
+    if implementation.interpreted:
+        return {name: (TYPED_OPS | FLOAT32_OPS)[name] for name in INTERPRETED} if once else {}
+    return TYPED_OPS | FLOAT32_OPS if once else TYPED_OPS
+
+
 CASES = [
     pytest.param(*served, make, id=f"{name} {served_id(served)}")
     for served in SERVED
-    for name, make in (TYPED_OPS | FLOAT32_OPS if served[1] == torch.float32 else TYPED_OPS).items()
+    for name, make in cases(*served).items()
 ]
 every_op = pytest.mark.parametrize("implementation,dtype,make", CASES)
 
@@ -197,7 +216,9 @@ every_op = pytest.mark.parametrize("implementation,dtype,make", CASES)
 @pytest.fixture
 def row_op(implementation: Implementation, dtype: torch.dtype, make: Callable[[Served], RowOp]) -> Iterator[RowOp]:
     with implementation.chosen() as ops:
-        yield make(Served(ops, dtype))
+        row_op = make(Served(ops, dtype))
+        rows = INTERPRETED_ROWS if implementation.interpreted else None
+        yield replace(row_op, rows=tuple(x[:rows] for x in row_op.rows))
 
 
 def batches(rows: int) -> list[Tensor]:
@@ -260,24 +281,24 @@ def _strided(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_product_does_not_depend_on_the_number_of_rows(served: Served, threads: int, two_threads: None) -> None:
+def test_a_product_does_not_depend_on_the_number_of_rows(quick: Served, threads: int, two_threads: None) -> None:
     torch.set_num_threads(threads)
-    weight = stored(served.ops, randn(130, 513, dtype=served.dtype, seed=1))
-    x = randn(4097, 513, dtype=served.dtype)
-    everything = served.ops.linear(x, weight)
+    weight = stored(quick.ops, randn(130, 513, dtype=quick.dtype, seed=1))
+    x = randn(4097, 513, dtype=quick.dtype)
+    everything = quick.ops.linear(x, weight)
     for count in (1, 2, 3, 12, 13, 15, 16, 17, 32, 33, 95, 96, 97, 4096):
         for start in {0, 1000 % (4098 - count), 4097 - count}:
             rows = slice(start, start + count)
-            assert same_bits(served.ops.linear(x[rows], weight), everything[rows]), f"{count} rows from {start}"
+            assert same_bits(quick.ops.linear(x[rows], weight), everything[rows]), f"{count} rows from {start}"
 
 
 HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256), (2, 1, 512), (50, 1, 48)]
 
 
 @pytest.mark.parametrize("heads,kv_heads,size", HEADS)
-def test_attention_does_not_depend_on_chunks_or_company(served: Served, heads: int, kv_heads: int, size: int) -> None:
+def test_attention_does_not_depend_on_chunks_or_company(quick: Served, heads: int, kv_heads: int, size: int) -> None:
     lens = [1, 5, KV_SPLIT, KV_SPLIT + 1, 300]
-    paged = Paged(served, lens, heads, kv_heads, size)
+    paged = Paged(quick, lens, heads, kv_heads, size)
     alone = [paged.whole(i) for i in range(len(lens))]
     assert all(x.isfinite().all() for x in alone)
     everyone = paged.attend([(i, 0, n) for i, n in enumerate(lens)])
@@ -293,17 +314,17 @@ def test_attention_does_not_depend_on_chunks_or_company(served: Served, heads: i
 @pytest.mark.parametrize("heads,kv_heads,size", [(6, 2, 64), (4, 4, 80)])
 @pytest.mark.parametrize("block_size", [2, 8, 24, 64, 512])
 def test_attention_does_not_depend_on_block_size(
-    served: Served, block_size: int, heads: int, kv_heads: int, size: int
+    quick: Served, block_size: int, heads: int, kv_heads: int, size: int
 ) -> None:
-    expected = Paged(served, [300, 41], heads, kv_heads, size)
-    paged = Paged(served, [300, 41], heads, kv_heads, size, block_size=block_size, seed=1)
+    expected = Paged(quick, [300, 41], heads, kv_heads, size)
+    paged = Paged(quick, [300, 41], heads, kv_heads, size, block_size=block_size, seed=1)
     for chunk in ((0, 0, 300), (0, 299, 300), (1, 30, 41)):
         assert same_bits(paged.attend([chunk])[0], expected.attend([chunk])[0]), chunk
 
 
-def test_attention_does_not_depend_on_threads(served: Served, two_threads: None) -> None:
+def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) -> None:
     """Native kernels give the splits of a few long sequences to different threads, but not those of many sequences."""
-    paged = Paged(served, [1000] * 8, heads=4, kv_heads=2)
+    paged = Paged(quick, [1000] * 8, heads=4, kv_heads=2)
     last = [(i, 999, 1000) for i in range(8)]
     for chunks in ([(0, 999, 1000)], [(0, 990, 1000), (1, 0, 200)], [(0, 0, 1000)], last):
         torch.set_num_threads(2)
@@ -316,10 +337,10 @@ def test_attention_does_not_depend_on_threads(served: Served, two_threads: None)
 
 
 @pytest.mark.parametrize("block_size", [2, 16, 24, 256])
-def test_attention_does_not_depend_on_who_shares_blocks(served: Served, block_size: int) -> None:
+def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_size: int) -> None:
     """Native kernels read the blocks that neighbours share once for all of them."""
     lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
-    paged = Paged(served, lens, heads=4, kv_heads=2, block_size=block_size)
+    paged = Paged(quick, lens, heads=4, kv_heads=2, block_size=block_size)
     shared = 256 // block_size
     for i, length in enumerate(lens):
         same = min(shared, length // block_size)
@@ -333,7 +354,7 @@ def test_attention_does_not_depend_on_who_shares_blocks(served: Served, block_si
                 assert same_bits(out, alone[i]), f"{chunks[i]} among {len(order)}"
 
 
-@pytest.mark.parametrize("place", [_shifted, _strided])
+@for_served("place", [(_shifted,), (_strided,)], interpreted=1)
 def test_attention_does_not_depend_on_a_place_in_memory(served: Served, place: Callable[[Tensor], Tensor]) -> None:
     paged = Paged(served, [150, 20])
     chunks = [(0, 0, 150), (1, 10, 20)]
@@ -344,29 +365,29 @@ def test_attention_does_not_depend_on_a_place_in_memory(served: Served, place: C
     assert same_bits(found, expected)
 
 
-def test_attention_never_reads_what_others_left_behind(served: Served) -> None:
+def test_attention_never_reads_what_others_left_behind(quick: Served) -> None:
     for block_size in (2, 16, 24, 512):
-        paged = Paged(served, [1, 300, 17], block_size=block_size)
+        paged = Paged(quick, [1, 300, 17], block_size=block_size)
         assert paged.k_cache.isnan().any() and paged.v_cache.isnan().any(), "the unused places hold NaN"
         for i in range(3):
             assert paged.whole(i).isfinite().all()
 
 
-def test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold(served: Served) -> None:
-    paged = Paged(served, [40, 300, 150])
+def test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold(quick: Served) -> None:
+    paged = Paged(quick, [40, 300, 150])
     chunks = [(0, 30, 40), (1, 0, 300), (2, 149, 150)]
     expected = paged.attend(chunks)
     for extreme in EXTREMES:
         for x in (paged.q, paged.k, paged.v):
-            x[1] = torch.full_like(x[1], extreme(served.dtype))
+            x[1] = torch.full_like(x[1], extreme(quick.dtype))
         paged.write(1)
         found = paged.attend(chunks)
         assert same_bits(found[0], expected[0]) and same_bits(found[2], expected[2])
 
 
-def test_attention_does_not_depend_on_later_tokens_in_the_call(served: Served) -> None:
+def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
     """Otherwise a prompt's cached blocks would hold other values if a token after them makes the model overflow."""
-    paged = Paged(served, [200])
+    paged = Paged(quick, [200])
     before = paged.whole(0)
     for value in (1.0, torch.inf, torch.nan):
         for x in (paged.k, paged.v):

@@ -10,16 +10,20 @@ from torch import Tensor
 
 from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
 
-from .backends import Served
+from .backends import Served, for_served
 from .inputs import empty_caches, make_qkv, randn, same_bits, stored
 
 ROWS = 37
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(
-    "heads,kv_heads,size", [(4, 2, 16), (6, 2, 64), (3, 3, 80), (9, 3, 96), (2, 1, 128), (2, 2, 256)]
+HEADS = [(2, 1, 128), (4, 2, 16), (6, 2, 64), (3, 3, 80), (9, 3, 96), (2, 2, 256)]
+BIASES_AND_NORMS = [(True, True), (False, False), (False, True), (True, False)]
+
+
+@for_served(
+    "heads,kv_heads,size,biases,norms",
+    [(*heads, *with_) for with_ in BIASES_AND_NORMS for heads in HEADS],
+    interpreted=1,
 )
 def test_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
     ops, dtype = served.ops, served.dtype
@@ -76,7 +80,7 @@ def step_by_step(ops: Backend, hidden: Tensor, weight: Weight, wanted: Wanted) -
     return tokens, logprobs, scaled.gather(1, tokens[:, None]).isfinite()[:, 0]
 
 
-@pytest.mark.parametrize("vocab_size", [1, 17, 512, 1001, 1040, 49153])
+@for_served("vocab_size", [(1001,), (1,), (17,), (512,), (1040,), (49153,)], interpreted=2)
 def test_next_tokens(served: Served, vocab_size: int) -> None:
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     hidden = randn(ROWS, 33, dtype=served.dtype)
@@ -87,13 +91,13 @@ def test_next_tokens(served: Served, vocab_size: int) -> None:
     assert found[2].all() and found[1].isfinite().all()
 
 
-def test_next_tokens_scores_what_it_drew(served: Served) -> None:
-    weight = stored(served.ops, randn(1001, 33, dtype=served.dtype, seed=1))
-    hidden = randn(ROWS, 33, dtype=served.dtype)
+def test_next_tokens_scores_what_it_drew(quick: Served) -> None:
+    weight = stored(quick.ops, randn(1001, 33, dtype=quick.dtype, seed=1))
+    hidden = randn(ROWS, 33, dtype=quick.dtype)
     for target in (SAMPLE, GREEDY):
-        drawn, logprobs, _ = served.ops.next_tokens(hidden, weight, wanted(torch.full((ROWS,), target)))
+        drawn, logprobs, _ = quick.ops.next_tokens(hidden, weight, wanted(torch.full((ROWS,), target)))
         assert len(drawn.unique()) > ROWS // 2
-        again, scores, _ = served.ops.next_tokens(hidden, weight, wanted(drawn))
+        again, scores, _ = quick.ops.next_tokens(hidden, weight, wanted(drawn))
         assert torch.equal(again, drawn) and same_bits(scores, logprobs)
 
 
@@ -122,17 +126,17 @@ def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
     assert served.ops.next_tokens(hidden, weight, asked)[0].tolist() == [group[0] for group in groups]
 
 
-def test_next_tokens_takes_the_first_of_infinite_logits(served: Served, two_threads: None) -> None:
+def test_next_tokens_takes_the_first_of_infinite_logits(quick: Served, two_threads: None) -> None:
     """Several threads look for a row's best token; which of them comes first must not matter."""
-    rows = randn(528, 32, dtype=served.dtype, seed=1)
+    rows = randn(528, 32, dtype=quick.dtype, seed=1)
     rows[[100, 520], 0] = torch.inf  # in two parts of the vocabulary; the second is short and soon done
-    weight, hidden = stored(served.ops, rows), randn(ROWS, 32, dtype=served.dtype)
+    weight, hidden = stored(quick.ops, rows), randn(ROWS, 32, dtype=quick.dtype)
     hidden[:, 0] = 1.0
-    assert served.ops.lm_head(hidden, weight).isposinf().sum(1).eq(2).all()
+    assert quick.ops.lm_head(hidden, weight).isposinf().sum(1).eq(2).all()
     asked = wanted(torch.tensor([SAMPLE, GREEDY] * ROWS)[:ROWS])
-    assert served.ops.sample(served.ops.lm_head(hidden, weight), asked.seeds, asked.positions).eq(100).all()
+    assert quick.ops.sample(quick.ops.lm_head(hidden, weight), asked.seeds, asked.positions).eq(100).all()
     for _ in range(20):
-        tokens, logprobs, finite = served.ops.next_tokens(hidden, weight, asked)
+        tokens, logprobs, finite = quick.ops.next_tokens(hidden, weight, asked)
         assert tokens.eq(100).all() and logprobs.isnan().all() and not finite.any()
 
 

@@ -26,8 +26,14 @@ from trueroll.kernels.triton import launch, products
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# The reason why a kernel may spill, by its name and the target.
-SPILLS_ALLOWED: dict[tuple[str, int], str] = {}
+# Why a kernel may spill on a target.
+NOT_TUNED = "the kernels are compiled for sm_100, but their tiles were chosen for sm_90"
+SPILLS_ALLOWED = {
+    ("attention._decode_kernel", 100): NOT_TUNED,  # by Triton 3.6, for heads of 256
+    ("attention._prefill_kernel", 100): NOT_TUNED,
+    ("products._linear_kernel", 100): NOT_TUNED,
+    ("attention._fold_kernel", 80): "8 bytes in one form, for heads of 80",
+}
 
 Compiled = dict[str, Any]
 
