@@ -3,9 +3,9 @@
 Owns the open requests and the version of the weights, and joins scheduler, model runner, sampler and weights. One
 thread owns the engine: nothing here is locked.
 
-A GPU computes one step while the host plans the next and queues it behind: sequences that go on in it for certain do so
-with a token that the host has not seen yet. When it has, and the sample ended with it, the row of the step under way is
-thrown away. On a CPU a step is done before `step` returns.
+A GPU computes one step while the host plans the next and queues it behind. A sequence that `max_tokens` does not end
+takes part in the next step with a token that the host has not seen yet; if that token turns out to end the sample, its
+row of the step under way is thrown away. On a CPU a step is done before `step` returns.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
 `step`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
@@ -17,7 +17,7 @@ An exception from `step` is final: the engine's state is then undefined.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ from .config import EngineConfig
 from .errors import InvalidRequestError, UnknownRequestError
 from .graphs import DecodeGraphs
 from .loading import LoadedModel, describe, load_model
-from .model_runner import ModelRunner, UnseenTokens
+from .model_runner import ModelRunner
 from .prefix_cache import PrefixCache
 from .request import (
     FinishReason,
@@ -84,7 +84,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _QueuedStep:
     """A step under way. `drawing`: which samples each sequence draws for, in the order of the rows of `drawn`.
     `scores`: log-probs of a chunk.
     """
@@ -92,13 +92,12 @@ class _Flight:
     chunks: list[Chunk]
     drawing: list[tuple[Sequence, list[Sample]]]
     drawn: Drawing | None
-    unseen: UnseenTokens | None
     scores: list[tuple[Chunk, HostCopy]]
 
 
-def _steps_ahead(device: torch.device) -> int:
-    """How many steps are queued before the first one's tokens are seen."""
-    return 1 if device.type == "cuda" else 0
+def _runs_ahead(device: torch.device) -> bool:
+    """Whether a step is queued before the tokens of the one before are seen."""
+    return device.type == "cuda"
 
 
 class Engine:
@@ -120,17 +119,18 @@ class Engine:
         self.info = describe(config, self._loaded)
         has_graphs = config.cuda_graphs and self._loaded.backend.can_capture
         num_blocks = self.info.num_blocks
-        self._runner = ModelRunner(self._loaded.model, num_blocks + has_graphs, config.block_size)
+        spare_blocks = 1 if has_graphs else 0  # for the padding of graphs
+        self._runner = ModelRunner(self._loaded.model, num_blocks + spare_blocks, config.block_size)
         self._sampler = Sampler(self._loaded.backend.ops, self._loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if has_graphs:
             self._graphs = DecodeGraphs(self._runner, self._sampler, num_blocks, self.info.max_model_len)
-        self._cache = PrefixCache(self.info.num_blocks, config.block_size, config.enable_prefix_caching)
+        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._open: dict[str, dict[int, Sample] | Score] = {}
         self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
-        self._steps_ahead = _steps_ahead(device)
-        self._flights: deque[_Flight] = deque()
+        self._runs_ahead = _runs_ahead(device)
+        self._queued: _QueuedStep | None = None
         self._asleep: set[Tag] = set()
         self._arrivals = 0
         self._steps = 0
@@ -167,17 +167,34 @@ class Engine:
     def step(self) -> list[Output]:
         """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished.
 
-        On a GPU it queues that step, and returns what the one before finished.
+        On a GPU it queues that step and returns what the one before finished; with nothing to queue, what all finish.
         """
         self._check_awake()
         chunks = self._scheduler.schedule()
-        if chunks:
-            self._flights.append(self._launch(chunks))
-        outputs = self._land_until(self._steps_ahead if chunks else 0)
-        return outputs if self._open else outputs + self._land_until(0)
+        queued = self._launch(chunks) if chunks else None
+        outputs = self.settle()
+        self._queued = queued
+        if queued is None or not self._open or not self._runs_ahead:
+            return outputs + self.settle()
+        self._expect(queued)
+        return outputs
+
+    def settle(self) -> list[Output]:
+        """Waits for the step under way, if there is one; returns what it finished."""
+        queued, self._queued = self._queued, None
+        if queued is None:
+            return []
+        drawn = iter(queued.drawn.wait() if queued.drawn is not None else ())
+        self._scheduler.publish(queued.chunks)
+        outputs = [output for chunk, logprobs in queued.scores for output in self._record(chunk, logprobs.wait())]
+        for sequence, samples in queued.drawing:
+            sequence.unseen_row = None
+            tokens = [(sample, next(drawn)) for sample in samples]
+            outputs += self._extend(sequence, [(sample, token) for sample, token in tokens if self._is_open(sample)])
+        return outputs
 
     def commit_weights(self, staging: Staging, version: int, in_flight: InFlight) -> list[Output]:
-        """Serves what was staged from the next step on; returns the outputs of aborted samples.
+        """Serves what was staged from the next step on; returns what the step under way finishes and what is aborted.
 
         `in_flight`: running requests have their KV computed anew and keep their tokens, while scores begin again
         (`recompute`), end with what they have (`abort`), or must not exist, waiting ones neither (`drain`).
@@ -188,12 +205,12 @@ class Engine:
             raise RuntimeError("engine: expected weights that are awake for a commit; wake them up first")
         self._check_drained(in_flight)
         self.weights.commit(staging)
-        outputs = self._land_until(0)
+        outputs = self.settle()  # Its tokens were drawn with the old weights, and carry their version.
         self.weight_version = version
         return outputs + self.interrupt(in_flight)
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
-        """Gives the memory of `tags` back until `wake_up`; returns the outputs of aborted samples.
+        """Gives the memory of `tags` back until `wake_up`; returns what `commit_weights` would.
 
         `level` 1 keeps the weights on the host, 2 drops them: then a commit must follow the `wake_up`. Cached prefixes
         are forgotten in any case. `in_flight` is that of `commit_weights`; if only the weights sleep, requests that
@@ -203,7 +220,7 @@ class Engine:
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
         else:
-            outputs = self._land_until(0)
+            outputs = self.settle()
             self.invalidate_prefix_cache()
         if self._graphs is not None:
             self._graphs.forget()
@@ -223,12 +240,12 @@ class Engine:
         self._asleep.difference_update(tags)
 
     def interrupt(self, in_flight: InFlight) -> list[Output]:
-        """Forgets cached prefixes and takes the blocks of all that run; returns the outputs of aborted samples.
+        """Forgets cached prefixes and takes the blocks of all that run; returns what `commit_weights` would.
 
         `in_flight` is that of `commit_weights`. Raise RuntimeError, with nothing changed, for an unfinished `drain`.
         """
         self._check_drained(in_flight)
-        outputs = self._land_until(0)
+        outputs = self.settle()
         self.invalidate_prefix_cache()
         if in_flight != "abort":
             self._scheduler.recompute_running()
@@ -354,30 +371,29 @@ class Engine:
                 "use the model's own tokenizer"
             )
 
-    def _launch(self, chunks: list[Chunk]) -> _Flight:
-        """Queues a step on the device."""
-        unseen = self._flights[-1].unseen if self._flights else None
-        ends = np.cumsum([chunk.end - chunk.start for chunk in chunks]).tolist()
+    def _launch(self, chunks: list[Chunk]) -> _QueuedStep:
+        """Queues a step on the device, behind the one under way."""
+        ends = np.cumsum([chunk.num_tokens for chunk in chunks]).tolist()
         ready = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end]
         drawing = [(sequence, sequence.samples.copy()) for sequence, _ in ready if sequence.samples]
         draws = [self._next_draw(sample, row) for sequence, row in ready for sample in sequence.samples]
-        drawn, scores = self._compute(chunks, ends, draws, unseen)
+        drawn, scores = self._compute(chunks, draws)
         self._scheduler.advance(chunks)
         self._steps += 1
         for sequence, _ in drawing:
-            if sequence.num_tokens == sequence.num_prompt_tokens:
+            if sequence.num_decoded == 0:
                 self._close_prompt(sequence)
-        return _Flight(chunks, drawing, drawn, self._expect(drawing, drawn), scores)
+        return _QueuedStep(chunks, drawing, drawn, scores)
 
-    def _compute(
-        self, chunks: list[Chunk], ends: list[int], draws: list[Draw], unseen: UnseenTokens | None
-    ) -> tuple[Drawing | None, list[tuple[Chunk, HostCopy]]]:
+    def _compute(self, chunks: list[Chunk], draws: list[Draw]) -> tuple[Drawing | None, list[tuple[Chunk, HostCopy]]]:
+        before = self._queued.drawn if self._queued is not None else None
+        drawn = before.token_ids if before is not None else None
         if self._graphs is not None and self._graphs.serves(chunks, draws):
-            return self._graphs.run(chunks, draws, unseen), []
-        hidden = self._runner.run(chunks, unseen)
-        starts = [0, *ends]
-        scored = [(c, start) for c, start in zip(chunks, starts, strict=False) if c.sequence.scores]
-        scores = [(c, self._score_chunk(c, hidden[start : start + c.end - c.start])) for c, start in scored]
+            return self._graphs.run(chunks, draws, drawn), []
+        hidden = self._runner.run(chunks, drawn)
+        rows = hidden.split([chunk.num_tokens for chunk in chunks])
+        scored = [(chunk, part) for chunk, part in zip(chunks, rows, strict=True) if chunk.sequence.scores]
+        scores = [(chunk, self._score_chunk(chunk, part)) for chunk, part in scored]
         return self._sampler.draw(hidden, draws) if draws else None, scores
 
     def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> HostCopy:
@@ -385,39 +401,13 @@ class Engine:
         targets = torch.from_numpy(request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
         return HostCopy(self._sampler.score(hidden, to_device(targets, hidden.device), request.distribution))
 
-    def _expect(self, drawing: list[tuple[Sequence, list[Sample]]], drawn: Drawing | None) -> UnseenTokens | None:
+    def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
-        if drawn is None or self._steps_ahead == 0:
-            return None
-        rows, start = {}, 0
-        for sequence, samples in drawing:
-            if len(samples) == 1 and self._num_left(samples[0]) > 1:
-                sequence.num_unseen += 1
-                rows[id(sequence)] = start
-            start += len(samples)
-        return UnseenTokens(drawn.token_ids, rows)
-
-    def _num_left(self, sample: Sample) -> int:
-        """Tokens until `max_tokens`, without the unseen ones."""
-        return sample.request.params.max_tokens - len(sample.token_ids) - sample.sequence.num_unseen
-
-    def _land_until(self, most: int) -> list[Output]:
-        """Waits for the oldest steps until at most so many are under way; returns what they finished."""
-        outputs: list[Output] = []
-        while len(self._flights) > most:
-            outputs += self._land(self._flights.popleft())
-        return outputs
-
-    def _land(self, flight: _Flight) -> list[Output]:
-        drawn = iter(flight.drawn.wait() if flight.drawn is not None else ())
-        outputs = [output for chunk, logprobs in flight.scores for output in self._record(chunk, logprobs.wait())]
-        self._scheduler.publish(flight.chunks)
-        for sequence, samples in flight.drawing:
-            if flight.unseen is not None and id(sequence) in flight.unseen.rows:
-                sequence.num_unseen -= 1
-            tokens = [(sample, next(drawn)) for sample in samples]
-            outputs += self._extend(sequence, [(sample, token) for sample, token in tokens if self._is_open(sample)])
-        return outputs
+        row = 0
+        for sequence, samples in queued.drawing:
+            if len(samples) == 1 and sequence.num_decoded + 1 < samples[0].request.params.max_tokens:
+                sequence.unseen_row = row
+            row += len(samples)
 
     def _is_open(self, sample: Sample) -> bool:
         """False once it ended, be it while a step was under way that draws for it."""
@@ -436,7 +426,7 @@ class Engine:
 
     def _next_draw(self, sample: Sample, row: int) -> Draw:
         params, sequence = sample.request.params, sample.sequence
-        too_early = len(sample.token_ids) + sequence.num_unseen < params.min_tokens
+        too_early = sequence.num_decoded < params.min_tokens
         banned = self._ending_tokens(sample) if too_early else frozenset()
         return Draw(row, params, sample.seed, sequence.num_tokens, banned)
 

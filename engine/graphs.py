@@ -6,7 +6,7 @@ the contract of the ops changes no bit of the others. Padding reads and writes `
 that no sequence has.
 
 Owns the graphs and their inputs. A graph is captured when the first step needs it, and holds for as long as weights and
-KV cache stay where they are: `forget` when they move. Nothing here waits for the device.
+KV cache stay where they are: `forget` when they move. A capture waits for the device, a replay does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops import GREEDY, AttentionBatch, Wanted
-from .model_runner import ModelRunner, UnseenTokens, pad_tables
+from .model_runner import ModelRunner, pad_tables
 from .sampler import Draw, Drawing, Sampler, make_wanted
 from .sequence import Chunk
 
@@ -40,14 +40,57 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
-        # Kernels are compiled and loaded by the first run; neither is possible while a graph is captured.
-        compute()
-        torch.cuda.synchronize()
+        compute()  # Kernels are compiled and loaded by their first run, which must not be a captured one.
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as one that stages weights, may go on allocating.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = compute()
         return outputs, graph.replay
+
+
+class _Inputs:
+    """The inputs of a graph of `size` rows, all of them padding at first."""
+
+    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int) -> None:
+        self._runner = runner
+        device, block_size = runner.model.device, runner.block_size
+
+        def column(value: int) -> Tensor:
+            return torch.full((size,), value, dtype=torch.int64, device=device)
+
+        self._spare_block, self._spare_slot = spare_block, spare_block * block_size
+        self.token_ids, self.positions, self.slots, self.lens = (
+            column(0),
+            column(0),
+            column(self._spare_slot),
+            column(1),
+        )
+        self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
+        rows = torch.arange(size, device=device)
+        ones = torch.ones(size, dtype=torch.float32, device=device)
+        self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
+
+    def fill(self, chunks: Sequence[Chunk], draws: Sequence[Draw], drawn: Tensor | None) -> None:
+        """Writes the inputs of a step; rows that it does not have become padding."""
+        self._fill_tokens(chunks, drawn)
+        count, wanted = len(chunks), make_wanted(draws, self.lens.device)
+        for name in ("targets", "temperatures", "raw", "seeds", "positions"):
+            getattr(self.wanted, name)[:count] = getattr(wanted, name)
+        self.wanted.targets[count:] = GREEDY
+
+    def _fill_tokens(self, chunks: Sequence[Chunk], drawn: Tensor | None) -> None:
+        count, runner = len(chunks), self._runner
+        tables = [np.asarray(chunk.sequence.table) for chunk in chunks]
+        starts = np.asarray([chunk.start for chunk in chunks])
+        slots = np.concatenate([runner.slots(chunk, table) for chunk, table in zip(chunks, tables, strict=True)])
+        positions, slots, lens = runner.to_device(np.stack((starts, slots, starts + 1)))
+        padded = runner.to_device(pad_tables(tables))
+        self.token_ids[:count] = runner.token_ids(chunks, drawn)
+        self.positions[:count] = positions
+        self.slots[:count], self.slots[count:] = slots, self._spare_slot
+        self.lens[:count], self.lens[count:] = lens, 1
+        self.tables[:count, : padded.shape[1]] = padded
+        self.tables[count:, 0] = self._spare_block
 
 
 @dataclass(frozen=True)
@@ -73,30 +116,30 @@ class DecodeGraphs:
         self._runner, self._sampler = runner, sampler
         self._spare_block, self._max_model_len = spare_block, max_model_len
         self._new_capture = new_capture
-        self._capture: Capture | None = None
+        self._capture = new_capture()
         self._graphs: dict[int, _Graph] = {}
 
     def serves(self, chunks: Sequence[Chunk], draws: Sequence[Draw]) -> bool:
-        """Whether the step is one of decodes only, each with one plain draw."""
-        are_decodes = all(chunk.end - chunk.start == 1 for chunk in chunks)
-        return are_decodes and len(draws) == len(chunks) and all(draw.is_plain for draw in draws)
+        """Whether each chunk is a single token, with one plain draw after it."""
+        are_single = all(chunk.num_tokens == 1 for chunk in chunks)
+        each_draws_once = [draw.row for draw in draws] == list(range(len(chunks)))
+        return are_single and each_draws_once and all(draw.is_plain for draw in draws)
 
     def forget(self) -> None:
         """Gives the graphs and their memory back."""
         self._graphs.clear()
-        self._capture = None
+        self._capture = self._new_capture()
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], draws: Sequence[Draw], unseen: UnseenTokens | None) -> Drawing:
+    def run(self, chunks: Sequence[Chunk], draws: Sequence[Draw], drawn: Tensor | None) -> Drawing:
         """Computes the chunks' KV and draws their next tokens. Row i is that of chunk i."""
         size = 1 << (len(chunks) - 1).bit_length()
         graph = self._graphs.get(size) or self._new_graph(size)
-        graph.inputs.fill(self._runner, chunks, draws, unseen)
+        graph.inputs.fill(chunks, draws, drawn)
         graph.replay()
         return Drawing(draws, *(column[: len(chunks)] for column in graph.outputs))
 
     def _new_graph(self, size: int) -> _Graph:
-        self._capture = self._capture or self._new_capture()
         inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)
         outputs, replay = self._capture(lambda: self._compute(inputs))
         self._graphs[size] = _Graph(inputs, outputs, replay)
@@ -108,51 +151,4 @@ class DecodeGraphs:
         hidden = self._runner.model.forward(
             inputs.token_ids, inputs.positions, inputs.slots, batch, self._runner.kv_caches
         )
-        return self._sampler.ops.next_tokens(hidden, self._sampler.head, inputs.wanted)
-
-
-class _Inputs:
-    """The inputs of a graph of `size` rows, all of them padding at first."""
-
-    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int) -> None:
-        device, block_size = runner.model.device, runner.block_size
-
-        def column(value: int) -> Tensor:
-            return torch.full((size,), value, dtype=torch.int64, device=device)
-
-        self._spare_block, self._spare_slot = spare_block, spare_block * block_size
-        self.token_ids, self.positions, self.slots, self.lens = (
-            column(0),
-            column(0),
-            column(self._spare_slot),
-            column(1),
-        )
-        self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
-        rows = torch.arange(size, device=device)
-        ones = torch.ones(size, dtype=torch.float32, device=device)
-        self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
-
-    def fill(
-        self, runner: ModelRunner, chunks: Sequence[Chunk], draws: Sequence[Draw], unseen: UnseenTokens | None
-    ) -> None:
-        """Takes over a step. What its rows do not fill becomes padding."""
-        count = len(chunks)
-        tables = [np.asarray(chunk.sequence.table) for chunk in chunks]
-        starts = np.asarray([chunk.start for chunk in chunks])
-        slots = np.concatenate([runner.slots(chunk, table) for chunk, table in zip(chunks, tables, strict=True)])
-        rows = runner.to_device(np.stack((starts, slots, starts + 1)))
-        padded = runner.to_device(pad_tables(tables))
-        self.token_ids[:count] = runner.token_ids(chunks, unseen)
-        for column, values, padding in zip(
-            (self.positions, self.slots, self.lens), rows, (0, self._spare_slot, 1), strict=True
-        ):
-            column[:count] = values
-            column[count:] = padding
-        self.tables[:count, : padded.shape[1]] = padded
-        self.tables[count:, 0] = self._spare_block
-        self._fill_wanted(make_wanted(draws, self.lens.device), count)
-
-    def _fill_wanted(self, wanted: Wanted, count: int) -> None:
-        for name in ("targets", "temperatures", "raw", "seeds", "positions"):
-            getattr(self.wanted, name)[:count] = getattr(wanted, name)
-        self.wanted.targets[count:] = GREEDY
+        return self._sampler.next_tokens(hidden, inputs.wanted)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -17,14 +16,6 @@ from .sequence import Chunk
 from .transfer import to_device
 
 _PLACEHOLDER = (0,)
-
-
-@dataclass(frozen=True)
-class UnseenTokens:
-    """What the step before draws, on the device: `token_ids` int64, and the row of each sequence, by its `id()`."""
-
-    token_ids: Tensor
-    rows: Mapping[int, int]
 
 
 class ModelRunner:
@@ -43,29 +34,37 @@ class ModelRunner:
         self.kv_caches = build(partial(self.arena.empty, model.dtype))
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], unseen: UnseenTokens | None = None) -> Tensor:
-        """Computes the chunks' KV and returns their hidden states [total tokens, hidden_size], in order."""
+    def run(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> Tensor:
+        """Computes the chunks' KV and returns their hidden states [total tokens, hidden_size], in order.
+
+        `drawn`: the token ids that the step under way draws, on the device.
+        """
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
         tables = [np.asarray(c.sequence.table) for c in chunks]
         slots = np.concatenate([self.slots(c, table) for c, table in zip(chunks, tables, strict=True)])
         batch = AttentionBatch(
-            query_starts=np.cumsum([0] + [c.end - c.start for c in chunks]).tolist(),
+            query_starts=np.cumsum([0] + [c.num_tokens for c in chunks]).tolist(),
             context_lens=[c.end for c in chunks],
             block_tables=self.to_device(pad_tables(tables)),
         )
-        token_ids = self.token_ids(chunks, unseen)
+        token_ids = self.token_ids(chunks, drawn)
         return self.model.forward(token_ids, self.to_device(positions), self.to_device(slots), batch, self.kv_caches)
 
-    def token_ids(self, chunks: Sequence[Chunk], unseen: UnseenTokens | None) -> Tensor:
+    def token_ids(self, chunks: Sequence[Chunk], drawn: Tensor | None) -> Tensor:
         """The chunks' tokens, int64 [total tokens], on the device. A chunk whose token is unseen has no other."""
         tokens = [np.asarray(c.sequence.tokens[c.start : c.end] or _PLACEHOLDER) for c in chunks]
         token_ids = self.to_device(np.concatenate(tokens))
         starts = np.cumsum([0, *map(len, tokens)])
-        places = [(start, c) for start, c in zip(starts, chunks, strict=False) if c.start == len(c.sequence.tokens)]
-        if unseen is None or not places:
+        unseen = [
+            (start, c.sequence.unseen_row)
+            for start, c in zip(starts, chunks, strict=False)
+            if c.start == len(c.sequence.tokens)
+        ]
+        if not unseen:
             return token_ids
-        rows = self.to_device(np.asarray([unseen.rows[id(c.sequence)] for _, c in places]))
-        return token_ids.index_copy_(0, self.to_device(np.asarray([p for p, _ in places])), unseen.token_ids[rows])
+        assert drawn is not None
+        places, rows = self.to_device(np.asarray(unseen)).unbind(1)
+        return token_ids.index_copy_(0, places, drawn[rows])
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -78,14 +78,18 @@ class Sampler:
     def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
         """One token for each draw. hidden: [M, hidden_size]."""
         plain = [i for i, draw in enumerate(draws) if draw.is_plain]
-        changed = [i for i, draw in enumerate(draws) if not draw.is_plain]
-        parts = [(part, self._draw_changed) for part in _cut(changed)] + [(plain, self._draw_plain)] * bool(plain)
-        results = [compute(hidden, [draws[i] for i in part]) for part, compute in parts]
-        columns = results[0] if len(results) == 1 else [torch.cat(column) for column in zip(*results, strict=True)]
-        order = np.argsort([i for part, _ in parts for i in part])
-        if len(results) > 1:
-            columns = [column[_tensor(order, hidden)] for column in columns]
-        return Drawing(draws, *columns)
+        processed = [i for i, draw in enumerate(draws) if not draw.is_plain]
+        results = [self._draw_processed(hidden, [draws[i] for i in part]) for part in _cut(processed)]
+        if plain:
+            results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
+        if len(results) == 1:
+            return Drawing(draws, *results[0])
+        order = _tensor(np.argsort(processed + plain), hidden)
+        return Drawing(draws, *(torch.cat(column)[order] for column in zip(*results, strict=True)))
+
+    def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+        """The backend's `next_tokens` with the head."""
+        return self.ops.next_tokens(hidden, self.head, wanted)
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
@@ -94,7 +98,7 @@ class Sampler:
             unused = torch.zeros_like(token_ids)
             rows = torch.arange(len(token_ids), device=hidden.device)
             wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
-            return self.ops.next_tokens(hidden, self.head, wanted)[1]
+            return self.next_tokens(hidden, wanted)[1]
         scores = []
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
@@ -103,10 +107,7 @@ class Sampler:
             scores.append(self.ops.log_probs(filtered, token_ids[rows]))
         return torch.cat(scores)
 
-    def _draw_plain(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
-        return self.ops.next_tokens(hidden, self.head, make_wanted(draws, hidden.device))
-
-    def _draw_changed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
+    def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
         """The steps of `next_tokens`, with banned tokens and filters between them."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)

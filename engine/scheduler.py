@@ -60,7 +60,7 @@ class _Plan:
 
     def remove(self, sequence: Sequence) -> None:
         if chunk := self.chunks.pop(id(sequence), None):
-            self.budget += chunk.end - chunk.start
+            self.budget += chunk.num_tokens
 
 
 class Scheduler:
@@ -90,7 +90,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks reserved for them.
 
-        None only if every sequence waits for what a step under way draws or publishes.
+        Empty only if nothing is unfinished, or all waits for what the step under way draws, publishes or frees.
         """
         plan = _Plan(self.max_num_batched_tokens)
         decodes = [s for s in self.running if s.num_uncomputed == 1]
@@ -107,11 +107,13 @@ class Scheduler:
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.num_computed = chunk.end
-            self.stats.computed_tokens += chunk.end - chunk.start
+            self.stats.computed_tokens += chunk.num_tokens
             self.stats.computed_prompt_tokens += max(0, min(chunk.end, sequence.num_prompt_tokens) - chunk.start)
 
     def publish(self, chunks: list[Chunk]) -> None:
-        """Publishes the blocks that `chunks` filled, whose tokens are known now; not of sequences that lost theirs."""
+        """Publishes the blocks that `chunks` filled, now that their tokens are known; sequences that lost their blocks
+        since are passed over.
+        """
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.table:

@@ -20,7 +20,8 @@ class Sequence:
     `samples`: what is drawn from the logits after the last token; several while a group's prompt is computed.
     `scores`: where a score request collects its log-probs; None for a sequence that generates.
     `cache_salt`: the request's own, for a new chain after an invalidation.
-    `num_unseen`: tokens after `tokens` that steps under way draw, and that are certain to be computed with.
+    `unseen_row`: of the draws of the step under way, the one that gives the token after `tokens`; `num_tokens` counts
+    that token already. None if no token is unseen.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     """
 
@@ -31,15 +32,20 @@ class Sequence:
     cache_salt: str | None = None
     samples: list[Any] = field(default_factory=list)
     scores: Any = None
-    num_unseen: int = 0
+    unseen_row: int | None = None
     num_computed: int = 0
     table: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and decoded, the unseen ones too."""
-        return len(self.tokens) + self.num_unseen
+        """All tokens so far, prompt and decoded, with the unseen one."""
+        return len(self.tokens) + (self.unseen_row is not None)
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens after the prompt."""
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
@@ -54,6 +60,11 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of the chunk."""
+        return self.end - self.start
 
     @property
     def reaches_end(self) -> bool:

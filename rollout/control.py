@@ -74,7 +74,7 @@ class _Operation:
     call: protocol.LifecycleCall | protocol.PushCall
     busy: State | None
     then: Standing
-    action: Callable[[Engine, InFlight], list[Output]] = lambda engine, in_flight: []
+    action: Callable[[Engine, InFlight], list[Output]] = lambda engine, in_flight: engine.settle()
     in_flight: InFlight = "recompute"
     timeout: float = float("inf")
     breaks_push: PushError | None = None

@@ -17,7 +17,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # Read when a Triton kernel is made: here they all run on the CPU. `make test-gpu` runs them on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import triton_interpreter  # noqa: E402
+import triton_interpreter  # noqa: E402, I001
 from tiny import FAMILIES, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402

@@ -202,6 +202,9 @@ class FakeEngine:
     def wake_up(self, tags: Collection[str]) -> None:
         self.actions.append(("wake_up", tuple(tags)))
 
+    def settle(self) -> list[Output]:
+        return []
+
     def interrupt(self, in_flight: str) -> list[Output]:
         self.actions.append(("interrupt", in_flight))
         return self._act(in_flight)

@@ -22,7 +22,7 @@ from .drive import bits, drain, generate, make_engine, run, tokens
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_steps_ahead", lambda device: 1)
+    monkeypatch.setattr(engine_module, "_runs_ahead", lambda device: True)
 
 
 def computed_tokens(model: Path, **params: object) -> int:
@@ -68,6 +68,14 @@ def test_min_tokens_counts_tokens_that_are_not_seen_yet(tiny_llama: Path) -> Non
             make_engine(tiny_llama), [generate("r", tokens(20), max_tokens=8, min_tokens=least, stop_token_ids=[stop])]
         )
         assert stop not in found["r", 0].token_ids[:least]
+
+
+def test_settling_gives_what_is_finished_but_not_seen(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add(generate("r", tokens(20), max_tokens=1))
+    assert engine.step() == []
+    [sample] = engine.settle()
+    assert sample.finish_reason == "length" and not engine.has_unfinished and engine.settle() == []
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])

@@ -103,6 +103,18 @@ def test_a_shared_prefix_under_way_is_waited_for(tiny_llama: Path) -> None:
     assert stats.prefix_hits == 3 * 160
 
 
+def test_what_a_score_computed_is_reused(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    score(engine, tokens(100))
+    run(engine, [generate("after", tokens(100))])
+    assert engine.stats().prefix_hits == 96
+    engine = make_engine(tiny_llama)
+    engine.add(ScoreRequest("score", tokens(100)))
+    engine.add(generate("beside", tokens(100), max_tokens=1))
+    drain(engine)
+    assert engine.stats().computed_tokens == 99 + 100 - 96
+
+
 def test_a_sample_depends_on_its_index_not_on_its_group(tiny_llama: Path) -> None:
     engine, prompt = make_engine(tiny_llama), tokens(20)
     many = run(engine, [generate("g", prompt, n=6)])
