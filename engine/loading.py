@@ -92,6 +92,34 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
+def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
+    """What an engine with this configuration is. Raise ConfigError if the model or the memory does not allow it."""
+    model = loaded.model
+    max_model_len = _max_model_len(config, model.config.max_position_embeddings)
+    bytes_per_block = _kv_bytes_per_block(model.config, model.dtype, config.block_size)
+    num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
+    return EngineInfo(
+        model=config.model,
+        architecture=model.config.architecture,
+        device=str(model.device),
+        dtype=loaded.dtype_name,
+        backend=loaded.backend.name,
+        isa=loaded.backend.ops.instruction_set(),
+        backend_note=loaded.backend.note,
+        num_threads=torch.get_num_threads(),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        weight_bytes=model.num_bytes,
+        kv_bytes=num_blocks * bytes_per_block,
+    )
+
+
 def _allocate(config: EngineConfig, find_folder: Callable[[str], Path]) -> LoadedModel:
     """The model with uninitialized weights, and its backend."""
     device = _device(config.device)
@@ -135,34 +163,6 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
             f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {own}; set dtype"
         )
     return own
-
-
-def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
-    """What an engine with this configuration is. Raise ConfigError if the model or the memory does not allow it."""
-    model = loaded.model
-    max_model_len = _max_model_len(config, model.config.max_position_embeddings)
-    bytes_per_block = _kv_bytes_per_block(model.config, model.dtype, config.block_size)
-    num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
-    return EngineInfo(
-        model=config.model,
-        architecture=model.config.architecture,
-        device=str(model.device),
-        dtype=loaded.dtype_name,
-        backend=loaded.backend.name,
-        isa=loaded.backend.ops.instruction_set(),
-        backend_note=loaded.backend.note,
-        num_threads=torch.get_num_threads(),
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        weight_bytes=model.num_bytes,
-        kv_bytes=num_blocks * bytes_per_block,
-    )
 
 
 def _max_model_len(config: EngineConfig, limit: int) -> int:

@@ -5,10 +5,10 @@ scaled_dot_product_attention (SDPA), a decode step of Qwen2.5-7B against the sam
 requests per second of a workload that VeXact published for one H100. Weights are random. A section that fails shows its
 error, the next one is measured all the same, and the exit code is 1; a missed goal is no failure.
 
-Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Weights, and the
-keys and values of decodes, take turns, so that none of them is still in the GPU's cache. "Of memory" is the share of a
-copy's speed, "of limit" that of the longer of two times: for the bytes at a copy's speed, and for the arithmetic at
-that of a large product by cuBLAS.
+Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Several copies
+of the weights, and of the keys and values of decodes, are used in turn, so that none of them is still in the GPU's
+cache. "Of memory" is the share of a copy's speed, "of limit" that of the longer of two times: for the bytes at a copy's
+speed, and for the arithmetic at that of a large product by cuBLAS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import LoadedModel, load_dummy
+from trueroll.engine.loading import load_dummy
 from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, select_backend
 from trueroll.rollout.bench import EngineSystem, Workload
 
@@ -43,8 +43,7 @@ CONFIG = EngineConfig(
 )
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
 # Weights [N, K] of Qwen2.5-7B.
-PRODUCTS = {"q, k, v": (4608, 3584), "o": (3584, 3584), "gate, up": (37888, 3584), "down": (3584, 18944)}
-PRODUCTS["head"] = 152064, 3584
+PRODUCTS = dict(qkv=(4608, 3584), o=(3584, 3584), gate_up=(37888, 3584), down=(3584, 18944), head=(152064, 3584))
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_HEAD_ROWS = 256  # more logits are never in memory at once
 # (sequences, queries of each, tokens of each)
@@ -59,6 +58,7 @@ REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
 REPLAYS = 9
 COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H200
 REPLAY_SECONDS, MOST_CALLS = 3e-3, 500
+load = cache(load_dummy)
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,7 @@ def attention_cost(sequences: int, queries: int, context: int) -> tuple[int, int
 def step_cost(model: Any, sequences: int) -> tuple[int, int]:
     """Of a decode step that reads every weight once, but for an embedding that is not the head."""
     parameters = (model.num_bytes - (model.embed is not model.head) * model.embed.nbytes) // 2
-    flops, num_bytes = attention_cost(sequences, 1, STEP_CONTEXT)
-    layers = model.config.num_layers
+    (flops, num_bytes), layers = attention_cost(sequences, 1, STEP_CONTEXT), model.config.num_layers
     return 2 * sequences * parameters + layers * flops, 2 * parameters + layers * num_bytes
 
 
@@ -137,22 +136,29 @@ def measure_machine() -> Machine:
 
 def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
     """cuBLAS computes plain products; `gate_up` has its norm and activation as well, `lm_head` gives float32 logits."""
-    norm = random(PRODUCTS["gate, up"][1])
-    special = {"gate, up": lambda x, weight: ops.gate_up(x, norm, 1e-6, *weight.chunk(2)), "head": ops.lm_head}
+    norm = random(PRODUCTS["gate_up"][1])
+    special = {"gate_up": lambda x, weight: ops.gate_up(x, norm, 1e-6, *weight.chunk(2)), "head": ops.lm_head}
     for name, shape in PRODUCTS.items():
         weights = [random(*shape) for _ in range(-(-COLD_BYTES // (2 * math.prod(shape))))]
         for rows in (rows for rows in NUM_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
             x, cost = random(rows, shape[1]), product_cost(rows, *shape)
-            inputs = [(x, weight) for weight in weights]
-            times = compare((special.get(name, ops.linear), F.linear), inputs, machine.limit(*cost))
+            times = compare((special.get(name, ops.linear), F.linear), [(x, w) for w in weights], machine.limit(*cost))
             yield product_row(f"{name} {shape[0]}x{shape[1]}", rows, cost, *times, machine)
 
 
 def product_row(name: str, rows: int, cost: tuple[int, int], ours: float, cublas: float, machine: Machine) -> Row:
     of_memory, of_cublas = cost[1] / ours / machine.bandwidth, cublas / ours
-    goal = of_memory >= 0.9 if rows <= 64 else of_cublas >= 0.85 if rows >= 512 else None
     times = {"product": name, "rows": rows, "us": ours * 1e6, "cuBLAS us": cublas * 1e6}
-    return times | machine.rates(ours, *cost) | {"of memory": of_memory, "of cuBLAS": of_cublas, "goal": goal}
+    shares = {"of memory": of_memory, "of cuBLAS": of_cublas, "goal": _product_goal(rows, of_memory, of_cublas)}
+    return times | machine.rates(ours, *cost) | shares
+
+
+def _product_goal(rows: int, of_memory: float, of_cublas: float) -> bool | None:
+    if rows <= 64:
+        return of_memory >= 0.9
+    if rows >= 512:
+        return of_cublas >= 0.85
+    return None
 
 
 def measure_attention(ops: Backend, machine: Machine) -> Iterator[Row]:
@@ -195,11 +201,10 @@ def torch_ops(ops: Backend) -> Any:
     layer than a kernel made for it. For greedy tokens of models without norms of the heads.
     """
 
-    @cache
-    def joined(*weights: Tensor) -> Tensor:
-        return torch.cat(weights)
+    joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 
-    def qkv(x, norm, eps, weights, rotation, k_cache, v_cache, slots):
+    def qkv(x: Tensor, norm: Tensor, eps: float, weights: Any, rotation: Any, *stored: Tensor) -> Tensor:
+        k_cache, v_cache, slots = stored
         kv_heads, size = k_cache.shape[2:]
         bias = joined(*weights.biases) if weights.biases else None
         heads = F.linear(ops.rmsnorm(x, norm, eps), joined(weights.q, weights.k, weights.v), bias)
@@ -209,11 +214,11 @@ def torch_ops(ops: Backend) -> Any:
         v_cache.flatten(0, 1).index_copy_(0, slots, heads[:, -kv_heads:])
         return turned[:, :-kv_heads]
 
-    def gate_up(x, norm, eps, gate, up):
+    def gate_up(x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
         hidden = ops.rmsnorm(x, norm, eps)
         return ops.silu_mul(F.linear(hidden, gate), F.linear(hidden, up))
 
-    def next_tokens(hidden, weight, wanted):
+    def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden[wanted.rows], weight).float()
         best, token_ids = logits.max(-1)
         return token_ids, best - logits.logsumexp(-1), best.isfinite()
@@ -245,7 +250,7 @@ class Step:
 
 
 def measure_steps(ops: Backend, machine: Machine) -> Iterator[Row]:
-    model, both = load().model, (ops, torch_ops(ops))
+    model, both = load(CONFIG).model, (ops, torch_ops(ops))
     try:
         for sequences in STEPS:
             step = Step(model, sequences, STEP_CONTEXT)
@@ -263,15 +268,10 @@ def step_row(sequences: int, ours: float, theirs: float, difference: float, rate
     return times | rates | {"differs by": difference, "times as long": ours / theirs, "goal": ours <= 1.1 * theirs}
 
 
-@cache
-def load() -> LoadedModel:
-    return load_dummy(CONFIG)
-
-
 def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
     """Each speed is the median of three runs after a first one; the prefix cache is empty when a run begins."""
     configs = (CONFIG, CONFIG.model_copy(update={"enable_prefix_caching": False}))
-    systems = [EngineSystem(each, load()) for each in configs]
+    systems = [EngineSystem(each, load(CONFIG)) for each in configs]
     for max_tokens, *published in PUBLISHED:
         workload = Workload("VeXact", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, max_tokens, temperature=0.0)
         runs = [[system(workload).seconds for _ in range(4)][1:] for system in systems]
@@ -313,15 +313,14 @@ def show(name: str, value: Any) -> str:
 def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list[Row], bool]:
     """Prints the rows of a section; returns them, and whether it was measured to its end."""
     measured: list[Row] = []
+    failure = ""
     try:
-        for row in rows:
-            measured.append(row)
+        measured.extend(rows)  # keeps those before a failure
     except Exception:
         console.print_exception()
-        console.print(make_table(f"FAILED: {title}", measured))
-        return measured, False
-    console.print(make_table(title, measured))
-    return measured, True
+        failure = "FAILED: "
+    console.print(make_table(failure + title, measured))
+    return measured, not failure
 
 
 @torch.inference_mode()
@@ -338,7 +337,8 @@ def main() -> None:
     report: dict[str, Any] = {"machine": asdict(machine), "sections": {}, "failed": []}
     for title, section in SECTIONS.items():
         report["sections"][title], is_whole = run_section(title, section(ops, machine), console)
-        report["failed"] += [] if is_whole else [title]
+        if not is_whole:
+            report["failed"].append(title)
         if file is not None:
             file.write_text(json.dumps(report, indent=2))
     if report["failed"]:

@@ -4,16 +4,19 @@ Calls every op at the sizes of several models and at many numbers of rows, on te
 recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes there.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, groupby
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +30,7 @@ from trueroll.kernels.triton.launch import PINNED, Launch, recording
 CAPABILITIES = (80, 90, 100)
 ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1})
 CONTEXT = 40_000
+NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def record(names: Iterable[str]) -> list[Launch]:
     return sorted(dict.fromkeys(launches), key=lambda launch: name_of(launch.kernel))
 
 
-def name_of(kernel) -> str:
+def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__.rsplit('.', 1)[1]}.{kernel.fn.__name__}"
 
 
@@ -84,7 +88,7 @@ class Calls:
             self.attention([rows])
         self.attention([1] * 8, torch.empty(8, dtype=torch.int64, device="meta"))
 
-    def weight(self, rows: int, columns: int):
+    def weight(self, rows: int, columns: int) -> torch.Tensor:
         return backend.new_weight(rows, columns, self.empty)
 
     def products(self, rows: int) -> None:
@@ -207,9 +211,6 @@ def compile_for(capability: int, launch: Launch) -> Compiled:
     )
 
 
-NUMBERS = {"i32": 16, "fp32": 1.0}
-
-
 def resources(cubin: bytes) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -246,14 +247,15 @@ def along_axis_0(layout: str) -> str:
     return re.sub(r"\[[\d, ]+\]", lambda match: str([n for n in json.loads(match[0]) if n]), first)
 
 
+JOBS: list[tuple[int, Launch]] = []
+
+
 def compile_all(launches: list[Launch]) -> list[Compiled]:
     """In two processes, for all targets."""
     jobs = [(capability, launch) for launch in launches for capability in CAPABILITIES]
+    # Kernels cannot be pickled: the processes inherit the jobs.
     with get_context("fork").Pool(2, initializer=JOBS.extend, initargs=(jobs,)) as pool:
         return pool.map(compile_job, range(len(jobs)), chunksize=1)
-
-
-JOBS: list[tuple[int, Launch]] = []
 
 
 def compile_job(index: int) -> Compiled:
@@ -281,12 +283,18 @@ def cell(compiled: Compiled) -> str:
     return f"{compiled.registers} regs{spilled}, {compiled.shared / 1024:.0f} KB{tiles}"
 
 
-def main(output: str = "") -> None:
-    if output == "--json":
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Compiles the Triton kernels for GPUs and prints what they take there."
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print every launch of every model as JSON, not a table of one model"
+    )
+    if parser.parse_args().json:
         print(json.dumps([asdict(compiled) for compiled in compile_all(record(MODELS))]))
     else:
         print_table(compile_all(record(["Qwen2.5-7B"])))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -5,8 +5,9 @@ accumulation. It does not depend on how many rows share the call, which row it i
 prompt was cut into chunks, the block size of the cache, or the number of threads. Equality means equal bits.
 
 - Matrix products accumulate over K in one order for every number of rows.
-- Attention reads keys and values back from the paged cache, as stored. It cuts the key axis at absolute multiples of
-  `KV_SPLIT`, reduces each split in one order and folds the splits from left to right, in prefill and decode alike.
+- Attention reads keys and values back from the paged cache, as stored. It cuts the key axis at absolute multiples of a
+  length that each backend fixes, reduces each split in one order and folds the splits from left to right, in prefill
+  and decode alike.
 - Reductions and elementwise functions have no path that depends on a row's place in memory.
 - Ties go to the lower vocabulary id.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
@@ -26,7 +27,7 @@ from typing import Protocol, Self, cast
 import torch
 from torch import Tensor
 
-KV_SPLIT = 128
+KV_SPLIT = 128  # of reference and cpu; triton has its own
 BACKENDS = ("cpu", "triton", "reference")
 
 
@@ -259,7 +260,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     instruction set that this machine does not have.
     """
     if name not in ("auto", *BACKENDS):
-        raise ValueError(f"backend: expected auto, {', '.join(BACKENDS)}, found {name!r}")
+        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, found {name!r}")
     fastest = "cpu" if device.type == "cpu" else "triton"
     wanted = fastest if name == "auto" else name
     if wanted == "reference":

@@ -33,14 +33,16 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM compute with the ops of `backend`:
-    `auto` (the fastest that serves it), `cpu` or `reference`.
+    `auto` (the fastest that serves it), `cpu`, `triton` or `reference`.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
     Raise ValueError for a model that is aligned already, or that the ops do not compute.
     """
     _check_model(model)
     head_dim, weight = model.model.layers[0].self_attn.head_dim, model.lm_head.weight
-    _select_backend(backend, weight.device, weight.dtype, head_dim)
+    # Under autocast float32 parameters compute in 16 bits: what serves the forward pass is known only there.
+    dtype = torch.bfloat16 if backend == "triton" and weight.dtype == torch.float32 else weight.dtype
+    _select_backend(backend, weight.device, dtype, head_dim)
     for module, forward in _parts(model):
         module.__class__ = _aligned_class(type(module), forward, backend, head_dim)
 

@@ -225,7 +225,7 @@ def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict
 
 def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, str]:
     return {
-        "model": config.model + " with random weights" * plan.dummy_weights,
+        "model": f"{config.model} with random weights" if plan.dummy_weights else config.model,
         "dtype": loaded.dtype_name,
         "device": str(loaded.model.device),
         "backend": f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})",

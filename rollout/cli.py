@@ -268,7 +268,15 @@ def bench(
     workloads = [each for name in workload for each in WORKLOADS[name.value]]
     caches = {"on": (True,), "off": (False,), "both": (True, False)}[cache]
     config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads)
-    run_bench(config, Plan(workloads, caches, compare == "hf", json, plot, dummy_weights is not None), Console())
+    plan = Plan(
+        workloads=workloads,
+        caches=caches,
+        with_hf=compare == "hf",
+        json_file=json,
+        plot_file=plot,
+        dummy_weights=dummy_weights is not None,
+    )
+    run_bench(config, plan, Console())
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
@@ -277,8 +285,7 @@ def _check_one_model(model: str | None, dummy_weights: str | None, compare: str 
         raise typer.BadParameter(f"expected MODEL or --dummy-weights, found {model} and {dummy_weights}; leave one out")
     if dummy_weights is not None and compare is not None:
         raise typer.BadParameter(
-            "expected --compare hf with a MODEL, found it with --dummy-weights; random weights are made for the engine "
-            "alone"
+            "expected --compare hf with a MODEL, found it with --dummy-weights; name a MODEL or leave --compare out"
         )
     if name := model or dummy_weights:
         return name

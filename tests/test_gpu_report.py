@@ -129,7 +129,7 @@ def on_a_cpu(report: ModuleType, tiny_qwen2: Path, monkeypatch: pytest.MonkeyPat
         seconds_of=seconds_of,
         measure_machine=lambda: report.Machine("no GPU", 1e9, 1e9),
         select_backend=lambda *_: SelectedBackend("reference", reference, ""),  # type: ignore[arg-type]
-        PRODUCTS={"o": (64, 48), "gate, up": (64, 48), "head": (512, 48)},
+        PRODUCTS={"o": (64, 48), "gate_up": (64, 48), "head": (512, 48)},
         NUM_ROWS=(1, 256, 512),
         COLD_BYTES=2**14,
         DECODES=((2, 1, 32),),
@@ -158,7 +158,7 @@ def test_every_section_is_measured_and_written(
     assert written["failed"] == [] and [len(rows) for rows in written["sections"].values()] == [8, 2, 2, 1]
     assert all(title[:20] in text for title in written["sections"])
     products, attention, steps, workloads = written["sections"].values()
-    assert {row["product"] for row in products} == {"o 64x48", "gate, up 64x48", "head 512x48"}
+    assert {row["product"] for row in products} == {"o 64x48", "gate_up 64x48", "head 512x48"}
     assert all(row["of cuBLAS"] == 1.0 for row in products) and all(row["of SDPA"] == 1.0 for row in attention)
     assert all(row["times as long"] == 1.0 and 0 < row["differs by"] < 0.03 for row in steps)
     assert workloads[0]["requests/s"] > 0 and workloads[0]["cache off"] > 0
@@ -166,13 +166,13 @@ def test_every_section_is_measured_and_written(
 
 def test_steps_that_fail_leave_the_model_to_its_own_ops(on_a_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
-        assert on_a_cpu.load().model.ops is not reference, "the other system ran last"
+        assert on_a_cpu.load(on_a_cpu.CONFIG).model.ops is not reference, "the other system ran last"
         raise RuntimeError
 
     monkeypatch.setattr(on_a_cpu, "step_row", fail)
     with pytest.raises(RuntimeError):
         list(on_a_cpu.measure_steps(reference, on_a_cpu.measure_machine()))
-    assert on_a_cpu.load().model.ops is reference
+    assert on_a_cpu.load(on_a_cpu.CONFIG).model.ops is reference
 
 
 def test_a_section_that_fails_does_not_end_the_others(

@@ -35,10 +35,11 @@ def find_config(name: str) -> Path:
 
 
 def fill_randomly(weights: Mapping[str, Weight], device: torch.device) -> None:
-    """Overwrite weights, by their Hugging Face names: norms with 1, the others with normal numbers, 0 on average.
+    """Overwrites weights, by their Hugging Face names: norms with 1, the others with normally distributed numbers of
+    mean 0.
 
-    Their deviation is 1 / sqrt(columns), so that a product of rows of unit variance has unit variance. They are drawn
-    on `device`, one tensor at a time.
+    Their standard deviation is 1 / sqrt(size of the last axis), so that a product of rows of unit variance has unit
+    variance. They are drawn on `device`, one tensor at a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():

@@ -118,6 +118,10 @@ def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> No
     token_log_probs(model, ids[None], temperature=TEMPERATURE).sum().backward()
     gradients = [p.grad for p in model.parameters()]
     assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
+    masters = trainer_model(folder, "float32")
+    align(masters, "triton")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert count_differences(packed(masters, rollout), rollout) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.loading import LoadedModel, load_dummy, load_model
 from trueroll.engine.models.dummy import find_config
-from trueroll.engine.request import GenerateRequest, Tag
+from trueroll.engine.request import Distribution, Request, ScoreRequest, Tag
+from trueroll.engine.sequence import Chunk
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import verify
 
@@ -81,7 +84,58 @@ def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
     assert replays == []
 
 
-def all_bits(engine: Engine, requests: list[GenerateRequest]) -> dict[tuple[str, int], tuple[bytes, bytes]]:
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """While it lasts, what waits for the device raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def kinds_of(chunks: list[Chunk]) -> set[str]:
+    """What a step computes, of the kinds whose launches differ."""
+    decodes = [chunk for chunk in chunks if chunk.start >= chunk.sequence.num_prompt_tokens]
+    drawing = [sample.request.params for c in chunks if c.reaches_end for sample in c.sequence.samples]
+    found = {
+        "mixed": 0 < len(decodes) < len(chunks),
+        "filters": any(params.has_filters for params in drawing),
+        "score": any(chunk.sequence.scores for chunk in chunks),
+    }
+    return {kind for kind, is_there in found.items() if is_there}
+
+
+def test_a_step_is_queued_without_waiting_for_the_device(
+    two_layers: Path, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(two_layers, max_num_batched_tokens=64)
+    engine = Engine(config, load_dummy(config))
+    requests = [
+        generate("plain", tokens(20), temperature=1.0, max_tokens=12),
+        generate("filters", tokens(20, seed=1), temperature=1.0, top_k=5, top_p=0.9, max_tokens=4),
+        generate("group", tokens(150, seed=2), n=2),
+        ScoreRequest("score", tokens(100, seed=3), Distribution()),
+    ]
+    expected = all_bits(engine, requests)  # compiles kernels and captures graphs
+    engine.invalidate_prefix_cache()
+    replays.clear()
+    kinds: set[str] = set()
+    launch: Callable[[list[Chunk]], object] = engine._launch
+
+    def launch_without_waiting(chunks: list[Chunk]) -> object:
+        kinds.update(kinds_of(chunks))
+        with no_waiting():
+            return launch(chunks)
+
+    monkeypatch.setattr(engine, "_launch", launch_without_waiting)
+    assert all_bits(engine, requests) == expected
+    assert kinds == {"mixed", "filters", "score"} and replays, "all kinds of steps ran"
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        torch.ones(1, device=DEVICE).item()
+
+
+def all_bits(engine: Engine, requests: Sequence[Request]) -> dict[tuple[str, int], tuple[bytes, bytes]]:
     return {key: bits(sample) for key, sample in run(engine, requests).items()}
 
 

@@ -488,7 +488,7 @@ def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
     with pytest.raises(ValueError, match="expected one of LlamaForCausalLM.*found GPT2LMHeadModel"):
         align(transformers.GPT2LMHeadModel(config))
     model = load(tiny_llama)
-    with pytest.raises(ValueError, match="backend: expected auto, cpu, triton, reference, found 'gpu'"):
+    with pytest.raises(ValueError, match="backend: expected one of auto, cpu, triton, reference, found 'gpu'"):
         align(model, "gpu")
     with pytest.raises(ValueError, match="call align"):
         token_log_probs(model, IDS)

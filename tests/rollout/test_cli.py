@@ -156,9 +156,10 @@ def test_bench_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ["bench", "m", "--workload", "single", "--cache", "off", "--compare", "hf", "--plot", "speed.png"]
     assert CliRunner().invoke(cli.app, asked).exit_code == 0
     assert CliRunner().invoke(cli.app, ["bench", "m"]).exit_code == 0
-    assert plans[0] == bench.Plan([*bench.WORKLOADS["single"]], (False,), True, None, Path("speed.png"))
+    single = [*bench.WORKLOADS["single"]]
+    assert plans[0] == bench.Plan(single, caches=(False,), with_hf=True, plot_file=Path("speed.png"))
     every = [workload for workloads in bench.WORKLOADS.values() for workload in workloads]
-    assert plans[1] == bench.Plan(every, (True, False), False, None, None)
+    assert plans[1] == bench.Plan(every, caches=(True, False))
 
 
 def test_bench_takes_a_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +175,10 @@ def test_bench_takes_a_configuration_alone(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ((), "expected MODEL or --dummy-weights CONFIG, found neither"),
         (("m", "--dummy-weights", "qwen3-0.6b"), "expected MODEL or --dummy-weights, found m and qwen3-0.6b"),
-        (("--dummy-weights", "qwen3-0.6b", "--compare", "hf"), "expected --compare hf with a MODEL"),
+        (
+            ("--dummy-weights", "qwen3-0.6b", "--compare", "hf"),
+            "expected --compare hf with a MODEL, found it with --dummy-weights; name a MODEL or leave --compare out",
+        ),
     ],
 )
 def test_bench_takes_one_model(arguments: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch) -> None:
