@@ -1,9 +1,10 @@
 """Kernels for NVIDIA GPUs, written in Triton.
 
-Tokens lie on the N side of every matrix instruction; weights, keys and values on its M side. The tile of the M side and
-the step along K are fixed, the tile of the N side follows the number of rows, and no bit depends on it.
+Tokens lie on the N side of every matrix instruction; weights, keys and values on its M side. An instruction takes 16
+columns of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is
+always the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either.
 
-`launch` pins every setting of the compiler that could change a bit; `products`, `attention`, `rows` and `head` hold the
+`launch` pins the settings of the compiler that change bits; `products`, `attention`, `rows` and `head` hold the
 kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's
 interpreter, for tests.
 """
@@ -23,13 +24,21 @@ def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"Triton kernels expect bfloat16 or float16, found {str(dtype).removeprefix('torch.')}; set dtype"
     if head_dim % 2 or head_dim > MOST_HEAD_DIM:
-        return f"Triton kernels expect an even head size up to {MOST_HEAD_DIM}, found {head_dim}"
+        expected = f"an even head size up to {MOST_HEAD_DIM}"
+        return f"Triton kernels expect {expected}, found {head_dim}; use the backend reference"
     if device.type == "cpu":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-        return "" if interpreted else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
+        return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:
         return f"Triton kernels expect an NVIDIA GPU, found {device}; use the backend reference"
+    if is_interpreted():
+        return f"interpreted Triton kernels expect a CPU, found {device}; unset TRITON_INTERPRET"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        return f"Triton kernels expect compute capability 8.0 or later, found {'.'.join(map(str, capability))}"
+        least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
+        return f"Triton kernels expect compute capability {least} or later, found {found}; use the backend reference"
     return ""
+
+
+def is_interpreted() -> bool:
+    """Whether kernels that this process makes run in Triton's interpreter, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -28,20 +28,17 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..ops import AttentionBatch
-from .launch import aligned, exact_jit, launch
+from .launch import aligned, device_function, exact_jit, launch
 
 KEYS = 64
 PARTITION = 512
 DECODE_PROGRAMS = 2048  # several for each multiprocessor of a large GPU
 WARPS, STAGES = 4, 3
 LOG2_E = 1.4426950408889634
-
-_jit: Any = triton.jit  # for functions that kernels call; by its own type such a call would never return
 
 
 class _Plan(NamedTuple):
@@ -68,12 +65,13 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
     out = torch.empty_like(q)
     if batch.lens is not None:
         lens = aligned(batch.lens)
-        unlisted = _Plan(lens, lens, lens, lens, max(batch.context_lens))  # of its tensors only `lens` is read
-        _decode(q, caches, tables, unlisted, scale, out, listed=False)
+        # Where sequences are not listed, the kernels read only the last of the three places.
+        _decode(q, caches, tables, (lens, lens, lens), max(batch.context_lens), scale, out, listed=False)
         return out
     rows_per_query, tile_rows = q.shape[1] // k_cache.shape[2], _tile_rows(q.shape[2])
     plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, tile_rows, q.device)
-    _decode(q, caches, tables, plan, scale, out, listed=True)
+    places = plan.decodes, plan.starts, plan.lens
+    _decode(q, caches, tables, places, plan.longest, scale, out, listed=True)
     _prefill(q, caches, tables, plan, scale, out)
     return out
 
@@ -82,7 +80,9 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 def _plan(
     starts: tuple[int, ...], lens: tuple[int, ...], rows_per_query: int, tile_rows: int, device: torch.device
 ) -> _Plan:
-    """The plan of a batch, made once for all layers. Of a sequence, the tiles that see the most keys come first."""
+    """The plan of a batch, made once for all layers, which run on one stream. Of a sequence, the tiles that see the most
+    keys come first.
+    """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     tile_counts = [-(-count * rows_per_query // tile_rows) if count > 1 else 0 for count in queries]
     tiles = [(i, tile) for i, count in enumerate(tile_counts) for tile in reversed(range(count))]
@@ -102,14 +102,23 @@ def _to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _decode(
-    q: Tensor, caches: tuple[Tensor, Tensor], tables: Tensor, plan: _Plan, scale: float, out: Tensor, listed: bool
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    tables: Tensor,
+    places: tuple[Tensor, Tensor, Tensor],
+    longest: int,
+    scale: float,
+    out: Tensor,
+    listed: bool,
 ) -> None:
-    """Computes the sequences of `plan.decodes`, or if they are not listed, query i from sequence i for all."""
-    kv_heads, count, partitions = caches[0].shape[2], len(plan.decodes), -(-plan.longest // PARTITION)
+    """Computes the sequences that `places` lists, or if they are not listed, query i from sequence i for all.
+
+    `places`: `decodes`, `starts` and `lens` of a plan. `longest`: the most tokens that such a sequence may have.
+    """
+    kv_heads, count, partitions = caches[0].shape[2], len(places[0]), -(-longest // PARTITION)
     group = q.shape[1] // kv_heads
     peaks = q.new_empty((count, kv_heads, partitions, group), dtype=torch.float32)
     parts = peaks, torch.empty_like(peaks), q.new_empty((*peaks.shape, q.shape[2]), dtype=torch.float32)
-    places = plan.decodes, plan.starts, plan.lens
     shapes = _shapes(q, kv_heads, max(16, _power_of_2(group)))
     grid = count, kv_heads, min(partitions, -(-DECODE_PROGRAMS // max(1, count * kv_heads)))
     args = q, *caches, tables, *places, *parts, tables.shape[1], partitions, scale * LOG2_E
@@ -259,7 +268,7 @@ def _prefill_kernel(
     tl.store(out_ptr + head[None, :] * D + d[:, None], _mean(total, out), mask=real)
 
 
-@_jit
+@device_function
 def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
     """(sequence, its only query, context length) of the i-th sequence that decodes."""
     sequence = i
@@ -270,7 +279,7 @@ def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
     return sequence, query, tl.load(lens_ptr + sequence).to(tl.int32)
 
 
-@_jit
+@device_function
 def _partition(
     q,
     position,
@@ -305,19 +314,19 @@ def _partition(
     return peak, total, out
 
 
-@_jit
+@device_function
 def _fresh(SIZE: tl.constexpr, ROWS: tl.constexpr):
     """The partial softmax over no key: the highest score, the sum of weights, and that of weighted values."""
     return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([SIZE, ROWS], tl.float32)
 
 
-@_jit
+@device_function
 def _scores(q, k, visible, scale):
     """Scores [KEYS, ROWS] of keys k [KEYS, SIZE] in powers of 2."""
     return tl.where(visible, tl.dot(k, q) * scale, -float("inf"))
 
 
-@_jit
+@device_function
 def _add_tile(peak, total, out, scores, v):
     """A partial softmax with the keys of a tile added, their values v [SIZE, KEYS].
 
@@ -330,7 +339,7 @@ def _add_tile(peak, total, out, scores, v):
     return highest, total * kept + tl.sum(weights, axis=0), tl.dot(v, weights.to(v.dtype), out * kept[None, :])
 
 
-@_jit
+@device_function
 def _fold(left_peak, left_total, left_out, peak, total, out):
     """Two partial softmaxes as one."""
     highest = tl.maximum(left_peak, peak, propagate_nan=tl.PropagateNan.ALL)
@@ -343,13 +352,13 @@ def _fold(left_peak, left_total, left_out, peak, total, out):
     )
 
 
-@_jit
+@device_function
 def _base(peak):
     """What scores are taken relative to: the highest, or 0 where no key was seen, since -inf less -inf is NaN."""
     return tl.where(peak == -float("inf"), 0.0, peak)
 
 
-@_jit
+@device_function
 def _mean(total, out):
     """The weighted mean of the values [SIZE, ROWS]. -0 and 0 both become 0."""
     return out / total[None, :] + 0.0

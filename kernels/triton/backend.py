@@ -8,7 +8,6 @@ on the host, and no shape depends on what a tensor holds, so a CUDA graph can ho
 
 from __future__ import annotations
 
-import os
 from typing import cast
 
 import torch
@@ -18,7 +17,7 @@ from ..ops import Qkv
 from ..reference import embedding as embedding
 from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation
-from . import products
+from . import is_interpreted, products
 from .attention import paged_attention as paged_attention
 from .head import filter_logits as filter_logits
 from .head import log_probs as log_probs
@@ -40,7 +39,7 @@ def instruction_set() -> str:
 
 
 def _processor() -> str:
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         return "interpreter"
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"

@@ -1,10 +1,10 @@
 """From hidden states to tokens and their log-probs, and the filters of a distribution.
 
 Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
-Does not own the product that the logits are (products.py).
+Does not own the product that gives the logits (products.py).
 
 `log_probs`, `sample` and `next_tokens` run the same two kernels, compiled alike for any number of rows, so their bits
-agree. The first cuts each row at absolute multiples of SECTION and reduces a section to what the second joins: the
+agree. The first cuts each row at absolute multiples of SECTION and reduces a section to what the second folds: the
 highest logit, the sum of exponentials below it, and the best token. A NaN logit makes the sum NaN, and so the log-prob
 of every token of its row. Nothing here reads a value on the host.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops import SAMPLE, Wanted
-from .launch import aligned, exact_jit, launch
+from .launch import aligned, device_function, exact_jit, launch
 from .products import lm_head
 
 LOGITS_ROWS = 256
@@ -57,27 +57,28 @@ def _choose(
     draws = aligned(seeds), aligned(positions)
     peaks, totals, bests = (logits.new_empty(rows, sections) for _ in range(3))
     parts = peaks, totals, bests, torch.empty_like(bests, dtype=torch.int32)
-    launch(_reduce_section, (rows, sections), *asked, *draws, *parts, warps=4, V=vocab_size, SECTION=SECTION)
+    launch(_reduce_section_kernel, (rows, sections), *asked, *draws, *parts, warps=4, V=vocab_size, SECTION=SECTION)
     out = torch.empty_like(targets), torch.empty_like(temperatures), torch.empty_like(raw)
     span = triton.next_power_of_2(sections)
-    launch(_join_sections, (rows,), *asked, *parts, *out, warps=1, V=vocab_size, SECTIONS=sections, SPAN=span)
+    launch(_fold_sections_kernel, (rows,), *asked, *parts, *out, warps=1, V=vocab_size, SECTIONS=sections, SPAN=span)
     return out
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """torch's sort and scatter only move data; what is summed, and so rounded, is in `_count_kept`."""
+    """torch's sort and scatter only move data; what is summed, and so rounded, is in `_count_kept_kernel`."""
     rows, vocab_size = logits.shape
     ordered, ids = torch.sort(logits.contiguous(), dim=-1, descending=True, stable=True)
     kept = torch.empty_like(top_k)
     filters = (aligned(x) for x in (top_k, top_p, min_p))
-    launch(_count_kept, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
+    launch(_count_kept_kernel, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
     ranks = torch.arange(vocab_size, device=logits.device)
     dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
-    return logits.masked_fill(dropped, -torch.inf)
+    # Where a sort puts NaN depends on its sign.
+    return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
 @exact_jit
-def _reduce_section(
+def _reduce_section_kernel(
     logits_ptr: tl.tensor,
     targets_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
@@ -91,7 +92,7 @@ def _reduce_section(
     V: tl.constexpr,
     SECTION: tl.constexpr,
 ) -> None:
-    """One section of one row: the parts that `_join_sections` reads.
+    """One section of one row: the parts that `_fold_sections_kernel` reads.
 
     `peaks`, `totals`: the highest logit of the log-prob's distribution, the sum of exp(logit - peak). `bests`,
     `best_ids`: the highest of what the token is chosen by, and the lowest id that has it. NaN counts as the highest.
@@ -117,7 +118,7 @@ def _reduce_section(
 
 
 @exact_jit
-def _join_sections(
+def _fold_sections_kernel(
     logits_ptr: tl.tensor,
     targets_ptr: tl.tensor,
     temperatures_ptr: tl.tensor,
@@ -156,7 +157,7 @@ def _join_sections(
 
 
 @exact_jit
-def _count_kept(
+def _count_kept_kernel(
     ordered_ptr: tl.tensor,
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
@@ -165,7 +166,7 @@ def _count_kept(
     V: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """How many of a row's logits stay, which come in falling order, NaN first. A row with NaN keeps all.
+    """How many of a row's logits stay, which come in falling order; of no meaning for a row with NaN.
 
     The first that a filter drops takes all behind it along, so that rounding leaves no hole.
     """
@@ -183,10 +184,10 @@ def _count_kept(
         stays = (before + (tl.cumsum(weights, 0) - weights) < bound) & (weights >= min_p)
         kept = tl.minimum(kept, tl.min(tl.where(stays, V, start + tl.arange(0, TILE)), 0))
         before += tl.sum(weights, 0)
-    tl.store(kept_ptr + row, tl.where(best != best, V, tl.maximum(kept, 1)))
+    tl.store(kept_ptr + row, tl.maximum(kept, 1))
 
 
-@triton.jit
+@device_function
 def _weights(
     row_ptr: tl.tensor, start: tl.tensor, best: tl.tensor, limit: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
@@ -196,7 +197,7 @@ def _weights(
     return tl.where(ranks < limit, tl.exp(logits - best), 0.0)
 
 
-@triton.jit
+@device_function
 def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
     """Random words, uint32 [COUNT], of the ids from 4 * counter on: those of `reference.philox`."""
     counters = counter + tl.arange(0, COUNT // 4)
@@ -205,26 +206,26 @@ def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT
     return tl.interleave(tl.interleave(words[0], words[2]), tl.interleave(words[1], words[3]))
 
 
-@triton.jit
+@device_function
 def gumbel_noise(words: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of random words, as `reference` defines it."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     return -tl.log(-_log1p(-uniform))
 
 
-@triton.jit
+@device_function
 def _log1p(x: tl.tensor) -> tl.tensor:
     """log(1 + x): the logarithm of the rounded sum, and to first order what rounding took from the sum."""
     rounded = 1.0 + x
     return tl.log(rounded) + (x - (rounded - 1.0)) / rounded
 
 
-@triton.jit
+@device_function
 def _nan_as_highest(x: tl.tensor) -> tl.tensor:
     return tl.where(x != x, float("inf"), x)
 
 
-@triton.jit
+@device_function
 def _zero_if_none(peak: tl.tensor) -> tl.tensor:
     """What to take from logits: their peak, or 0 where all are -inf, so that exp gives 0 and not NaN."""
     return tl.where(peak == -float("inf"), 0.0, peak)

@@ -1,24 +1,30 @@
-"""How kernels are compiled and launched, with every setting that could change a bit pinned.
+"""How kernels are compiled and launched, with the settings that change bits pinned.
 
 The order of a sum follows the layout of its tile, and the compiler chooses layouts by what it knows of a kernel's
 arguments. So it is told the same each time: pointers are multiples of 16 bytes (checked at each launch), numbers are
-known by their type alone, and what a layout may depend on is a constant of the kernel.
+known by their type alone, and what a layout may depend on is a constant of the kernel. What the environment can change
+in the compiler all the same, `describe_settings` reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia.compiler import CUDAOptions
+from triton.compiler.compiler import get_cache_invalidating_env_vars
 from triton.runtime.interpreter import InterpretedFunction
 
 ALIGNMENT = 16
+_TOOLS = ("TRITON_LIBDEVICE_PATH", "TRITON_PTXAS_PATH", "TRITON_KERNEL_OVERRIDE")
 _TYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -40,6 +46,17 @@ class Launch:
     stages: int
 
 
+def _pinned() -> dict[str, Any]:
+    """Compiler options that change bits, which the environment could set.
+
+    A version of Triton without one of them always behaves so.
+    """
+    wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
+    return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
+
+
+PINNED = _pinned()
+device_function: Any = triton.jit  # the type checker takes a call of a triton.jit function for NoReturn
 _recorded: list[Launch] | None = None
 
 
@@ -53,8 +70,8 @@ def exact_jit(function: Callable[..., None]) -> Any:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
     """Runs a kernel of `exact_jit` on a grid of programs, or nothing if the grid is empty.
 
-    `args`: contiguous tensors, ints below 2**31 and floats, in the kernel's order; `constants`: its `tl.constexpr`.
-    Raise ValueError for a tensor that does not begin at a multiple of 16 bytes.
+    `args`: tensors, ints below 2**31 and floats, in the kernel's order; `constants`: its `tl.constexpr`. Raise
+    ValueError for a tensor that is not contiguous or does not begin at a multiple of 16 bytes.
     """
     if 0 in grid:
         return
@@ -64,16 +81,29 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
         _recorded.append(Launch(kernel, types, tuple(constants.items()), warps, stages))
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    for tensor in tensors:
-        if tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(
-                f"launch: expected tensors at multiples of {ALIGNMENT} bytes, found {tensor.data_ptr():#x}"
-            )
-    if is_interpreted(kernel):
+    _check_places(tensors)
+    if isinstance(kernel, InterpretedFunction):
         kernel[grid](*args, **constants)
         return
-    with torch.cuda.device(tensors[0].device):  # Triton takes the current one
-        kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, **PINNED)
+    device = tensors[0].device
+    with torch.cuda.device(device):  # Triton takes the current one
+        kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, arch=_architecture(device), **PINNED)
+
+
+def _check_places(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
+            raise ValueError(
+                f"launch: expected contiguous tensors at multiples of {ALIGNMENT} bytes, found one with strides "
+                f"{tensor.stride()} at {tensor.data_ptr():#x}; pass it through `aligned`"
+            )
+
+
+@cache
+def _architecture(device: torch.device) -> str:
+    """What kernels are compiled for, whatever TRITON_OVERRIDE_ARCH says."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -93,26 +123,12 @@ def recording() -> Iterator[list[Launch]]:
         _recorded = None
 
 
-def is_interpreted(kernel: Any) -> bool:
-    """Whether the kernel was made under TRITON_INTERPRET=1, so that it runs on a CPU, slowly."""
-    return isinstance(kernel, InterpretedFunction)
-
-
-def _pinned() -> dict[str, Any]:
-    """Compiler options that change bits, which the environment could set; a version that lacks one has it built in."""
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
-    return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
-
-
-PINNED = _pinned()
-
-
 def describe_settings() -> str:
-    """The version of Triton and the pinned options, for logs and health."""
-    options = ", ".join(f"{name}={value!r}" for name, value in PINNED.items())
-    return f"triton {triton.__version__}, {options}"
+    """The version of Triton, the pinned options, and what is set in the environment for its compiler; for health."""
+    settings = [f"{name}={value!r}" for name, value in PINNED.items()]
+    settings += [f"{name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items())]
+    settings += [f"{name}={os.environ[name]}" for name in _TOOLS if name in os.environ]
+    return ", ".join((f"triton {triton.__version__}", *settings))
 
 
 def _type(arg: Any) -> str:

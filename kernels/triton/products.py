@@ -1,17 +1,17 @@
 """Products of tokens with weights, whose bits do not depend on the number of tokens.
 
-An element of a product is the sum over K of a weight row times a token. K is cut into pieces by the shape of the weight
-alone (`k_splits`). A piece is summed from zero in ascending order by one chain of matrix instructions of 16 columns
-each, and the sums of the pieces are added to +0.0 in ascending order. All else may follow the number of tokens, because
-no element's order of additions depends on it: the tile of a program, the columns it loads at a time, and whether one
-program sums all pieces of its tile or each piece has a program of its own, which writes its sum ("part") to a
-workspace. Features lie on the M side of the instruction, where it always takes 64 of them (sm_80: 16), tokens on the N
-side, where it takes what the tile has.
+An element of a product is the sum over K of a weight row times a token. K is cut into pieces (split-K) by the shape of
+the weight alone (`k_splits`). A piece is summed from zero in ascending order by one chain of matrix instructions of 16
+columns each, and the sums of the pieces are added to +0.0 in ascending order. All else may follow the number of tokens,
+because no element's order of additions depends on it: the tile of a program, the columns it loads at a time, and
+whether one program sums all pieces of its tile or each piece has a program of its own, which writes its sum ("part") to
+a workspace. Features lie on the M side of the instruction, where it takes 64 of them (sm_80: 16, sm_100: 64 or 128, as
+many as the tile allows), tokens on the N side, where it takes what the tile has.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if both are. So to add a part of
 +0.0 changes no bit, and weights with fewer pieces than others beside them have such parts.
 
-Owns: the cut of K, the tiles of all products, and the steps that a product is at once finished with. Does not own:
+Owns: the cut of K, the tiles of all products, and the epilogues of products: bias, residual, SiLU. Does not own:
 norms, and what follows the products of q, k and v. Activations are copied if `launch` could not take them; weights must
 be contiguous and begin at a multiple of 16 bytes.
 
@@ -30,14 +30,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import ALIGNMENT, aligned, exact_jit, launch
+from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
 
 
 class Tile(NamedTuple):
@@ -71,7 +70,7 @@ CUT_PAIR_TILES = PAIR_TILES[:4]
 NARROW_TILE = Tile(64, 32, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 FOLD_COLUMNS = 1024
 _PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
-_ABREAST = tl.constexpr(8)  # token tiles
+_SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 
 
@@ -85,12 +84,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     All tensors share one dtype, bfloat16 or float16.
     """
-    return _linear(x, weight, "none", x) if bias is None else _linear(x, weight, "bias", bias)
+    if bias is None:
+        return _linear(x, weight, "none", x, x.dtype)
+    return _linear(x, weight, "bias", bias, x.dtype)
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """linear(x, weight) + residual [M, N], rounded twice: [M, N]."""
-    return _linear(x, weight, "residual", residual)
+    return _linear(x, weight, "residual", residual, x.dtype)
 
 
 def gate_up(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -98,16 +99,16 @@ def gate_up(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     hidden = aligned(hidden)
     out = hidden.new_empty(len(hidden), len(gate))
     if _apart(hidden, (gate, up)):
-        _launch_fold(_fold_gate_up_kernel, _parts(hidden, (gate, up), apart=True), out)
+        _launch_fold(_fold_gate_up_kernel, _parts(hidden, (gate, up)), out)
     else:
         tiles = PAIR_TILES if k_splits(*gate.shape) == 1 else CUT_PAIR_TILES
-        _launch_whole(_gate_up_kernel, tiles, (gate, up), hidden, gate, up, out)
+        _launch_whole(_gate_up_kernel, tiles, hidden, (gate, up), out)
     return out
 
 
 def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
     """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
-    return _parts(aligned(hidden), (weight,), apart=False)[0]
+    return _linear(hidden, weight, "none", hidden, torch.float32)
 
 
 def qkv_parts(hidden: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -116,17 +117,19 @@ def qkv_parts(hidden: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a bias, rounded
     once, has the bits of `linear` with that weight alone.
     """
-    return _parts(aligned(hidden), weights, _apart(hidden, weights))
+    return _parts(aligned(hidden), weights)
 
 
-def _linear(x: Tensor, weight: Tensor, kind: str, extra: Tensor) -> Tensor:
-    """The product, finished with `extra` in the way that `_finish` calls `kind`."""
+def _linear(
+    x: Tensor, weight: Tensor, kind: Literal["none", "bias", "residual"], extra: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The product, finished with `extra` in the way that `_finish` calls `kind`, in this dtype."""
     x, extra = aligned(x), aligned(extra)
-    out = x.new_empty(len(x), len(weight))
+    out = x.new_empty(len(x), len(weight), dtype=dtype)
     if _apart(x, (weight,)):
-        _launch_fold(_fold_kernel, _parts(x, (weight,), apart=True), extra, out, EXTRA=kind)
+        _launch_fold(_fold_kernel, _parts(x, (weight,)), extra, out, EXTRA=kind)
     else:
-        _launch_whole(_linear_kernel, TILES, (weight,), x, weight, extra, out, EXTRA=kind)
+        _launch_whole(_linear_kernel, TILES, x, (weight,), extra, out, EXTRA=kind)
     return out
 
 
@@ -148,9 +151,13 @@ def _choose(tiles: Sequence[Tile], columns: int, tokens: int, features: int) -> 
     """The smallest tile that takes all tokens; if none does, the largest one that gives every SM a program."""
     if columns % 8:
         return NARROW_TILE
-    holding = [tile for tile in tiles if tokens <= tile.tokens]
-    filling = [tile for tile in reversed(tiles) if math.prod(_grid(tile, tokens, [features])) >= SMS]
-    return [*holding, *filling, tiles[0]][0]
+    for tile in tiles:
+        if tokens <= tile.tokens:
+            return tile
+    for tile in reversed(tiles):
+        if math.prod(_grid(tile, tokens, [features])) >= SMS:
+            return tile
+    return tiles[0]
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
@@ -174,15 +181,15 @@ def _unit(size: int) -> int:
 
 
 def _launch_whole(
-    kernel: Any, tiles: Sequence[Tile], weights: Sequence[Tensor], *tensors: Tensor, **constants: Any
+    kernel: Any, tiles: Sequence[Tile], x: Tensor, weights: Sequence[Tensor], *others: Tensor, **constants: Any
 ) -> None:
-    """Launches a kernel on x, ..., out: products of x with each of `weights`, summed and finished into out."""
-    (tokens, columns), features = tensors[0].shape, len(weights) * len(weights[0])
+    """Launches a kernel on x, the weights and others: products of x with each weight, summed and finished."""
+    (tokens, columns), features = x.shape, len(weights) * len(weights[0])
     tile = _choose(tiles, columns, tokens, features)
     unit, width_unit = _unit(columns), _unit(len(weights[0]))
     numbers = (tokens, len(weights[0]) // width_unit, columns // unit, _piece(weights[0]))
     constants |= _constants(tile, weights)
-    launch(kernel, _grid(tile, tokens, [features]), *tensors, *numbers, WIDTH_UNIT=width_unit, **constants)
+    launch(kernel, _grid(tile, tokens, [features]), x, *weights, *others, *numbers, WIDTH_UNIT=width_unit, **constants)
 
 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
@@ -193,9 +200,9 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
     launch(kernel, grid, parts, *tensors, tokens, features, warps=4, **constants)
 
 
-def _parts(x: Tensor, weights: Sequence[Tensor], apart: bool) -> Tensor:
-    """Products of x with one to three weights side by side: one part for each piece, or (`apart` false) one in all."""
-    (tokens, columns), sizes = x.shape, [len(weight) for weight in weights]
+def _parts(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Products of x with one to three weights side by side: a part for each piece if they are `_apart`, else one."""
+    (tokens, columns), sizes, apart = x.shape, [len(weight) for weight in weights], _apart(x, weights)
     tile = _choose(TILES, columns, tokens, sum(sizes))
     out = x.new_empty(_most_pieces(weights) if apart else 1, tokens, sum(sizes), dtype=torch.float32)
     absent = [0] * (3 - len(weights))  # weights that no program reads, since they have no rows
@@ -206,19 +213,19 @@ def _parts(x: Tensor, weights: Sequence[Tensor], apart: bool) -> Tensor:
     return out
 
 
-@triton.jit
+@device_function
 def _tile_of_program():
     """(token tile, feature tile) of this program, such that programs that run at the same time share what they read."""
-    return tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), _ABREAST)
+    return tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), _SWIZZLE)
 
 
-@triton.jit
+@device_function
 def _row(base_ptr, row, rows, columns):
     """Where rows of a matrix [rows, columns] begin. Rows past its end are its last one: nothing of them is stored."""
     return base_ptr + tl.minimum(row, rows - 1).to(tl.int64) * columns
 
 
-@triton.jit
+@device_function
 def _sum(w_row, x_row, start, stop, columns, UNIT: tl.constexpr, DEPTH: tl.constexpr):
     """Products of weight rows and tokens over columns [start, stop): float32 [len(w_row), len(x_row)].
 
@@ -240,7 +247,7 @@ def _sum(w_row, x_row, start, stop, columns, UNIT: tl.constexpr, DEPTH: tl.const
     return total
 
 
-@triton.jit
+@device_function
 def _sum_of_pieces(w_row, x_row, columns, piece, CUT: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
     """The sums of pieces of `piece` columns, added to +0.0 in ascending order."""
     if CUT:
@@ -252,7 +259,7 @@ def _sum_of_pieces(w_row, x_row, columns, piece, CUT: tl.constexpr, UNIT: tl.con
     return total
 
 
-@triton.jit
+@device_function
 def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.constexpr):
     """Elements of parts [PIECES, tokens, width], added to +0.0 in ascending order: float32 of the shape of `inside`.
 
@@ -265,13 +272,13 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
     return total
 
 
-@triton.jit
+@device_function
 def silu_mul_tile(gate, up):
     """silu(gate) * up of float32 tiles, to be rounded once."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit
+@device_function
 def _finish(total, extra_ptr, out_ptr, feature, token, features, inside, EXTRA: tl.constexpr):
     """Stores sums at (token, feature) of out [tokens, features] in its dtype, where that is `inside`.
 

@@ -1,8 +1,8 @@
 """Kernels that treat each row by itself: norms, activations, rotations, writes to the cache, and what follows the
 products of q, k and v. The products themselves are not here (products.py).
 
-A program takes one row, or one head of it, and holds it as two halves, since `rope` rotates an element of the one with
-its fellow in the other. Where a row is summed (norms), the order is written out here, neighbours first, so that no
+A program takes one row, or one head of it, and holds it as two halves, since `rope` rotates each element of one with
+its counterpart in the other. Where a row is summed (norms), the order is written out here, neighbours first, so that no
 layout of the compiler can change it: the norm of a head has the same bits wherever it is computed. All else is
 elementwise, in float32.
 
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import aligned, exact_jit, launch
+from .launch import aligned, device_function, exact_jit, launch
 from .products import fold_parts, silu_mul_tile
 
 _HEAD_WARPS = 1
@@ -31,7 +31,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     rows, size = x.shape
     warps = min(max(2 ** (size - 1).bit_length() // 512, 1), 16)
-    launch(_rmsnorm, (rows,), x, weight, eps, out, warps=warps, SIZE=size)
+    launch(_rmsnorm_kernel, (rows,), x, weight, eps, out, warps=warps, SIZE=size)
     return out
 
 
@@ -41,7 +41,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     columns = gate.shape[-1]
     grid = (gate.numel() // columns, -(-columns // _ACTIVATION_TILE))
-    launch(_silu_mul, grid, gate, up, out, warps=4, COLUMNS=columns, TILE=_ACTIVATION_TILE)
+    launch(_silu_mul_kernel, grid, gate, up, out, warps=4, COLUMNS=columns, TILE=_ACTIVATION_TILE)
     return out
 
 
@@ -50,7 +50,7 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     x, cosines, sines = aligned(x), aligned(rotation[0]), aligned(rotation[1])
     out = torch.empty_like(x)
     rows, heads, size = x.shape
-    launch(_rope, (rows * heads,), x, cosines, sines, out, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
+    launch(_rope_kernel, (rows * heads,), x, cosines, sines, out, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
     return out
 
 
@@ -59,7 +59,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     k, v, slots = aligned(k), aligned(v), aligned(slots)
     rows, heads, size = k.shape
     args = k, v, slots, k_cache, v_cache
-    launch(_write_kv, (rows * heads,), *args, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
+    launch(_write_kv_kernel, (rows * heads,), *args, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
 
 
 def qkv_epilogue(
@@ -87,19 +87,19 @@ def qkv_epilogue(
     options = dict(BIASES=biases is not None, NORMS=head_norms is not None)
     grid = (rows * (heads + kv_heads),)
     sizes = dict(PIECES=pieces, HEADS=heads, KV_HEADS=kv_heads, SIZE=size)
-    launch(_qkv_epilogue, grid, *args, warps=_HEAD_WARPS, **sizes, **options)
+    launch(_qkv_epilogue_kernel, grid, *args, warps=_HEAD_WARPS, **sizes, **options)
     return q
 
 
 @exact_jit
-def _rmsnorm(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr):
+def _rmsnorm_kernel(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
     x = _norm(_load_halves(x_ptr + row, SIZE), weight_ptr, eps, SIZE)
     _store_halves(out_ptr + row, x, SIZE)
 
 
 @exact_jit
-def _silu_mul(gate_ptr, up_ptr, out_ptr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     at = tl.program_id(0).to(tl.int64) * COLUMNS + column
     mask = column < COLUMNS
@@ -109,14 +109,14 @@ def _silu_mul(gate_ptr, up_ptr, out_ptr, COLUMNS: tl.constexpr, TILE: tl.constex
 
 
 @exact_jit
-def _rope(x_ptr, cosines_ptr, sines_ptr, out_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
+def _rope_kernel(x_ptr, cosines_ptr, sines_ptr, out_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     x = _rotate(_load_halves(x_ptr + head * SIZE, SIZE), cosines_ptr, sines_ptr, head // HEADS, SIZE)
     _store_halves(out_ptr + head * SIZE, x, SIZE)
 
 
 @exact_jit
-def _write_kv(k_ptr, v_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
+def _write_kv_kernel(k_ptr, v_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     k, v = _load_halves(k_ptr + head * SIZE, SIZE), _load_halves(v_ptr + head * SIZE, SIZE)
     place = (tl.load(slots_ptr + head // HEADS) * HEADS + head % HEADS) * SIZE
@@ -124,7 +124,7 @@ def _write_kv(k_ptr, v_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, HEADS: tl.const
 
 
 @exact_jit
-def _qkv_epilogue(
+def _qkv_epilogue_kernel(
     parts_ptr,
     rows,
     q_bias_ptr,
@@ -152,24 +152,24 @@ def _qkv_epilogue(
     parts = parts_ptr, rows, row
     COLUMNS: tl.constexpr = (HEADS + 2 * KV_HEADS) * SIZE
     if head < HEADS:
-        q = _project(parts, head, q_bias_ptr + head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
+        q = _fold_head(parts, head, q_bias_ptr + head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
         if NORMS:
             q = _norm(q, q_norm_ptr, eps, SIZE)
         q = _rotate(q, cosines_ptr, sines_ptr, row, SIZE)
         _store_halves(q_ptr + (row * HEADS + head) * SIZE, q, SIZE)
     else:
         kv_head = head - HEADS
-        k = _project(parts, head, k_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
+        k = _fold_head(parts, head, k_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
         if NORMS:
             k = _norm(k, k_norm_ptr, eps, SIZE)
         k = _rotate(k, cosines_ptr, sines_ptr, row, SIZE)
-        v = _project(parts, head + KV_HEADS, v_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
+        v = _fold_head(parts, head + KV_HEADS, v_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
         place = (tl.load(slots_ptr + row) * KV_HEADS + kv_head) * SIZE
         _store_token(k_cache_ptr + place, v_cache_ptr + place, k, v, SIZE)
 
 
-@triton.jit
-def _project(
+@device_function
+def _fold_head(
     parts,
     head,
     bias_ptr,
@@ -192,7 +192,7 @@ def _project(
     return _round((low, high), out_ptr)
 
 
-@triton.jit
+@device_function
 def _norm(x, weight_ptr, eps, SIZE: tl.constexpr):
     """Halves over the root mean square of the row, rounded to the weight's dtype, times the weight."""
     squares = _sum_in_pairs(x[0] * x[0] + x[1] * x[1])
@@ -202,20 +202,20 @@ def _norm(x, weight_ptr, eps, SIZE: tl.constexpr):
     return _round((x[0] * weight[0], x[1] * weight[1]), weight_ptr)
 
 
-@triton.jit
+@device_function
 def _sum_in_pairs(x):
     """The sum of a tile [n], as [1]: of neighbours, then of neighbouring sums, and so on."""
-    for _ in tl.static_range(_levels(x.shape[0])):  # type: ignore[reportGeneralTypeIssues]
+    for _ in tl.static_range(_log2(x.shape[0])):  # type: ignore[reportGeneralTypeIssues]
         x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)
     return x
 
 
 @triton.constexpr_function
-def _levels(size: int) -> int:
+def _log2(size: int) -> int:
     return size.bit_length() - 1
 
 
-@triton.jit
+@device_function
 def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
     HALF: tl.constexpr = SIZE // 2
     pair = tl.arange(0, triton.next_power_of_2(HALF))
@@ -224,7 +224,7 @@ def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
     return x[0] * cosines - x[1] * sines, x[1] * cosines + x[0] * sines
 
 
-@triton.jit
+@device_function
 def _store_token(k_ptr, v_ptr, k, v, SIZE: tl.constexpr):
     """Stores one head of a token's k and v, with what is not finite as the module says."""
     k = _round(k, k_ptr)
@@ -235,12 +235,12 @@ def _store_token(k_ptr, v_ptr, k, v, SIZE: tl.constexpr):
     _store_halves(v_ptr, (tl.where(finite[0], v[0], 0.0), tl.where(finite[1], v[1], 0.0)), SIZE)
 
 
-@triton.jit
+@device_function
 def _is_finite(x):
     return tl.abs(x) < float("inf")
 
 
-@triton.jit
+@device_function
 def _load_halves(ptr, SIZE: tl.constexpr):
     """The row [SIZE] at `ptr` as two tiles in float32, filled up with zeros; an odd row's first has one more."""
     FIRST: tl.constexpr = (SIZE + 1) // 2
@@ -250,7 +250,7 @@ def _load_halves(ptr, SIZE: tl.constexpr):
     return low.to(tl.float32), high.to(tl.float32)
 
 
-@triton.jit
+@device_function
 def _store_halves(ptr, x, SIZE: tl.constexpr):
     FIRST: tl.constexpr = (SIZE + 1) // 2
     place = tl.arange(0, triton.next_power_of_2(FIRST))
@@ -258,7 +258,7 @@ def _store_halves(ptr, x, SIZE: tl.constexpr):
     tl.store(ptr + FIRST + place, x[1].to(ptr.dtype.element_ty), mask=place < SIZE - FIRST)
 
 
-@triton.jit
+@device_function
 def _round(x, ptr):
     """float32 halves rounded to the dtype of `ptr`, as float32."""
     return x[0].to(ptr.dtype.element_ty).to(tl.float32), x[1].to(ptr.dtype.element_ty).to(tl.float32)

@@ -38,9 +38,9 @@ def quick_ops(ops: Moved) -> Moved:
     return ops
 
 
-@pytest.fixture
-def served(ops: Moved) -> Served:
-    return Served(ops, torch.bfloat16)
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def served(request: pytest.FixtureRequest, ops: Moved) -> Served:
+    return Served(ops, request.param)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted
 
+from ..kernels.accuracy import EPSILON, FLOAT32
 from ..kernels.backends import Served
 from ..kernels.inputs import Paged, make_qkv, same_bits
-from ..kernels.test_accuracy import EPSILON, FLOAT32
 from ..kernels.test_joined_ops import step_by_step, wanted
 from .moved import DEVICE, Moved, move, random, same
 

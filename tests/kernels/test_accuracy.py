@@ -15,20 +15,9 @@ from torch import Tensor
 from trueroll.kernels import reference
 from trueroll.kernels.ops import AttentionBatch, Backend
 
+from .accuracy import EPSILON, FLOAT32, check
 from .backends import Served, for_served
 from .inputs import Paged, randn, same_bits, stored
-
-# The largest error of rounding to a dtype, relative to the value.
-EPSILON = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-FLOAT32 = EPSILON[torch.float32]
-
-
-def check(found: Tensor, expected: Tensor, roundings: int, terms: float, magnitude: Tensor) -> None:
-    """A bound of `roundings` to the dtype, and float32 rounding for each of `terms` summed terms of this magnitude."""
-    small = torch.finfo(found.dtype).tiny
-    bound = EPSILON[found.dtype] * roundings * 1.01 * expected.abs() + terms * FLOAT32 * magnitude + small
-    error = (found.double() - expected).abs()
-    assert (error <= bound).all(), f"largest excess {(error - bound).max():.3g}"
 
 
 def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,66 +13,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trueroll.kernels.ops import AttentionBatch
+from trueroll.kernels import reference
 from trueroll.kernels.triton import attention
 from trueroll.kernels.triton.attention import KEYS, PARTITION, paged_attention
 
-from .inputs import randn, same_bits
+from .backends import Served
+from .inputs import Paged, same_bits
 
 DTYPES = (torch.bfloat16, torch.float16)
 Chunk = tuple[int, int, int]  # sequence, first query, end of the queries
 
 
-class Sequences:
-    """Sequences of given lengths in caches [blocks, block_size, kv_heads, size], whose unused places hold NaN.
+def sequences_of(
+    lens: Sequence[int], dtype: torch.dtype, size: int = 16, group: int = 2, kv_heads: int = 1, block_size: int = 16
+) -> Paged:
+    """Sequences in a cache, attended to by the Triton kernels."""
+    ops: Any = SimpleNamespace(paged_attention=paged_attention, write_kv=reference.write_kv)
+    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size)
 
-    `q`, `k`, `v`: for each sequence [its length, heads, size], those of keys and values with `kv_heads` heads.
-    """
 
-    def __init__(
-        self,
-        lens: Sequence[int],
-        dtype: torch.dtype,
-        size: int = 16,
-        group: int = 2,
-        kv_heads: int = 1,
-        block: int = 16,
-    ) -> None:
-        self.size, self.block = size, block
-        self.q = [randn(n, kv_heads * group, size, dtype=dtype, seed=100 * i) for i, n in enumerate(lens)]
-        self.k = [randn(n, kv_heads, size, dtype=dtype, seed=100 * i + 1) for i, n in enumerate(lens)]
-        self.v = [randn(n, kv_heads, size, dtype=dtype, seed=100 * i + 2) for i, n in enumerate(lens)]
-        counts = [-(-n // block) for n in lens]
-        order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(0))
-        self.tables = torch.zeros(len(lens), max(counts), dtype=torch.int64)
-        for table, blocks in zip(self.tables, order[: sum(counts)].split(counts), strict=True):
-            table[: len(blocks)] = blocks
-        self.caches = torch.full((2, len(order), block, kv_heads, size), torch.nan, dtype=dtype)
-        self.write()
+def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> Tensor:
+    """The attention of single queries by the way of graphs: context lengths on the device, of up to `most` tokens."""
+    q, batch = sequences.batch(chunks)
+    batch = dataclasses.replace(batch, context_lens=[most] * len(chunks), lens=torch.tensor(batch.context_lens))
+    return paged_attention(q, sequences.k_cache, sequences.v_cache, batch, sequences.size**-0.5)
 
-    def write(self) -> None:
-        """Stores all keys and values as they are now."""
-        for table, k, v in zip(self.tables, self.k, self.v, strict=True):
-            tokens = torch.arange(len(k))
-            slots = table[tokens // self.block] * self.block + tokens % self.block
-            self.caches[0].flatten(0, 1)[slots] = k
-            self.caches[1].flatten(0, 1)[slots] = v
 
-    def attend(self, chunks: Sequence[Chunk], lens: Tensor | None = None, most: int = 0) -> tuple[Tensor, ...]:
-        """The attention of chunks, computed in one call; with `lens` by the way of graphs, up to `most` tokens."""
-        starts = [0, *accumulate(end - start for _, start, end in chunks)]
-        context_lens = [most if most else end for _, _, end in chunks]
-        batch = AttentionBatch(starts, context_lens, self.tables[[i for i, _, _ in chunks]], lens)
-        q = torch.cat([self.q[i][start:end] for i, start, end in chunks])
-        out = paged_attention(q, self.caches[0], self.caches[1], batch, self.size**-0.5)
-        return out.split([end - start for start, end in pairwise(starts)])
-
-    def whole(self, i: int) -> Tensor:
-        return self.attend([(i, 0, len(self.q[i]))])[0]
-
-    def by_torch(self, i: int, dtype: torch.dtype) -> Tensor:
-        q, k, v = (x[i].to(dtype).transpose(0, 1)[None] for x in (self.q, self.k, self.v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+def by_torch(sequences: Paged, i: int, dtype: torch.dtype) -> Tensor:
+    q, k, v = (x[i].to(dtype).transpose(0, 1)[None] for x in (sequences.q, sequences.k, sequences.v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 @pytest.fixture
@@ -94,10 +65,10 @@ PREFILL, DECODE = ["_prefill_kernel"], ["_decode_kernel", "_fold_kernel"]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size,group,kv_heads", [(16, 7, 1), (64, 1, 2), (80, 2, 1), (128, 2, 2), (256, 1, 1)])
 def test_error_is_not_above_that_of_torch(dtype: torch.dtype, size: int, group: int, kv_heads: int) -> None:
-    sequences = Sequences([150], dtype, size, group, kv_heads)
-    exact = sequences.by_torch(0, torch.float64)
+    sequences = sequences_of([150], dtype, size, group, kv_heads)
+    exact = by_torch(sequences, 0, torch.float64)
     error = (sequences.whole(0) - exact).abs().mean()
-    torch_error = (sequences.by_torch(0, dtype) - exact).abs().mean()
+    torch_error = (by_torch(sequences, 0, dtype) - exact).abs().mean()
     assert 0 < error <= 1.01 * torch_error
 
 
@@ -116,7 +87,7 @@ def test_error_is_not_above_that_of_torch(dtype: torch.dtype, size: int, group: 
 def test_chunks_and_single_queries_give_the_bits_of_the_whole(
     launched: list[str], dtype: torch.dtype, size: int, group: int, length: int, chunk_ends: tuple[int, ...]
 ) -> None:
-    sequences = Sequences([length], dtype, size, group)
+    sequences = sequences_of([length], dtype, size, group)
     whole = sequences.whole(0)
     assert launched == PREFILL and len(whole.unique()) > len(whole)
     chunks = [(0, start, end) for start, end in pairwise((0, *chunk_ends, length))]
@@ -132,7 +103,7 @@ def test_chunks_and_single_queries_give_the_bits_of_the_whole(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
     """Chunks and single queries in one call, in an order that mixes them."""
-    sequences = Sequences([40, 530, 130, 64], dtype, group=3, kv_heads=2)
+    sequences = sequences_of([40, 530, 130, 64], dtype, group=3, kv_heads=2)
     chunks = [(2, 120, 130), (1, 529, 530), (0, 0, 40), (3, 63, 64), (1, 500, 520), (2, 64, 65)]
     together = sequences.attend(chunks)
     assert launched == DECODE + PREFILL
@@ -144,7 +115,7 @@ def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_block_size_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
     chunks = [(0, 500, 540), (1, 69, 70), (0, 514, 515)]
-    found = [torch.cat(Sequences([540, 70], dtype, block=block).attend(chunks)) for block in (2, 16, 64, 48)]
+    found = [torch.cat(sequences_of([540, 70], dtype, block_size=n).attend(chunks)) for n in (2, 16, 64, 48)]
     assert launched == (DECODE + PREFILL) * 4
     assert not found[0].isnan().any()
     assert all(same_bits(found[0], other) for other in found[1:])
@@ -153,17 +124,16 @@ def test_block_size_does_not_matter(launched: list[str], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype) -> None:
     """Whatever the host takes for the longest context, and however many programs share the partitions."""
-    sequences = Sequences([1100, 70, 513], dtype, group=7)
+    sequences = sequences_of([1100, 70, 513], dtype, group=7)
     chunks = [(0, 1099, 1100), (1, 69, 70), (2, 512, 513), (0, 40, 41)]
-    lens = torch.tensor([end for _, _, end in chunks])
     expected = torch.cat(sequences.attend(chunks))
     for most in (1100, 4 * PARTITION):
-        assert same_bits(torch.cat(sequences.attend(chunks, lens, most)), expected)
+        assert same_bits(attend_in_a_graph(sequences, chunks, most), expected)
     assert launched == DECODE * 3
 
 
 def test_few_programs_may_share_many_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    sequences = Sequences([1100], torch.bfloat16)
+    sequences = sequences_of([1100], torch.bfloat16)
     expected = sequences.attend([(0, 1099, 1100)])[0]
     monkeypatch.setattr(attention, "DECODE_PROGRAMS", 1)
     assert same_bits(sequences.attend([(0, 1099, 1100)])[0], expected)
@@ -172,7 +142,7 @@ def test_few_programs_may_share_many_partitions(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("place", [KEYS - 1, KEYS, PARTITION - 4, PARTITION])
 def test_a_token_that_is_not_finite_reaches_those_who_see_it(launched: list[str], place: int) -> None:
     """Stored as `write_kv` does: 0 for the values that are not finite, NaN for the whole key."""
-    sequences = Sequences([place + 9], torch.bfloat16, kv_heads=2)
+    sequences = sequences_of([place + 9], torch.bfloat16, kv_heads=2)
     chunk, singles = (0, place - 3, place + 9), [(0, i, i + 1) for i in (place - 1, place, place + 8)]
 
     def attend() -> tuple[Tensor, Tensor]:
@@ -181,7 +151,7 @@ def test_a_token_that_is_not_finite_reaches_those_who_see_it(launched: list[str]
     before = attend()
     sequences.v[0][place, 0, 3] = 0
     sequences.k[0][place, 0] = torch.nan
-    sequences.write()
+    sequences.write(0)
     after = attend()
     assert launched == (PREFILL + DECODE) * 2
     for was, now, hidden in zip(before, after, (3, 1), strict=True):
@@ -191,6 +161,6 @@ def test_a_token_that_is_not_finite_reaches_those_who_see_it(launched: list[str]
 
 
 def test_what_another_sequence_left_in_a_block_is_never_read() -> None:
-    sequences = Sequences([70], torch.bfloat16)
-    assert sequences.caches[:, sequences.tables[0, -1]].isnan().any(), "the last block is not full"
+    sequences = sequences_of([70], torch.bfloat16)
+    assert sequences.k_cache[sequences.tables[0, -1]].isnan().any(), "the last block is not full"
     assert not sequences.whole(0).isnan().any() and not sequences.attend([(0, 69, 70)])[0].isnan().any()

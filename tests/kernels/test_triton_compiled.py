@@ -26,13 +26,13 @@ from trueroll.kernels.triton import launch, products
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Why a kernel may spill on a target.
+# Why a kernel may spill on a target, and the most bytes of a thread that it may.
 NOT_TUNED = "the kernels are compiled for sm_100, but their tiles were chosen for sm_90"
 SPILLS_ALLOWED = {
-    ("attention._decode_kernel", 100): NOT_TUNED,  # by Triton 3.6, for heads of 256
-    ("attention._prefill_kernel", 100): NOT_TUNED,
-    ("products._linear_kernel", 100): NOT_TUNED,
-    ("attention._fold_kernel", 80): "8 bytes in one form, for heads of 80",
+    ("attention._decode_kernel", 100): (NOT_TUNED, 80),  # by Triton 3.6, for heads of 256
+    ("attention._prefill_kernel", 100): (NOT_TUNED, 312),
+    ("products._linear_kernel", 100): (NOT_TUNED, 56),
+    ("attention._fold_kernel", 80): ("in one form, for heads of 80", 8),
 }
 
 Compiled = dict[str, Any]
@@ -60,6 +60,11 @@ def compiled_of(module: str, compiled: list[Compiled]) -> list[Compiled]:
     return [c for c in compiled if c["kernel"].startswith(f"{module}.")]
 
 
+def most_spilled(compiled: Compiled) -> int:
+    _, most = SPILLS_ALLOWED.get((compiled["kernel"], compiled["capability"]), ("", 0))
+    return most
+
+
 def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
     kernels = set().union(*(kernels_of(path) for path in (ROOT / "kernels/triton").glob("*.py")))
     assert {(c["kernel"], c["capability"]) for c in compiled} == {
@@ -76,8 +81,8 @@ def test_every_tile_of_the_tables_is_compiled(compiled: list[Compiled]) -> None:
     assert found == {*products.TILES, *products.PAIR_TILES, products.NARROW_TILE}
 
 
-def test_nothing_spills(compiled: list[Compiled]) -> None:
-    unexpected = [c for c in compiled if c["spilled"] and (c["kernel"], c["capability"]) not in SPILLS_ALLOWED]
+def test_only_known_kernels_spill(compiled: list[Compiled]) -> None:
+    unexpected = [c for c in compiled if c["spilled"] > most_spilled(c)]
     assert [(c["kernel"], c["capability"], c["spilled"], c["constants"]) for c in unexpected] == []
 
 

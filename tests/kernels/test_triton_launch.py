@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from trueroll.kernels.ops import select_backend
+from trueroll.kernels.triton import obstacle
 from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
 
 
@@ -34,12 +35,13 @@ def test_an_empty_grid_runs_nothing() -> None:
     assert not out.any()
 
 
-def test_a_tensor_that_begins_elsewhere_is_refused_and_can_be_copied() -> None:
+def test_a_tensor_that_lies_otherwise_is_refused_and_can_be_copied() -> None:
     memory = torch.arange(9, dtype=torch.float32)
     assert memory.data_ptr() % 16 == 0
     out = torch.zeros(8)
-    with pytest.raises(ValueError, match="expected tensors at multiples of 16 bytes, found 0x"):
-        launch(KERNEL, (1,), memory[1:], out, 1.0, 8, warps=1, BLOCK=32)
+    for elsewhere in (memory[1:], memory[::2]):
+        with pytest.raises(ValueError, match="expected contiguous tensors at multiples of 16 bytes, found .*; pass it"):
+            launch(KERNEL, (1,), elsewhere, out, 1.0, 4, warps=1, BLOCK=32)
     launch(KERNEL, (1,), aligned(memory[1:]), out, 1.0, 8, warps=1, BLOCK=32)
     assert torch.equal(out, memory[1:])
     assert aligned(memory) is memory
@@ -65,9 +67,13 @@ def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) 
     assert not parameters["x_ptr"].do_not_specialize and parameters["BLOCK"].is_constexpr
 
 
-def test_health_says_what_is_pinned() -> None:
+def test_health_says_what_is_pinned_and_what_the_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = select_backend("triton", torch.device("cpu"), torch.bfloat16, 64).ops
     assert ops.instruction_set().startswith(f"interpreter, triton {triton.__version__}, enable_fp_fusion=False")
+    assert "DISABLE_MMA_V3" not in ops.instruction_set() and "PTXAS" not in ops.instruction_set()
+    monkeypatch.setenv("DISABLE_MMA_V3", "1")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/opt/ptxas")
+    assert "DISABLE_MMA_V3=" in ops.instruction_set() and "TRITON_PTXAS_PATH=/opt/ptxas" in ops.instruction_set()
 
 
 @pytest.mark.parametrize(
@@ -86,3 +92,21 @@ def test_what_the_kernels_do_not_serve(
     with pytest.raises(ValueError, match=reason):
         select_backend("triton", torch.device("cpu"), dtype, head_dim)
     assert select_backend("auto", torch.device("cpu"), dtype, 64).name in ("cpu", "reference")
+
+
+@pytest.mark.parametrize(
+    ("capability", "interpreted", "reason"),
+    [
+        ((7, 5), "0", "expect compute capability 8.0 or later, found 7.5; use the backend reference"),
+        ((9, 0), "1", "interpreted Triton kernels expect a CPU, found cuda; unset TRITON_INTERPRET"),
+        ((9, 0), "0", ""),
+    ],
+)
+def test_which_gpus_the_kernels_serve(
+    capability: tuple[int, int], interpreted: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = obstacle(torch.device("cuda"), torch.bfloat16, 64)
+    assert reason in found and bool(reason) == bool(found)

@@ -12,8 +12,8 @@ from torch import Tensor
 from trueroll.kernels.triton import launch, products, rows
 from trueroll.kernels.triton.products import CUT_PAIR_TILES, NARROW_TILE, PAIR_TILES, TILES, Tile
 
+from .accuracy import check
 from .inputs import randn, same_bits
-from .test_accuracy import check
 
 TOKENS = (1, 2, 15, 16, 17, 64, 65, 129, 300)
 FEATURES = 65

@@ -11,8 +11,8 @@ from torch import Tensor
 from trueroll.kernels import reference
 from trueroll.kernels.triton import rows
 
+from .accuracy import check
 from .inputs import empty_caches, randn, same_bits
-from .test_accuracy import check
 
 ROWS = 5
 EPS = 1e-5
