@@ -1,8 +1,8 @@
 """Kernels for NVIDIA GPUs, written in Triton.
 
 Tokens lie on the N side of every matrix instruction; weights, keys and values on its M side. An instruction takes 16
-columns of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is
-always the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either.
+columns of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M
+is always the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either.
 
 `launch` pins the settings of the compiler that change bits; `products`, `attention`, `rows` and `head` hold the
 kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's

@@ -80,8 +80,9 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 def _plan(
     starts: tuple[int, ...], lens: tuple[int, ...], rows_per_query: int, tile_rows: int, device: torch.device
 ) -> _Plan:
-    """The plan of a batch, made once for all layers, which run on one stream. Of a sequence, the tiles that see the most
-    keys come first.
+    """The plan of a batch, made once for all layers, which run on one stream.
+
+    Of a sequence, the tiles that see the most keys come first.
     """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     tile_counts = [-(-count * rows_per_query // tile_rows) if count > 1 else 0 for count in queries]
