@@ -176,14 +176,14 @@ def _count_kept_kernel(
     best = tl.load(ordered_ptr + row * V)
     total = 0.0
     for start in range(0, V, TILE):
-        total += tl.sum(_weights(ordered_ptr + row * V, start, best, limit, V, TILE), 0)
+        total = tl.sum(_weights(ordered_ptr + row * V, start, best, limit, V, TILE), 0) + total
     bound = tl.where(top_p >= 1.0, float("inf"), top_p * total)
     kept, before = limit, 0.0
     for start in range(0, V, TILE):
         weights = _weights(ordered_ptr + row * V, start, best, limit, V, TILE)
         stays = (before + (tl.cumsum(weights, 0) - weights) < bound) & (weights >= min_p)
         kept = tl.minimum(kept, tl.min(tl.where(stays, V, start + tl.arange(0, TILE)), 0))
-        before += tl.sum(weights, 0)
+        before = tl.sum(weights, 0) + before
     tl.store(kept_ptr + row, tl.maximum(kept, 1))
 
 

@@ -266,7 +266,7 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
     `token` and `column` (a number or a tile each) say where; those that are not `inside` are 0.
     """
     total = tl.zeros(inside.shape, tl.float32)
-    for piece in tl.static_range(PIECES):
+    for piece in tl.static_range(PIECES):  # type: ignore[reportGeneralTypeIssues]
         row = (tl.cast(piece, tl.int64) * tokens + token) * width
         total += tl.load(parts_ptr + row + column, mask=inside, other=0.0)
     return total

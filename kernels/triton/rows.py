@@ -182,7 +182,7 @@ def _fold_head(
     """One head of a row of the product, plus its bias, rounded to the dtype of `out_ptr`."""
     parts_ptr, rows, row = parts
     HALF: tl.constexpr = SIZE // 2
-    place = tl.arange(0, triton.next_power_of_2(HALF))
+    place = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
     column = head * SIZE + place
     low = fold_parts(parts_ptr, rows, COLUMNS, row, column, place < HALF, PIECES)
     high = fold_parts(parts_ptr, rows, COLUMNS, row, column + HALF, place < HALF, PIECES)
@@ -218,7 +218,7 @@ def _log2(size: int) -> int:
 @device_function
 def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
     HALF: tl.constexpr = SIZE // 2
-    pair = tl.arange(0, triton.next_power_of_2(HALF))
+    pair = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
     cosines = tl.load(cosines_ptr + row * HALF + pair, mask=pair < HALF, other=0.0)
     sines = tl.load(sines_ptr + row * HALF + pair, mask=pair < HALF, other=0.0)
     return x[0] * cosines - x[1] * sines, x[1] * cosines + x[0] * sines
@@ -244,7 +244,7 @@ def _is_finite(x):
 def _load_halves(ptr, SIZE: tl.constexpr):
     """The row [SIZE] at `ptr` as two tiles in float32, filled up with zeros; an odd row's first has one more."""
     FIRST: tl.constexpr = (SIZE + 1) // 2
-    place = tl.arange(0, triton.next_power_of_2(FIRST))
+    place = tl.arange(0, triton.next_power_of_2(FIRST))  # type: ignore[reportArgumentType]
     low = tl.load(ptr + place, mask=place < FIRST, other=0.0)
     high = tl.load(ptr + FIRST + place, mask=place < SIZE - FIRST, other=0.0)
     return low.to(tl.float32), high.to(tl.float32)
@@ -253,7 +253,7 @@ def _load_halves(ptr, SIZE: tl.constexpr):
 @device_function
 def _store_halves(ptr, x, SIZE: tl.constexpr):
     FIRST: tl.constexpr = (SIZE + 1) // 2
-    place = tl.arange(0, triton.next_power_of_2(FIRST))
+    place = tl.arange(0, triton.next_power_of_2(FIRST))  # type: ignore[reportArgumentType]
     tl.store(ptr + place, x[0].to(ptr.dtype.element_ty), mask=place < FIRST)
     tl.store(ptr + FIRST + place, x[1].to(ptr.dtype.element_ty), mask=place < SIZE - FIRST)
 
