@@ -3,12 +3,13 @@
 The group stands beside the trainer's default group and is made anew for each push, so that whatever broke an earlier
 one is gone. It is gloo's for buckets in host memory, NCCL's for buckets in the memory of GPUs, of which each member has
 its own. Traffic is not encrypted and not authenticated: use it on a private network. Owns: the store and its port, the
-group, the buffers. Promises: each wait ends within the timeout; where a peer dies its peers learn it at once with gloo,
-and by the timeout with NCCL; `close` never waits.
+group, the buffers. Promises: each wait for a bucket ends within the timeout; where a peer dies its peers learn it at
+once with gloo, and by the timeout with NCCL; `close` never waits.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ class GroupSlots:
         self._server: Any = c10d.TCPStore(
             host, self._port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
+        self._joining: Future[Any] | None = None
         self._group: Any = None
         self._works: list[Any] = [None] * len(slots)
 
@@ -73,7 +75,8 @@ class GroupSlots:
 
     def opened(self) -> None:
         """Wait until everybody has joined."""
-        self._group = _finish_joining(self._joining, self._join_timeout)
+        assert self._joining is not None
+        self._group = _finish_joining(self._joining, self._backend, self._join_timeout)
 
     def send(self, slot: int, num_bytes: int) -> None:
         assert self._group is not None
@@ -89,6 +92,9 @@ class GroupSlots:
     def close(self) -> None:
         """Let go of everything. Without the store, whoever still waits to join gets an error at once."""
         self._server = None
+        if self._group is None and self._joining is not None:
+            _abandon(self._joining)
+        self._joining = None
         _drop(self._group, self._works, self.slots)
         self._group, self._works, self.slots = None, [], []
 
@@ -103,7 +109,8 @@ class GroupReader:
         self, source: CollectiveSource, push_id: str, timeout: float, join_timeout: float, device: torch.device
     ) -> None:
         self._timeout, limit = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
-        self._group: Any = _finish_joining(_begin_to_join(source, source.rank, push_id, limit, device), limit)
+        joining = _begin_to_join(source, source.rank, push_id, limit, device)
+        self._group: Any = _finish_joining(joining, source.backend, limit)
         self._device = device if source.backend == "nccl" else torch.device("cpu")
         self._buffers = [self._new_buffer(0) for _ in range(MOST_UNDER_WAY)]
         self._works: dict[int, Any] = {}
@@ -164,11 +171,23 @@ def _begin_to_join(
     return joining
 
 
-def _finish_joining(joining: Future[Any], timeout: timedelta) -> Any:
+def _finish_joining(joining: Future[Any], backend: CollectiveBackend, timeout: timedelta) -> Any:
+    seconds = timeout.total_seconds()
     try:
-        return joining.result(timeout.total_seconds() + _JOIN_MARGIN_SECONDS)
+        return joining.result(seconds + _JOIN_MARGIN_SECONDS)
     except TimeoutError:
-        raise PushError("collective: expected the store of the trainer to answer, found silence; push again") from None
+        _abandon(joining)
+        raise PushError(
+            f"collective: expected NCCL to connect the members within {seconds:g} s, found that it did not; check "
+            "NCCL_SOCKET_IFNAME and firewalls, or push by shared or disk"
+            if backend == "nccl"
+            else "collective: expected the store of the trainer to answer, found silence; push again"
+        ) from None
+
+
+def _abandon(joining: Future[Any]) -> None:
+    """Let go of the group, should it still come about."""
+    joining.add_done_callback(lambda done: None if done.exception() else _drop(done.result()))
 
 
 def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device) -> Any:
@@ -185,7 +204,7 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
     except RuntimeError as error:
         raise PushError(
             f"collective: expected the store at {source.host}:{source.port}, and {source.world_size} members in the "
-            f"group of push {push_id}, found {_first_line(error)}; push again"
+            f"group of push {push_id}, found {_reason(error)}; push again"
         ) from None
 
 
@@ -200,7 +219,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PushError(f"collective: expected a bucket to pass, found {_first_line(error)}; push again") from None
+        raise PushError(f"collective: expected a bucket to pass, found {_reason(error)}; push again") from None
 
 
 def _own_address(host: str, port: int) -> str:
@@ -230,5 +249,9 @@ def _end(groups: list[Any], others: list[object]) -> None:
         groups.clear()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _reason(error: BaseException) -> str:
+    """The first line, and what NCCL says of the cause, which it puts further down."""
+    text = str(error)
+    first = text.partition("\n")[0]
+    last = re.search(r"^Last error:\s?(.+)", text, re.MULTILINE)
+    return f"{first} (Last error: {last[1]})" if last else first

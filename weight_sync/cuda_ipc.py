@@ -4,12 +4,14 @@ Owns: on the trainer's side an allocation of slots, for one push; on the worker'
 is the driver's and not torch's. To share memory of its own, torch counts references in a file: a worker that dies
 keeps such memory from ever being freed, and what a worker receives would say where in the file it writes. What is
 received here goes into the driver alone, and the size of what that opens is checked. Promises: the memory is freed when
-the push ends. Both sides run on one machine, with the same GPU.
+the push ends. After a push that failed a worker may still have it mapped then; this relies on the driver to keep the
+pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one machine, with the same GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..rollout.errors import PushError
 from .gpu import gpu_of, made_current
 from .manifest import IPC_HANDLE_BYTES, MOST_UNDER_WAY, Bucket, CudaIpcSource
 
+log = logging.getLogger(__name__)
 _PAGE = 2 * 2**20
 """Smaller allocations may share a page of the GPU, and a handle would show other processes all of it."""
 _LAZY_ENABLE_PEER_ACCESS = 1  # the only flag that there is
@@ -73,8 +76,9 @@ class Driver:
             self._library.cuGetErrorString(code, ctypes.byref(text))
             raise PushError(
                 f"shared: expected {name} to succeed on the GPU, found error {code} "
-                f"({(text.value or b'unknown').decode()}); look for the memory that is free there, and run trainer and "
-                "worker on one machine and, in containers, with the same IPC namespace; or push by disk"
+                f"({(text.value or b'unknown').decode()}); if memory is short, lower what torch or the worker "
+                "reserves; run trainer and worker on one machine and, in containers, with the same IPC namespace; or "
+                "push by disk"
             )
 
 
@@ -87,13 +91,14 @@ def load_driver() -> Driver:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of a CUDA device as a tensor, uint8. It does not keep the memory."""
+    """Memory of a CUDA device as a tensor, uint8. It does not keep the memory. Raise PushError if it is elsewhere."""
 
     class Span:
         __cuda_array_interface__ = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3)
 
     tensor = torch.as_tensor(Span(), device=device)
-    assert tensor.data_ptr() == address, "torch has copied the memory"
+    if tensor.data_ptr() != address:
+        raise PushError(f"shared: expected memory on {device}, found it elsewhere, for torch has copied it; push again")
     return tensor
 
 
@@ -111,6 +116,7 @@ class CudaIpcSlots:
         gpu, self._device, self._driver = gpu_of(device), device, load_driver()
         assert gpu is not None
         with made_current(device):
+            torch.cuda.empty_cache()  # the driver cannot use what torch only keeps for later
             self._address: int | None = self._driver.allocate(size)
             try:
                 handle = self._driver.share(self._address)
@@ -136,12 +142,18 @@ class CudaIpcSlots:
         """Nothing to wait for beside the workers' answers."""
 
     def close(self) -> None:
-        """Free the memory. After a push that succeeded no worker has it mapped any more."""
+        """Free the memory. After a push that succeeded no worker has it mapped any more. An error is only logged: it
+        must not hide the one that ended the push.
+        """
         self.slots = []
         address, self._address = self._address, None
-        if address is not None:
+        if address is None:
+            return
+        try:
             with made_current(self._device):
                 self._driver.free(address)
+        except (PushError, RuntimeError) as error:
+            log.warning("the memory of a push was not freed: %s", error)
 
 
 class CudaIpcReader:

@@ -40,7 +40,7 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
         if gpu in users:
             raise ConfigError(
                 f"collective: expected a GPU of its own for each of trainer and workers, found {users[gpu]} and worker "
-                f"{address} on GPU {gpu}; push by shared, or start the worker on another GPU"
+                f"{address} on GPU {gpu}; push by shared or disk, or start the worker on another GPU"
             )
         users[gpu] = f"worker {address}"
     if not torch.distributed.is_nccl_available():

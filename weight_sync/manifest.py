@@ -96,8 +96,8 @@ class CollectiveSource(_Part):
     backend: CollectiveBackend = "gloo"
     host: str
     port: Annotated[int, Field(ge=1, le=65535)]
-    rank: Annotated[int, Field(ge=1)]
-    world_size: Annotated[int, Field(ge=2)]
+    rank: Annotated[int, Field(ge=1, lt=2**16)]
+    world_size: Annotated[int, Field(ge=2, le=2**16)]
 
 
 class SharedSource(_Part):

@@ -2,8 +2,10 @@
 
 By default such a group of torch's has a thread that ends the process when an operation fails or takes too long, for the
 sake of training that would hang. A group that waits in a blocking way has none: the environment asks for that, and is
-read while a group is made. Every wait here ends within its timeout but one: once all members have met, NCCL connects
-them and sets no limit to that; so it is to be done on a thread that may be left behind.
+read while a group is made. Every wait for the group ends within its timeout but one: once all members have met, NCCL
+connects them and sets no limit to that; so it is to be done on a thread that may be left behind. Some calls of CUDA,
+such as to free memory or to load a kernel, may wait for whatever the GPU is doing: behind a broadcast whose peer died
+they have no deadline until somebody aborts the group.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 import torch.distributed
 
 from ..rollout.errors import PushError
+from .gpu import gpu_of
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _environment = threading.Lock()
@@ -28,15 +31,23 @@ c10d: Any = torch.distributed
 def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
     """Join the group of the `size` members that meet at the store, with the GPU `device`.
 
-    Raise PushError if torch has no NCCL, RuntimeError if not all members come within the timeout, or NCCL fails.
+    Raise PushError if it is no GPU or torch has no NCCL, RuntimeError if not all members come within the timeout, or
+    NCCL fails.
     """
+    if gpu_of(device) is None:
+        raise PushError(f"collective: expected a GPU for NCCL, found the device {device}; choose the backend gloo")
     kind = getattr(c10d, "ProcessGroupNCCL", None)
     if kind is None:
-        raise PushError("collective: expected a torch with NCCL, found one without; install one, or push by shared")
+        raise PushError(
+            "collective: expected a torch with NCCL, found one without; install one, or push by shared or disk"
+        )
     store.set(f"member-{rank}", b"is here")
     store.wait([f"member-{member}" for member in range(size)], timeout)
     options = kind.Options()
     options._timeout = timeout
+    # Torch takes such streams from another pool than those for receiving and for captures. On one stream with a
+    # broadcast, these would wait for it without a deadline.
+    options.is_high_priority_stream = True
     with _blocking_waits():
         group = kind(store, rank, size, options)
     group.eager_connect_single_device(device)
@@ -51,6 +62,9 @@ def abort(group: Any) -> None:
 
 @contextmanager
 def _blocking_waits() -> Iterator[None]:
+    """For groups that are made meanwhile. The environment is the process's: a group that another thread makes at that
+    moment waits in the same way.
+    """
     with _environment:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"

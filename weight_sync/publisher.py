@@ -2,9 +2,10 @@
 
 Owns: the connections to the workers, the buffers, the base that sparse pushes need. Does not own the trainer's tensors,
 and keeps none of them. Promises: `push` returns when every worker serves the new weights, or raises an error that says
-which worker failed and what each of the others serves: all of them the old weights, unless one failed at its commit; no
-wait is without a deadline; after a failure the next push needs nothing restarted here. In memory it holds one gathered
-tensor and two buckets, and with `sparse` a copy of the weights in the workers' dtype.
+which worker failed and what each of the others serves: all of them the old weights, unless one failed at its commit;
+every wait for a worker has a deadline, but not what CUDA itself waits for behind a broadcast of NCCL's; after a failure
+the next push needs nothing restarted here. In memory it holds one gathered tensor and two buckets, and with `sparse` a
+copy of the weights in the workers' dtype.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ the trainer's default process group only where tensors are sharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +36,7 @@ class TrainerTensors:
         self.mapping: Mapping[str, torch.Tensor] | None = source if isinstance(source, Mapping) else None
         self.is_broken = False
         self._items: Iterator[tuple[str, Any]] = iter(source.items() if isinstance(source, Mapping) else source)
+        self._ahead: list[Any] = []
         self._gathered_on: str | None = None
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,6 +51,8 @@ class TrainerTensors:
         return name, self._whole(tensor.detach()).resolve_neg()
 
     def _next(self) -> Any:
+        if self._ahead:
+            return self._ahead.pop()
         try:
             return next(self._items)
         except Exception as error:
@@ -85,7 +87,7 @@ class TrainerTensors:
             item = self._next()
         except StopIteration:
             return None
-        self._items = chain([item], self._items)
+        self._ahead.append(item)
         return item[1] if isinstance(item, tuple) and len(item) == 2 else item
 
     def gather_rest(self) -> None:

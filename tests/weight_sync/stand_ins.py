@@ -42,6 +42,8 @@ class CudaLibrary:
         return 0
 
     def cuMemFree_v2(self, address: ctypes.c_uint64) -> int:
+        if "cuMemFree_v2" in self.failing:
+            return 700
         del self.allocated[address.value]
         if self.opened.get(address.value):
             self.freed_while_open.append(address.value)
@@ -88,10 +90,12 @@ class NcclGroup:
 
     class Options:
         _timeout = timedelta()
+        is_high_priority_stream = False
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         assert os.environ[BLOCKING_WAIT] == "1"  # as a group of NCCL reads it here
         self.rank, self.timeout, self.is_aborted = rank, options._timeout, False
+        self.has_stream_of_its_own = options.is_high_priority_stream
         self.device: torch.device | None = None
         self.works: list[NcclWork] = []
         self._members = store, rank, size, options._timeout

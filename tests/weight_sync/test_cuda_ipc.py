@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from trueroll.rollout.errors import PushError
 from trueroll.weight_sync import cuda_ipc as cuda_ipc_module
-from trueroll.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSlots, Driver, load_driver
+from trueroll.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSlots, Driver, load_driver, tensor_at
 from trueroll.weight_sync.manifest import Bucket, CudaIpcSource, Source
 
 from .stand_ins import CudaLibrary, gpu, host_tensor_at
@@ -85,6 +87,29 @@ def test_memory_that_cannot_be_had_or_shared_is_told_and_not_kept(
     with pytest.raises(PushError, match=rf"^shared: expected {failing} to succeed .*{word}"):
         CudaIpcSlots(1000, CPU)
     assert not library.allocated
+
+
+def test_what_torch_only_caches_is_given_back_first(library: CudaLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated_then: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: allocated_then.append(len(library.allocated)))
+    CudaIpcSlots(1000, CPU)
+    assert allocated_then == [0] and len(library.allocated) == 1
+
+
+def test_an_error_while_freeing_is_logged_and_hides_no_other(
+    library: CudaLibrary, caplog: pytest.LogCaptureFixture
+) -> None:
+    library.failing.add("cuMemFree_v2")
+    with caplog.at_level(logging.WARNING), pytest.raises(PushError, match="^the push's own$"):
+        with closing(CudaIpcSlots(1000, CPU)):
+            raise PushError("the push's own")
+    assert "was not freed: shared: expected cuMemFree_v2 to succeed" in caplog.text
+
+
+def test_memory_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(PushError, match="^shared: expected memory on cpu, found it elsewhere"):
+        tensor_at(64, 8, CPU)
 
 
 def test_memory_that_is_gone_or_too_small_is_refused_and_not_kept(library: CudaLibrary) -> None:

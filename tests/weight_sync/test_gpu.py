@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -67,7 +68,29 @@ def test_the_first_tensor_says_where_the_trainer_is_and_is_not_lost() -> None:
     for given in ({"a": first, "b": second}, iter([("a", first), ("b", second)])):
         tensors = TrainerTensors(given)
         assert tensors.device() == tensors.device() == torch.device("meta")
-        assert next(tensors._items)[1] is first and next(tensors._items)[1] is second
+        assert tensors._next()[1] is first and tensors._next()[1] is second
+
+
+def test_the_first_tensor_is_not_kept() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def made_one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            tensor = torch.zeros(4)
+            seen.append(weakref.ref(tensor))
+            yield str(number), tensor
+            del tensor
+
+    tensors = TrainerTensors(made_one_by_one())
+    tensors.device()
+    assert seen[0]() is not None
+    names = []
+    for name, tensor in tensors:
+        names.append(name)
+        assert tensor.shape == (4,)
+        del tensor
+        assert [each() is None for each in seen] == [number < int(name) for number in range(len(seen))]
+    assert names == ["0", "1", "2"]
 
 
 def test_without_a_first_tensor_the_trainer_is_on_the_host() -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from pydantic import ValidationError
 
 from trueroll.rollout.errors import PushError
 from trueroll.weight_sync import nccl
 from trueroll.weight_sync.collective import GroupReader, GroupSlots
-from trueroll.weight_sync.manifest import Bucket
+from trueroll.weight_sync.manifest import Bucket, CollectiveSource
 
-from .stand_ins import BLOCKING_WAIT, NcclGroup
+from .stand_ins import BLOCKING_WAIT, NcclGroup, gpu
 
 CPU = torch.device("cpu")
 PUSH_ID = "0123456789abcdef" * 2
@@ -29,6 +30,7 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setattr(nccl, "gpu_of", lambda device: gpu(0))
     NcclGroup.made.clear()
     yield
     assert BLOCKING_WAIT not in os.environ
@@ -76,6 +78,7 @@ def test_buckets_pass_and_every_wait_has_a_timeout() -> None:
         slots.wait(index % 2)
     assert sorted(group.rank for group in NcclGroup.made) == [0, 1, 2]
     assert all(group.device == CPU and group.timeout == timedelta(seconds=SECONDS) for group in NcclGroup.made)
+    assert all(group.has_stream_of_its_own for group in NcclGroup.made)
     waits = [work.waited_for for group in NcclGroup.made for work in group.works]
     assert waits == [timedelta(seconds=SECONDS)] * 12
     close(slots, readers)
@@ -101,6 +104,20 @@ def test_a_bucket_that_nobody_takes_is_an_error(monkeypatch: pytest.MonkeyPatch)
     slots.send(0, 1000)
     with pytest.raises(PushError, match="found NCCL communicator was aborted; push again$"):
         slots.wait(0)
+    close(slots, readers)
+
+
+def test_what_nccl_says_of_the_cause_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, readers = joined(1)
+
+    def broadcast(*_: Any) -> None:
+        raise RuntimeError(
+            "NCCL error in: a.cpp:5\nncclSystemError: a call failed.\nLast error:\nno route to host\nmore"
+        )
+
+    monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
+    with pytest.raises(PushError, match=r"found NCCL error in: a.cpp:5 \(Last error: no route to host\); push again$"):
+        slots.send(0, 1000)
     close(slots, readers)
 
 
@@ -133,17 +150,45 @@ def test_nobody_makes_a_group_before_all_have_met() -> None:
     slots.close()
 
 
-def test_a_connection_that_never_comes_about_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_comes_about_too_late_is_left_behind_and_then_aborted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     released = threading.Event()
     monkeypatch.setattr(NcclGroup, "eager_connect_single_device", lambda *_: released.wait(SECONDS))
     slots = new_slots(1, timeout=0.5)
     slots.open()
-    with pytest.raises(PushError):
+    with pytest.raises(PushError, match="^collective: expected NCCL to connect the members within 0.5 s"):
         join(slots, 0, timeout=0.5)
-    with pytest.raises(PushError):
+    with pytest.raises(PushError, match="^collective: expected NCCL to connect the members within 0.5 s"):
         slots.opened()
     slots.close()
+    assert len(NcclGroup.made) == 2 and not any(group.is_aborted for group in NcclGroup.made)
     released.set()
+    wait_until(lambda: all(group.is_aborted for group in NcclGroup.made))
+
+
+def test_a_group_that_nobody_waits_for_is_aborted() -> None:
+    """As where a worker fails to begin after it has joined."""
+    slots = new_slots(1)
+    slots.open()
+    reader = join(slots, 0)
+    close(slots, [reader])
+    wait_until(lambda: len(NcclGroup.made) == 2 and all(group.is_aborted for group in NcclGroup.made))
+
+
+def test_a_device_that_is_no_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "gpu_of", lambda device: None)
+    with pytest.raises(PushError, match="^collective: expected a GPU for NCCL, found the device cpu"):
+        nccl.new_group(torch.distributed.HashStore(), 0, 1, timedelta(seconds=SECONDS), CPU)
+    assert not NcclGroup.made
+
+
+@pytest.mark.parametrize("change", [dict(rank=0), dict(rank=2**16), dict(world_size=1), dict(world_size=2**16 + 1)])
+def test_a_group_that_cannot_be_is_refused(change: dict[str, int]) -> None:
+    right = dict(host="127.0.0.1", port=1, rank=2**16 - 1, world_size=2**16)
+    assert CollectiveSource.model_validate(right).rank == 2**16 - 1
+    with pytest.raises(ValidationError):
+        CollectiveSource.model_validate(right | change)
 
 
 def test_a_torch_without_nccl_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

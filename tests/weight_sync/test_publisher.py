@@ -23,6 +23,7 @@ from trueroll.rollout.errors import ConfigError, IllegalStateError, PushError, V
 from trueroll.weight_sync import PushResult, WeightPublisher
 from trueroll.weight_sync import cuda_ipc as cuda_ipc_module
 from trueroll.weight_sync import gpu as gpu_module
+from trueroll.weight_sync import nccl as nccl_module
 from trueroll.weight_sync import publisher as publisher_module
 from trueroll.weight_sync.manifest import MANIFEST_FILE, MODEL_FILE
 from trueroll.weight_sync.tensors import DTYPES
@@ -502,6 +503,7 @@ class Gpus:
         monkeypatch.setattr(cuda_ipc_module, "tensor_at", host_tensor_at)
         monkeypatch.setattr(cuda_ipc_module, "gpu_of", lambda device: gpu(0))
         monkeypatch.setattr(publisher_module, "gpu_of", lambda device: gpu(0))
+        monkeypatch.setattr(nccl_module, "gpu_of", lambda device: gpu(0))
         monkeypatch.setattr(publisher_module, "GPU_BUCKET_BYTES", BUCKET_BYTES)
         monkeypatch.setattr(gpu_module, "gpu_of", lambda device: None if self.next is None else gpu(self.next))
         monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NcclGroup, raising=False)
