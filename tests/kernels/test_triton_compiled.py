@@ -135,6 +135,7 @@ def test_a_product_and_a_sum_are_rounded_apart(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     source = ASTSource(JITFunction(multiply_add), {"x_ptr": "*fp32", "y_ptr": "*fp32"})
     target = GPUTarget("cuda", capability, 32)
-    joined, apart = (triton.compile(source, target=target, options=options) for options in ({}, launch.PINNED))
-    assert "FFMA" in joined.asm["sass"], "premise: Triton joins them where it is not told otherwise"
+    options = ({"enable_fp_fusion": True}, launch.PINNED)
+    joined, apart = (triton.compile(source, target=target, options=each) for each in options)
+    assert "FFMA" in joined.asm["sass"], "premise: Triton can join them"
     assert "FFMA" not in apart.asm["sass"] and "FMUL" in apart.asm["sass"] and "FADD" in apart.asm["sass"]
