@@ -71,7 +71,7 @@ RECEIVING = {
     "tensors": set(),
     "wanted": {"manifest"},
     "gpu": set(),
-    "nccl": set(),
+    "nccl": {"gpu"},
     "assembly": {"manifest", "tensors", "wanted"},
     "collective": {"manifest", "nccl"},
     "shared": {"manifest"},
