@@ -8,7 +8,7 @@ takes part in the next step with a token that the host has not seen yet; if that
 row of the step under way is thrown away. On a CPU a step is done before `step` returns.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
+`step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
 parameters, seed, backend, instruction set and dtype alone; the weights that produced each token are on record, and none
 is computed from KV that other weights left. A prompt that several samples or several requests share is computed once.
 An exception from `step` is final: the engine's state is then undefined.
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.transfer import HostCopy, to_device
 from .config import EngineConfig
 from .errors import InvalidRequestError, UnknownRequestError
 from .graphs import DecodeGraphs
@@ -48,7 +49,6 @@ from .sampler import Draw, Drawing, Drawn, Sampler
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, load_tokenizer
-from .transfer import HostCopy, to_device
 from .weights import Staging
 
 
@@ -216,10 +216,10 @@ class Engine:
         are forgotten in any case. `in_flight` is that of `commit_weights`; if only the weights sleep, requests that
         `recompute` applies to keep their blocks. Raise RuntimeError, with nothing changed, where a commit would.
         """
-        self._check_drained(in_flight)
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
         else:
+            self._check_drained(in_flight)
             outputs = self.settle()
             self.invalidate_prefix_cache()
         if self._graphs is not None:

@@ -59,12 +59,10 @@ class _Inputs:
             return torch.full((size,), value, dtype=torch.int64, device=device)
 
         self._spare_block, self._spare_slot = spare_block, spare_block * block_size
-        self.token_ids, self.positions, self.slots, self.lens = (
-            column(0),
-            column(0),
-            column(self._spare_slot),
-            column(1),
-        )
+        self.token_ids = column(0)
+        self.positions = column(0)
+        self.slots = column(self._spare_slot)
+        self.lens = column(1)
         self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
         rows = torch.arange(size, device=device)
         ones = torch.ones(size, dtype=torch.float32, device=device)

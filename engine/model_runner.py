@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops import AttentionBatch
+from ..kernels.transfer import to_device
 from .memory import bytes_needed, new_arena
 from .models.dense import DenseModel, Empty
 from .sequence import Chunk
-from .transfer import to_device
 
 _PLACEHOLDER = (0,)
 

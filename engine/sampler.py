@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
+from ..kernels.transfer import HostCopy, to_device
 from .request import Distribution, SamplingParams
-from .transfer import HostCopy, to_device
 
 # A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
 _LOWEST_TEMPERATURE = 1e-30

@@ -37,8 +37,9 @@ FOREIGN_ALLOWED_TO = {
 KERNELS = {
     "__init__": set(),
     "reference": {"ops"},
+    "transfer": set(),
     "cpu": {"cpu", "ops", "reference"},
-    "triton": {"triton", "ops", "reference"},
+    "triton": {"triton", "ops", "reference", "transfer"},
     "ops": {"cpu", "triton", "reference"},
     "autograd": {"ops"},
     "training": {"autograd", "ops"},
@@ -52,14 +53,13 @@ ENGINE = {
     "sequence": BASE | {"prefix_cache"},
     "scheduler": BASE | {"prefix_cache", "sequence"},
     "stop_strings": BASE,
-    "transfer": set(),
-    "sampler": BASE | {"transfer"},
+    "sampler": BASE,
     "sample": BASE | {"sequence", "stop_strings"},
     "models": {"errors", "config", "models"},
     "memory": set(),
     "weights": {"memory", "models"},
     "loading": {"errors", "config", "models", "weights"},
-    "model_runner": BASE | {"memory", "models", "sequence", "transfer"},
+    "model_runner": BASE | {"memory", "models", "sequence"},
     "graphs": {"model_runner", "sampler", "sequence"},
 }
 ENGINE["engine"] = {*ENGINE}

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..ops import AttentionBatch
+from ..transfer import to_device
 from .launch import aligned, device_function, exact_jit, launch
 
 KEYS = 64
@@ -88,18 +89,13 @@ def _plan(
     tile_counts = [-(-count * rows_per_query // tile_rows) if count > 1 else 0 for count in queries]
     tiles = [(i, tile) for i, count in enumerate(tile_counts) for tile in reversed(range(count))]
     decodes = [i for i, count in enumerate(queries) if count == 1]
-    tensors = (_to_device(torch.tensor(x, dtype=torch.int64), device) for x in (decodes, tiles, starts, lens))
+    tensors = (to_device(torch.tensor(x, dtype=torch.int64), device) for x in (decodes, tiles, starts, lens))
     return _Plan(*tensors, longest=max((lens[i] for i in decodes), default=0))
 
 
 def _tile_rows(head_dim: int) -> int:
     """How many rows a program takes where there are several queries: as many as its registers hold."""
     return 32 if head_dim <= 128 else 16
-
-
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    """A copy that does not wait for what a GPU computes now, as one from memory that is not pinned does."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _decode(

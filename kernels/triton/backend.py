@@ -1,7 +1,7 @@
 """The ops of `kernels.ops.Backend` by Triton kernels, for bfloat16 and float16.
 
 Joins the kernels of the modules beside it; `launch` says how they keep the contract. A weight is a plain tensor. The
-tensors of a call lie on the current CUDA device, or all on the CPU where kernels are interpreted. No op reads a tensor
+tensors of a call lie on one CUDA device, or all on the CPU where kernels are interpreted. No op reads a tensor
 on the host, and no shape depends on what a tensor holds, so a CUDA graph can hold any of them; for attention that takes
 `AttentionBatch.lens`.
 """

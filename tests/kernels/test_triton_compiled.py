@@ -145,7 +145,9 @@ print(json.dumps({capability: [compiled(capability, form) for form in forms] for
 """
 
 
-def test_a_product_and_a_sum_are_rounded_apart(tmp_path: Path) -> None:
+def test_a_product_and_a_sum_are_rounded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     script = tmp_path / "multiply_add.py"
     script.write_text(MULTIPLY_ADD)
     found = run_compiler([str(script)], tmp_path / "cache")
