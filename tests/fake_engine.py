@@ -1,7 +1,7 @@
 """An engine without a model, for tests of the service: same methods as the real one, tokens that follow from the seed.
 
 Sample i of a group has `max_tokens - i` tokens, at least one, so that the samples of a group finish one after the
-other. Three token ids in a prompt make trouble, so that a test can ask for it across a process boundary too. Its
+other. Four token ids in a prompt make trouble, so that a test can ask for it across a process boundary too. Its
 weights are small tensors that it never computes with.
 """
 
@@ -35,6 +35,7 @@ MAX_MODEL_LEN = 500
 FAIL_IN_STEP = 901
 FAIL_IN_ADD = 902
 HANG_IN_STEP = 903
+SLOW_STEP = 904
 STAGING_BYTES = 500
 SHAPES = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
 
@@ -231,6 +232,8 @@ class FakeEngine:
             raise RuntimeError("broken step")
         if HANG_IN_STEP in request.prompt_token_ids:
             time.sleep(3600)
+        if SLOW_STEP in request.prompt_token_ids:
+            time.sleep(0.05)
         for index in self._open[id]:
             self._open[id][index] += 1
             self._computed += 1

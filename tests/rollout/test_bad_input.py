@@ -35,6 +35,7 @@ def raw(worker: WorkerOnThread, engine: FakeEngine, request: pytest.FixtureReque
     with RawClient(worker.address) as bystander, RawClient(worker.address) as client:
         engine.flow.clear()
         bystander.generate(request.node.name[:100], n=8, max_tokens=20, seed=11)
+        bystander.health()  # answered after the request was taken
         yield client
         assert client.health()["requests"]["open"] == 1
         engine.flow.set()

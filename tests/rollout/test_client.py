@@ -47,6 +47,12 @@ def client(worker: WorkerOnThread) -> Iterator[RolloutClient]:
         yield client
 
 
+def stop_after_a_step(engine: FakeEngine) -> None:
+    """Let the engine add one token to each sample, and no more."""
+    step = engine.step
+    engine.step = lambda: (step(), engine.flow.clear())[0]
+
+
 def test_generate_returns_groups_in_order(client: RolloutClient, engine: FakeEngine) -> None:
     params = [SamplingParams(n=3, max_tokens=9, seed=2**64 - 1), SamplingParams(n=1, max_tokens=2, logprobs=None)]
     first, second = client.generate([np.array([1, 2, 3]), [4, 5]], params, request_ids=["x", "y"])
@@ -130,6 +136,7 @@ def test_an_address_that_cannot_be_is_refused(address: str) -> None:
 
 
 def test_one_bad_request_raises_and_the_others_are_aborted(client: RolloutClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
     with pytest.raises(InvalidRequestError, match="-1"):
         client.generate([[1], [-1], [2]], LONG)
     while client.health().requests["open"]:
@@ -146,11 +153,10 @@ def test_an_oversized_message_is_refused_before_it_is_sent(client: RolloutClient
 def test_abort_from_another_thread_returns_partial_samples(client: RolloutClient, engine: FakeEngine) -> None:
     groups = []
     thread = threading.Thread(target=lambda: groups.extend(client.generate([[1]], LONG, request_ids=["a"])))
-    engine.gate.clear()
+    stop_after_a_step(engine)
     thread.start()
-    while not client.health().requests["open"]:
+    while not client.stats().engine.get("computed_tokens"):
         pass
-    threading.Timer(0.05, engine.gate.set).start()
     assert client.abort("a") == 1
     thread.join()
     sample = groups[0].samples[0]
@@ -203,6 +209,7 @@ def test_asynchronous_calls_run_at_the_same_time(worker: WorkerOnThread, engine:
 def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: FakeEngine) -> None:
     async def run() -> None:
         async with AsyncRolloutClient(worker.address) as client:
+            engine.gate.clear()
             other = asyncio.create_task(client.generate([[2]], SamplingParams(n=2, max_tokens=300)))
             call = asyncio.create_task(client.generate([[1]], LONG))
             while (await client.health()).requests["open"] < 2:
@@ -210,6 +217,8 @@ def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: Fa
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
+            await client.health()  # answered after the abort was taken
+            engine.gate.set()
             check_group((await other)[0], 2)
 
     asyncio.run(run())
@@ -228,7 +237,13 @@ def test_an_interrupt_aborts_the_call(client: RolloutClient, engine: FakeEngine,
     engine.flow.clear()
     main_thread = threading.main_thread().ident
     assert main_thread == threading.get_ident()
-    threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT]).start()
+
+    def interrupt() -> None:
+        while client.health().requests["open"] < 2:
+            pass
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    threading.Timer(0.2, interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         client.generate([[1], [2]], LONG)
     while client.health().requests["open"]:
@@ -258,6 +273,7 @@ def test_a_stream_may_outlive_its_client(worker: WorkerOnThread) -> None:
 
 
 def test_a_stream_closed_early_aborts_the_rest(client: RolloutClient, engine: FakeEngine) -> None:
+    stop_after_a_step(engine)
     stream = client.stream([[1]], SamplingParams(n=300, max_tokens=300))
     next(stream)
     stream.close()
@@ -270,14 +286,15 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
     async def run() -> None:
         async with AsyncRolloutClient(worker.address) as client:
             engine.gate.clear()
+            engine.at_gate.clear()
             blocking = asyncio.create_task(client.generate([[1]], SamplingParams(max_tokens=3)))
-            while (await client.health()).requests["open"] < 1:
-                pass
+            assert await asyncio.to_thread(engine.at_gate.wait, 20)
             score = asyncio.create_task(client.score([[1, 2]]))
             while (await client.health()).requests["open"] < 2:
                 pass
             (id,) = [id for id in worker.worker._ledger.open if worker.worker._ledger.open[id].params is None]
             abort = asyncio.create_task(client.abort(id))
+            await asyncio.sleep(0)  # the abort goes out first
             await client.health()
             engine.gate.set()
             assert await abort == 1
@@ -385,7 +402,7 @@ def test_a_worker_started_anew_is_not_taken_for_the_old_one(worker: WorkerOnThre
 
 def test_silence_for_the_timeout_is_a_lost_worker(worker: WorkerOnThread, engine: FakeEngine) -> None:
     results: list = []
-    with proxied(worker) as proxy, RolloutClient(proxy.address, timeout=0.4) as client:
+    with proxied(worker) as proxy, RolloutClient(proxy.address, timeout=2.0) as client:
         engine.gate.clear()
         thread = start_generating(client, results)
         proxy.close()
@@ -400,9 +417,9 @@ def test_nobody_at_the_address_is_a_lost_worker() -> None:
 
 
 def test_a_worker_that_computes_for_long_is_not_lost(worker: WorkerOnThread, engine: FakeEngine) -> None:
-    with RolloutClient(worker.address, timeout=0.1) as client:
+    with RolloutClient(worker.address, timeout=1.0) as client:
         engine.gate.clear()
-        threading.Timer(0.5, engine.gate.set).start()
+        threading.Timer(2.5, engine.gate.set).start()
         check_group(client.generate([[1]], SamplingParams(max_tokens=3))[0], 1)
 
 

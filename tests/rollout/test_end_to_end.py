@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pushing import ask
 from serving import RawClient, WorkerOnThread
 
 from trueroll.engine.config import EngineConfig
@@ -105,7 +106,7 @@ BAD_REQUESTS = [
 
 
 def test_bad_requests_are_refused_while_another_runs_unharmed(client: RolloutClient) -> None:
-    long = SamplingParams(max_tokens=400, seed=1, ignore_eos=True)
+    long = SamplingParams(max_tokens=990, seed=1, ignore_eos=True)
     expected = client.generate([PROMPTS[0]], long)[0]
     stream = client.stream([[7], PROMPTS[0]], [SamplingParams(max_tokens=1), long])
     assert next(stream)[0] == 0
@@ -143,8 +144,11 @@ def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: 
     with RawClient(worker.address) as raw, RawClient(worker.address) as other:
         raw.generate("done before", max_tokens=2)
         assert raw.receive_until("done", "error")[-1]["type"] == "done"
+        ask(raw, "pause")
         raw.generate("open", n=3, max_tokens=400)
         other.generate("open too", max_tokens=400)
+        other.health()  # answered after the request was taken
+        raw.send("resume", id="resume")
         for client, id in ((raw, "open"), (other, "open too")):
             error = client.receive_until("done", "error")[-1]
             assert (error["id"], error["code"]) == (id, "worker_failed") and "broken attention" in error["message"]

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_engine import FAIL_IN_STEP, HANG_IN_STEP, SHAPES
+from fake_engine import FAIL_IN_STEP, HANG_IN_STEP, SHAPES, SLOW_STEP
+from pushing import ask
 from serving import RawClient, check_group, fake_process
 
 from trueroll.engine.config import EngineConfig
@@ -67,9 +68,12 @@ def test_wrong_settings_raise_before_anything_starts(setting: dict[str, int]) ->
 
 def test_an_exception_in_a_step_answers_all_and_ends_the_process() -> None:
     with fake_process() as process, RawClient(process.address) as raw, RawClient(process.address) as other:
+        ask(other, "pause")
         other.generate("long", n=2, max_tokens=490)
         other.generate("longer", n=2, max_tokens=490)
+        other.health()  # answered after the requests were taken
         raw.generate("bad", prompt=[FAIL_IN_STEP])
+        raw.send("resume", id="resume")
         assert "broken step" in raw.receive_until("error")[-1]["message"]
         failed = other.receive_until("error") + other.receive_until("error")
         ends = {reply["id"]: reply["code"] for reply in failed if reply["type"] == "error"}
@@ -79,7 +83,7 @@ def test_an_exception_in_a_step_answers_all_and_ends_the_process() -> None:
 
 def test_sigterm_finishes_what_runs() -> None:
     with fake_process() as process, RawClient(process.address) as raw:
-        raw.generate("a", max_tokens=300)
+        raw.generate("a", prompt=[SLOW_STEP], max_tokens=40)
         raw.health()
         os.kill(process.pid, signal.SIGTERM)
         assert raw.receive_until("done", "error")[-1]["finish_reasons"] == {"length": 1}
@@ -88,7 +92,7 @@ def test_sigterm_finishes_what_runs() -> None:
 
 def test_sigterm_returns_partial_output_at_the_deadline() -> None:
     with fake_process(drain_seconds=0.0) as process, RawClient(process.address) as raw:
-        raw.generate("a", n=2, max_tokens=490)
+        raw.generate("a", prompt=[SLOW_STEP], n=2, max_tokens=490)
         raw.health()
         os.kill(process.pid, signal.SIGTERM)
         *samples, done = raw.receive_until("done", "error")
@@ -99,7 +103,8 @@ def test_sigterm_returns_partial_output_at_the_deadline() -> None:
 def test_an_engine_that_hangs_cannot_keep_the_process() -> None:
     with fake_process(drain_seconds=0.0) as process, RawClient(process.address) as raw:
         raw.generate("a", prompt=[HANG_IN_STEP])
-        raw.health()
+        while raw.health()["requests"]["running"] < 1:
+            pass
         os.kill(process.pid, signal.SIGTERM)
         error = raw.receive_until("error")[-1]
         assert error["code"] == "worker_failed" and "did not end" in error["message"]
@@ -115,7 +120,7 @@ def test_a_killed_worker_is_lost_and_nobody_waits_for_ever() -> None:
         except WorkerLostError as error:
             errors.append(error)
 
-    with fake_process() as process, RolloutClient(process.address, timeout=0.5) as client:
+    with fake_process() as process, RolloutClient(process.address, timeout=2.0) as client:
         thread = threading.Thread(target=generate, args=(client,))
         thread.start()
         while not client.health().requests["open"]:
@@ -174,7 +179,7 @@ def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
 
 @pytest.mark.parametrize("transport", ["shared", "collective"])
 def test_sigterm_in_the_middle_of_a_push_is_an_orderly_end(transport: str) -> None:
-    with fake_process(drain_seconds=1.0) as worker, WeightPublisher(transport, timeout=5.0) as publisher:
+    with fake_process(drain_seconds=1.0) as worker, WeightPublisher(transport, timeout=10.0) as publisher:
         publisher.connect([worker.address])
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:

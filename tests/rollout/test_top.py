@@ -186,7 +186,7 @@ def test_a_lost_worker_ends_it_with_the_error(process: WorkerProcess) -> None:
 
     screen: Any = Screen()
     console = Console(file=screen, force_terminal=True, width=120)
-    with RolloutClient(process.address, timeout=1.0) as client, pytest.raises(WorkerLostError, match="no answer from"):
+    with RolloutClient(process.address, timeout=2.0) as client, pytest.raises(WorkerLostError, match="no answer from"):
         top(client, 0.1, console)
     assert "tokens/s" in screen.text
 

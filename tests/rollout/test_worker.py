@@ -152,9 +152,11 @@ def test_the_oldest_results_are_dropped_beyond_the_bound(engine: FakeEngine, bou
 def test_abort_ends_one_sample_or_all_with_what_they_have(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
     raw.generate("a", n=3, max_tokens=400)
+    assert engine.at_gate.wait(timeout=20)
     raw.send("abort", id="1", request_id="a", index=1)
     raw.send("abort", id="2", request_id="a", index=None)
     raw.send("abort", id="3", request_id="a", index=9)
+    raw.health()  # answered after the aborts were taken
     engine.gate.set()
     replies = [raw.receive() for _ in range(7)]
     ended = [(reply["type"], reply.get("index"), reply.get("finish_reason")) for reply in replies]
@@ -167,7 +169,7 @@ def test_abort_ends_one_sample_or_all_with_what_they_have(raw: RawClient, engine
 def test_abort_of_a_score(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
     raw.generate("blocks the step")
-    assert engine.at_gate.wait(10.0)
+    assert engine.at_gate.wait(timeout=20)
     raw.send("score", id="s", token_ids=bytes(8))
     raw.send("abort", id="1", request_id="s")
     raw.health()  # answered after the abort was taken
@@ -228,11 +230,14 @@ def test_a_full_queue_refuses_and_the_rest_goes_on(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("token", [FAIL_IN_STEP, FAIL_IN_ADD])
-def test_a_failing_engine_answers_everybody_with_the_cause(engine: FakeEngine, token: int) -> None:
+def test_a_failing_engine_answers_everybody_with_the_cause(
+    engine: FakeEngine, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trueroll.rollout.worker.FAILED_SECONDS", 2.0)
     with serving(engine) as worker, RawClient(worker.address) as raw, RawClient(worker.address) as other:
         engine.gate.clear()
         other.generate("b", max_tokens=400)
-        other.health()
+        assert engine.at_gate.wait(timeout=20)
         raw.generate("a", prompt=[token])
         raw.health()
         engine.gate.set()
@@ -284,11 +289,11 @@ def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> Non
     with serving(engine, drain_seconds=0.05) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", n=2, max_tokens=400)
-        raw.health()
+        assert engine.at_gate.wait(timeout=20)
         worker.worker.drain()
-        while raw.health()["state"] != "draining":
+        while raw.health()["state"] != "draining" or not worker.worker._aborts_sent:
             pass
-        threading.Timer(0.2, engine.gate.set).start()
+        engine.gate.set()
         *samples, done = raw.receive_until("done", "error")
         worker.join()
     assert done["finish_reasons"] == {"abort": 2} and len(samples) == 2 and worker.error is None
@@ -300,7 +305,7 @@ def test_an_abort_that_comes_too_late_is_answered_before_a_drained_worker_ends(e
     with serving(engine) as worker, RawClient(worker.address) as raw:
         engine.gate.clear()
         raw.generate("a", max_tokens=1)
-        assert engine.at_gate.wait(10.0)
+        assert engine.at_gate.wait(timeout=20)
         raw.send("abort", id="late", request_id="a", index=None)
         worker.worker.drain()
         while raw.health()["state"] != "draining":

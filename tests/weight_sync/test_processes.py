@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 RANK = """
-import json, os, sys, torch
+import dataclasses, json, os, sys, torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -80,7 +80,7 @@ def tensors(seed):
         placement = Replicate() if name == "b" else Shard(0)
         yield name, distribute_tensor(whole, mesh, [placement])
 
-with WeightPublisher(transport, folder=folder or None, timeout=5.0) as publisher:
+with WeightPublisher(transport, folder=folder or None, timeout=60.0) as publisher:
     if rank == "0":
         publisher.connect([address])
     result = publisher.push(tensors(1), 1)
@@ -93,6 +93,7 @@ with WeightPublisher(transport, folder=folder or None, timeout=5.0) as publisher
         except PushError as error:
             print("refused", error, flush=True)
     sys.stdin.readline()
+    publisher._settings = dataclasses.replace(publisher._settings, timeout=2.0)  # which is waited for
     try:
         publisher.push(tensors(4), 4)
     except PushError as error:

@@ -6,6 +6,7 @@ import gc
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -543,6 +544,8 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
     assert entered.wait(SECONDS)
     closer = threading.Thread(target=feed.receiver.close)
     closer.start()
+    while not feed.receiver._is_closed:
+        time.sleep(0.001)
     closer.join(0.1)
     assert closer.is_alive()
     go_on.set()
