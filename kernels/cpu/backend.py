@@ -18,6 +18,7 @@ from .library import load_library
 from .weight import PackedWeight
 
 _library = load_library()
+_NO_BIASES, _NO_HEAD_NORMS = (None,) * 3, (None,) * 2
 
 
 def instruction_set() -> str:
@@ -53,8 +54,9 @@ def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-    x, out = x.contiguous(), torch.empty(len(x), weight.shape[0], dtype=x.dtype)
-    _library.linear(*_rows(x), weight.pointer, weight.shape[0], _pointer(bias), _pointer(residual), out.data_ptr())
+    x, rows = x.contiguous(), weight.shape[0]
+    out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+    _library.linear(*_rows(x), weight.pointer, rows, _pointer(bias), _pointer(residual), out.data_ptr())
     return out
 
 
@@ -66,8 +68,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_up(x: Tensor, norm: Tensor, eps: float, gate: PackedWeight, up: PackedWeight) -> Tensor:
-    x, norm, out = x.contiguous(), norm.contiguous(), torch.empty(len(x), gate.shape[0], dtype=x.dtype)
-    _library.gate_up(*_rows(x), norm.data_ptr(), eps, gate.pointer, up.pointer, gate.shape[0], out.data_ptr())
+    x, norm, rows = x.contiguous(), norm.contiguous(), gate.shape[0]
+    out = torch.empty(x.shape[0], rows, dtype=x.dtype)
+    _library.gate_up(*_rows(x), norm.data_ptr(), eps, gate.pointer, up.pointer, rows, out.data_ptr())
     return out
 
 
@@ -82,17 +85,16 @@ def qkv(
     slots: Tensor,
 ) -> Tensor:
     x, norm, slots = x.contiguous(), norm.contiguous(), slots.contiguous()
-    cosines, sines = (part.contiguous() for part in rotation)
+    cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
     _, block_size, kv_heads, head_dim = k_cache.shape
-    q = torch.empty(len(x), weights.q.shape[0] // head_dim, head_dim, dtype=x.dtype)
-    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else (None,) * 3
-    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else (None,) * 2
+    heads = weights.q.shape[0] // head_dim
+    q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype)
+    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else _NO_BIASES
+    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else _NO_HEAD_NORMS
+    pointers = [cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)]
     _library.qkv(
-        *(*_rows(x), norm.data_ptr(), eps),
-        *(cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)),
-        *(*map(_pointer, biases), *map(_pointer, head_norms)),
-        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
-        *(q.shape[1], kv_heads, head_dim, block_size),
+        *(*_rows(x), norm.data_ptr(), eps, *pointers, *map(_pointer, biases), *map(_pointer, head_norms)),
+        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr(), heads, kv_heads, head_dim, block_size),
         *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
     )
     return q
@@ -111,7 +113,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
     _library.attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), q.shape[1]),
         *(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:]),
-        *(len(lens), starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
+        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
         *(scale, out.data_ptr()),
     )
     return out
@@ -163,7 +165,8 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """(threads, whether x is bfloat16, its address, rows, columns)."""
-    return get_num_threads(), _is_bfloat16(x), x.data_ptr(), x.shape[0], x.shape[1]
+    rows, columns = x.shape
+    return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
 
 
 def _pointer(x: Tensor | None) -> int | None:

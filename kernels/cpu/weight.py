@@ -20,21 +20,20 @@ _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16. `data`: its panels, [padded rows, padded columns] in size."""
+    """A matrix [rows, columns] of float32 or bfloat16.
+
+    `data`: its panels, [padded rows, padded columns] in size. `pointer`: their address.
+    """
 
     def __init__(self, rows: int, columns: int, data: Tensor) -> None:
         self.shape, self.dtype, self.data = torch.Size((rows, columns)), data.dtype, data
+        self.pointer = data.data_ptr()
 
     @classmethod
     def new(cls, rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
         """One that is uninitialized until something is copied into it, in memory from `empty(*shape)`."""
         multiple = COLUMN_MULTIPLE[empty(0).dtype]
         return cls(rows, columns, empty(_whole_panels(rows), -(-columns // multiple) * multiple))
-
-    @property
-    def pointer(self) -> int:
-        """Its address."""
-        return self.data.data_ptr()
 
     @property
     def nbytes(self) -> int:

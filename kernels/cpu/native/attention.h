@@ -21,7 +21,8 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
     for (long first = 0; first < rows; first += LANES) {
         const long n = smaller(LANES, rows - first);
         float before_scale[LANES], after_scale[LANES];
-        const F before = load(state.peaks + first, n), after = load(next.peaks + first, n), top = max(before, after);
+        // What stands past the last peak is part of the memory, and of no result.
+        const F before = load(state.peaks + first), after = load(next.peaks + first), top = max(before, after);
         store(before_scale, exp(sub(before, top)));
         store(after_scale, exp(sub(after, top)));
         for (long i = 0; i < n; ++i) {
@@ -48,6 +49,13 @@ struct QueryTile {
     long sequence, members, kv_head, first, count;
 };
 
+// Keys and values that a thread will read soon, in panels of 16 tokens.
+template <class T>
+struct Ahead {
+    const T** panels;
+    long count;
+};
+
 template <class T>
 class Attention {
   public:
@@ -57,7 +65,7 @@ class Attention {
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
     // The keys that the last query of a tile's first member sees, and the splits they lie in.
-    long context(const QueryTile& tile) const { return position(tile, 0, tile.count - 1) + 1; }
+    long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
 
     // Computes a tile over one split of the keys after the other. `next`: the tile that this thread will most likely
@@ -75,25 +83,46 @@ class Attention {
         finish(tile, state);
     }
 
-    // Keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile; fetches the next split of the next tile.
+    // Adds what a split of a tile reads to `ahead`, which has room for it; nothing where a block is no panel.
+    void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
+        if (caches_.block_size != LANES) return;
+        const long end = smaller((split + 1) * KV_SPLIT, context(tile));
+        for (long token = split * KV_SPLIT; token < end; token += LANES) {
+            ahead.panels[ahead.count++] = key_panel(tile, token);
+            ahead.panels[ahead.count++] = value_panel(tile, token);
+        }
+    }
+
+    // Keys [split * KV_SPLIT, (split + 1) * KV_SPLIT) for all rows of a tile; fetches the next split of the next tile,
+    // and what is ahead.
     void reduce(
-        const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out
+        const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out,
+        const Ahead<T>& ahead = {nullptr, 0}
     ) const {
         const long start = split * KV_SPLIT, n = rows(tile), D = dim_;
         const long keys = smaller(KV_SPLIT, context(tile) - start), panels = round_up(keys, LANES) / LANES;
         const Split at(*this, tile, start, keys);
-        const long seen_by_all = position(tile, 0, 0) + 1 - start;
+        // Fewer than all keys only for a tile of one sequence.
+        const long seen_by_all = position(tile, 0) + 1 - start;
         if (seen_by_all < keys && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
-        const Factors<T> scoring = {
-            queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>, 0
+        const long passes = (n + PASS_ROWS<T> - 1) / PASS_ROWS<T>, half = passes > 1 ? ahead.count / 2 : 0;
+        Factors<T> scoring = {
+            queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>
         };
+        if (half > 0) fetch_ahead(scoring, passes, {ahead.panels, half}, panels, 1);
         multiply(scoring, n, false, scores, KV_SPLIT);
+        const auto seen = [&](long row) {
+            return seen_by_all >= keys ? keys : larger(0, smaller(keys, seen_by_all + row / group_));
+        };
+        // In loops of their own, so that a core overlaps the rows.
+        for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(row));
         for (long row = 0; row < n; ++row) {
-            const long query = row / group_ % tile.count, at_most = position(tile, row / group_ / tile.count, query) + 1;
-            const long seen = larger(0, smaller(keys, at_most - start));
-            weigh(scores + row * KV_SPLIT, seen, panels, weights + row * KV_SPLIT, out.peaks[row], out.totals[row]);
+            const float top = out.peaks[row];
+            const float total = weigh(scores + row * KV_SPLIT, seen(row), top, panels, weights + row * KV_SPLIT);
+            out.totals[row] = total;
+            if (total != total) out.peaks[row] = total;  // a maximum may pass over what is no number
         }
         const long width = D / LANES;
         const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
@@ -104,9 +133,10 @@ class Attention {
                 next[i * width + j] = next_key + j * LANES / PAIR<T> * at.key_stride;
             }
         }
-        const Factors<T> weighing = {
-            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride, 0
+        Factors<T> weighing = {
+            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
         };
+        if (half > 0) fetch_ahead(weighing, passes, {ahead.panels + half, half}, panels, width);
         multiply(weighing, n, false, out.out, D);
     }
 
@@ -124,11 +154,14 @@ class Attention {
     }
 
     void finish(const QueryTile& tile, const Partial& state) const {
-        for (long row = 0; row < rows(tile); ++row) {
-            T* out = args_.out + place(tile, row);
-            const F total = set1(state.totals[row]);
-            for (long i = 0; i < dim_; i += LANES) store(out + i, div(load(state.out + row * dim_ + i), total));
-        }
+        long row = 0;
+        visit_heads(tile, [&](long place) {
+            for (long i = 0; i < group_; ++i, ++row) {
+                T* out = args_.out + place + i * dim_;
+                const F total = set1(state.totals[row]);
+                for (long j = 0; j < dim_; j += LANES) store(out + j, div(load(state.out + row * dim_ + j), total));
+            }
+        });
     }
 
     // Where the 16-token panels of a split stand: in the cache, or copied where the cache has no whole panel.
@@ -201,32 +234,54 @@ class Attention {
         return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
     }
 
-    // The absolute position of a query of one of the tile's sequences.
-    long position(const QueryTile& tile, long member, long query) const {
-        const int64_t* starts = args_.query_starts + tile.sequence + member;
-        return args_.context_lens[tile.sequence + member] - (starts[1] - starts[0]) + tile.first + query;
+    // Lets the passes of a product after the first one fetch panels that are ahead, spread evenly; each takes up `width`
+    // entries of a table.
+    void fetch_ahead(Factors<T>& factors, long passes, const Ahead<T>& ahead, long panels, long width) const {
+        const long own = panels * width, spare = (passes - 1) * panels, count = smaller(ahead.count, spare);
+        const T** tables = scratch<const T*>(NEXT, own * passes);
+        memcpy(tables, factors.next, static_cast<size_t>(own) * sizeof(*tables));
+        for (long i = 0; i < spare; ++i)
+            for (long j = 0; j < width; ++j)
+                tables[own + i * width + j] = ahead.panels[i * count / spare] + j * LANES * LANES;
+        factors.next = tables, factors.next_per_pass = true;
+    }
+
+    // The absolute position of a query of the tile's first sequence.
+    long position(const QueryTile& tile, long query) const {
+        const int64_t* starts = args_.query_starts + tile.sequence;
+        return args_.context_lens[tile.sequence] - (starts[1] - starts[0]) + tile.first + query;
     }
 
     // The rows of a tile [rows, head_dim], one after the other.
     const T* queries(const QueryTile& tile) const {
         T* q = scratch<T>(QUERIES, rows(tile) * dim_);
-        const size_t bytes = static_cast<size_t>(group_ * dim_) * sizeof(T);
-        for (long i = 0; i < rows(tile); i += group_) memcpy(q + i * dim_, args_.q + place(tile, i), bytes);
+        T* next = q;
+        visit_heads(tile, [&](long place) {
+            memcpy(next, args_.q + place, static_cast<size_t>(group_ * dim_) * sizeof(T));
+            next += group_ * dim_;
+        });
         return q;
     }
 
-    long place(const QueryTile& tile, long row) const {
-        const long member = row / group_ / tile.count, query = row / group_ % tile.count;
-        const long token = args_.query_starts[tile.sequence + member] + tile.first + query;
-        return (token * args_.heads + tile.kv_head * group_ + row % group_) * dim_;
+    // Where the heads of a tile stand among all queries, for one query after the other.
+    template <class Visit>
+    void visit_heads(const QueryTile& tile, const Visit& visit) const {
+        for (long member = 0; member < tile.members; ++member) {
+            const long token = args_.query_starts[tile.sequence + member] + tile.first;
+            for (long i = 0; i < tile.count; ++i) visit(((token + i) * args_.heads + tile.kv_head * group_) * dim_);
+        }
     }
 
-    // Turns a row's scores into the softmax weights of its `seen` keys, rounded to T, and zeros up to `panels` panels.
-    void weigh(float* scores, long seen, long panels, T* weights, float& top, float& total) const {
+    // The largest of the scaled scores of a row's `seen` keys. Fills the last panel up with -inf.
+    float highest(float* scores, long seen) const {
         for (long i = seen; i < round_up(seen, LANES); ++i) scores[i] = -INFINITY;
         F most = set1(-INFINITY);
         for (long i = 0; i < seen; i += LANES) most = max(most, load(scores + i));
-        top = peak(most) * args_.scale;
+        return peak(most) * args_.scale;
+    }
+
+    // Turns them into softmax weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum.
+    float weigh(const float* scores, long seen, float top, long panels, T* weights) const {
         const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : top);
         F sums = set1(0.0f);
         long i = 0;
@@ -236,8 +291,7 @@ class Attention {
             sums = add(sums, store_rounded(weights + i, exp(x)));
         }
         for (; i < panels * LANES; i += LANES) store(weights + i, set1(0.0f));
-        total = sum(sums);
-        if (total != total) top = total;  // a maximum may pass over what is no number
+        return sum(sums);
     }
 
     const AttentionArgs<T>& args_;
@@ -312,23 +366,77 @@ class AttentionPlan {
     const long most_;
 };
 
+// Runs the tasks of a batch: first `whole` ones, then `large` splits of many rows, then `small` ones of few. A large
+// one computes for long and reads little, a small one the other way round. So small ones follow each large one on its
+// thread, which fetches their keys and values while it computes the large one.
+template <class T>
+class AttentionRun {
+  public:
+    static constexpr long MOST_FOLLOWERS = 8;
+
+    AttentionRun(const Attention<T>& op, const AttentionTask* tasks, long whole, long large, long small)
+        : op_(op), tasks_(tasks), whole_(whole), large_(large), first_small_(whole + large),
+          followers_(smaller(small, large * smaller(MOST_FOLLOWERS, (small + large - 1) / larger(1, large)))),
+          units_(first_small_ + small - followers_) {}
+
+    void run() const {
+        parallel(units_, [&](long unit) {
+            Ahead<T> ahead = {scratch<const T*>(AHEAD, MOST_FOLLOWERS * 2 * KV_SPLIT / LANES), 0};
+            visit_followers(unit, [&](const AttentionTask& task) { op_.look_ahead(task.tile, task.split, ahead); });
+            const AttentionTask *task = &leader(unit), &next = leader(unit + num_threads());
+            visit_followers(unit, [&](const AttentionTask& follower) {
+                compute(*task, ahead.count > 0 ? next : follower, ahead);
+                task = &follower, ahead.count = 0;
+            });
+            compute(*task, next, ahead);
+        });
+    }
+
+  private:
+    // The task that a unit begins with, or the last unit does.
+    const AttentionTask& leader(long unit) const {
+        const long u = smaller(unit, units_ - 1);
+        return tasks_[u < first_small_ ? u : u + followers_];
+    }
+
+    template <class Visit>
+    void visit_followers(long unit, const Visit& visit) const {
+        if (unit < whole_ || unit >= first_small_) return;
+        for (long i = unit - whole_; i < followers_; i += large_) visit(tasks_[first_small_ + i]);
+    }
+
+    void compute(const AttentionTask& task, const AttentionTask& next, const Ahead<T>& ahead) const {
+        if (task.split == WHOLE) return op_.run(task.tile, next.tile);
+        const Partial out(task.memory, op_.rows(task.tile));
+        op_.reduce(task.tile, task.split, next.tile, larger(0, next.split), out, ahead);
+    }
+
+    const Attention<T>& op_;
+    const AttentionTask* const tasks_;
+    const long whole_, large_, first_small_, followers_, units_;
+};
+
 template <class T>
 void attention(const AttentionArgs<T>& args) {
     const AttentionPlan<T> plan(args);
     const Attention<T>& op = plan.op();
     const long D = args.caches.head_dim, kv_heads = args.caches.kv_heads;
-    long count = 0, memory = 0, splits = 0;
+    enum { IN_WHOLE, LARGE, SMALL };
+    const auto kind = [&](const QueryTile& tile, long split) {
+        return split == WHOLE ? IN_WHOLE : op.rows(tile) > PASS_ROWS<T> ? LARGE : SMALL;
+    };
+    long counts[3] = {}, memory = 0, splits = 0;
     plan.visit_tasks([&](const QueryTile& tile, long split) {
-        ++count, splits = larger(splits, split + 1);
+        ++counts[kind(tile, split)], splits = larger(splits, split + 1);
         if (split != WHOLE) memory += Partial::size(op.rows(tile), D);
     });
-    AttentionTask* tasks = scratch<AttentionTask>(TASKS, count);
+    AttentionTask* tasks = scratch<AttentionTask>(TASKS, counts[IN_WHOLE] + counts[LARGE] + counts[SMALL]);
     float* partials = scratch<float>(RESULTS, memory);
     // For every sequence, key-value head and split: the first row of its part.
     Partial* parts = scratch<Partial>(PARTS, args.sequences * kv_heads * splits);
-    AttentionTask* next = tasks;
+    AttentionTask* next[3] = {tasks, tasks + counts[IN_WHOLE], tasks + counts[IN_WHOLE] + counts[LARGE]};
     plan.visit_tasks([&](const QueryTile& tile, long split) {
-        *next++ = {tile, split, partials};
+        *next[kind(tile, split)]++ = {tile, split, partials};
         if (split == WHOLE) return;
         const long rows = op.rows(tile);
         for (long i = 0; i < tile.members; ++i)
@@ -336,13 +444,7 @@ void attention(const AttentionArgs<T>& args) {
                 Partial(partials, rows).from(i * rows / tile.members, D);
         partials += Partial::size(rows, D);
     });
-    parallel(count, [&](long i) {
-        const AttentionTask &task = tasks[i], &later = tasks[smaller(i + num_threads(), count - 1)];
-        if (task.split == WHOLE)
-            op.run(task.tile, later.tile);
-        else
-            op.reduce(task.tile, task.split, later.tile, larger(0, later.split), Partial(task.memory, op.rows(task.tile)));
-    });
+    AttentionRun<T>(op, tasks, counts[IN_WHOLE], counts[LARGE], counts[SMALL]).run();
     parallel(args.sequences * kv_heads, [&](long i) {
         const long sequence = i / kv_heads;
         if (!plan.is_small(sequence)) return;

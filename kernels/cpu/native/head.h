@@ -133,8 +133,6 @@ inline Best best_of(F values, long first, Best best) {
     return best;
 }
 
-inline bool any_greater(F a, F b) { return peak(select_greater(a, b, set1(1.0f), set1(0.0f))) > 0.0f; }
-
 constexpr long GROUP = 64;
 
 // A chunk's values, filled up with -inf to whole groups.

@@ -3,7 +3,7 @@
 // Whatever the shape of a tile, each element of a product has an accumulator of its own, to which the steps over K are
 // added in order.
 
-// Steps of a packed matrix that are multiplied before the next ones are read.
+// The most steps of a packed matrix that are multiplied before the next ones are read.
 constexpr long BLOCK = 128;
 // The most panels in one product: those of a head of 512, or of a chunk of the vocabulary.
 constexpr long MAX_PANELS = 32;
@@ -64,7 +64,8 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 
 // One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from one
 // step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards: at each step
-// the line at next[round][n] + next_offset + step * next_stride.
+// the line at next[round][n] + next_offset + step * next_stride. The passes over the panels that `multiply` makes share
+// what `next` names, or each has a table of its own there, one after the other, if `next_per_pass`.
 template <class T>
 struct Factors {
     const T* a;
@@ -72,12 +73,13 @@ struct Factors {
     const T* const* b;
     long width, stride, rounds, steps;
     const T* const* next;
-    long next_stride, next_offset;
+    long next_stride, next_offset = 0;
+    bool next_per_pass = false;
 };
 
 template <class T, int M, int N>
 void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset] = factors;
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset, next_per_pass] = factors;
     F acc[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
@@ -114,15 +116,15 @@ Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
 template <class T, int N>
 void multiply_panels(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
-    const long parts = (m + MOST - 1) / MOST;
+    const long parts = (m + MOST - 1) / MOST, fewest = m / parts, longer = m % parts;
     // Each tile fetches its share, so that fetching takes as long as computing.
-    const long stride = factors.next_stride;
-    factors.next_stride = (stride + parts - 1) / parts;
+    const long share = factors.next_per_pass ? 0 : factors.steps * factors.next_stride / parts;
+    const long next_table = factors.next_per_pass ? factors.rounds * factors.width : 0;
+    if (!factors.next_per_pass) factors.next_stride = (factors.next_stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
-        factors.next_offset = i * factors.steps * stride / parts;
-        const long rows = m / parts + (i < m % parts);
+        const long rows = fewest + (i < longer);
         tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
-        factors.a += rows * factors.lda, c += rows * ldc;
+        factors.a += rows * factors.lda, c += rows * ldc, factors.next_offset += share, factors.next += next_table;
     }
 }
 
@@ -144,25 +146,32 @@ void multiply(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
     }
 }
 
+// The most rows that `multiply` takes in one pass over its panels.
+template <class T>
+constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
+
 #ifdef HAS_TILES
 #include "tiles_amx.h"
 #endif
 
-// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. Each BLOCK of steps is summed from zero
-// and then added to the sum before it; AMX goes on with that sum. `hop`: how far behind a panel stands
-// the one that will be read after it.
+// c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. They are cut into equal blocks, so
+// that the last one of a panel is long enough for fetching the first one of the next. Each block is summed from zero and
+// then added to the sum before it; AMX goes on with that sum. `hop`: how far behind a panel stands the one that will be
+// read after it.
 template <class T>
 void multiply_all(
     const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc
 ) {
     constexpr long STRIDE = LANES * PAIR<T>;
-    for (long start = 0; start < steps; start += BLOCK) {
+    const long blocks = (steps + BLOCK - 1) / BLOCK;
+    const long block = round_up((steps + blocks - 1) / blocks, COLUMN_MULTIPLE<T> / PAIR<T>);
+    for (long start = 0; start < steps; start += block) {
         const T *b[MAX_PANELS], *next[MAX_PANELS];
         for (long i = 0; i < n; ++i) {
             b[i] = panels[i] + start * STRIDE;
-            next[i] = start + BLOCK < steps ? b[i] + BLOCK * STRIDE : panels[i] + hop;
+            next[i] = start + block < steps ? b[i] + block * STRIDE : panels[i] + hop;
         }
-        const long some = smaller(BLOCK, steps - start);
-        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE, 0}, m, start > 0, c, ldc);
+        const long some = smaller(block, steps - start);
+        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE}, m, start > 0, c, ldc);
     }
 }

@@ -8,6 +8,8 @@
 #endif
 
 constexpr long TILE_ROWS = 16, TILE_STEPS = 16;
+template <>
+constexpr long PASS_ROWS<bf16> = 2 * TILE_ROWS;
 
 // Accumulators 0 to 3: (upper, lower) rows by (left, right) panel; 4 and 5: upper and lower rows; 6 and 7: panels.
 inline void configure_tiles(long upper, long lower, long steps) {
@@ -28,7 +30,7 @@ inline void configure_tiles(long upper, long lower, long steps) {
 // One block of accumulators over steps [first, first + count * height) of every round.
 template <bool LOWER, bool RIGHT>
 void tile_block(const Factors<bf16>& factors, long first, long count, long height, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset] = factors;
+    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset, next_per_pass] = factors;
     const long row_bytes = lda * 2, step_bytes = stride * 2, out_bytes = ldc * 4;
     float* lower = c + TILE_ROWS * ldc;
     if (add_to) {
@@ -77,7 +79,10 @@ inline void multiply_tiles(
                                          : (right ? tile_block<false, true> : tile_block<false, false>);
             Factors<bf16> part = factors;
             part.a += row * part.lda, part.b += i, part.next += i;
-            if (row > 0) part.next = part.b, part.next_stride = part.stride;  // once is enough
+            if (part.next_per_pass)
+                part.next += row / (2 * TILE_ROWS) * part.rounds * part.width;
+            else if (row > 0)
+                part.next = part.b, part.next_stride = part.stride;  // once is enough
             block(part, first, count, height, add_to, c + row * ldc + i * LANES, ldc);
         }
     }

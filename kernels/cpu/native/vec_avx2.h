@@ -62,8 +62,9 @@ inline F times_power_of_2(F x, F n) {
     return BOTH(_mm256_mul_ps(_mm256_mul_ps(x.v[i], power(first.v[i])), power(second.v[i])));
 }
 
-inline F select_greater(F a, F b, F x, F y) {
-    return BOTH(_mm256_blendv_ps(y.v[i], x.v[i], _mm256_cmp_ps(a.v[i], b.v[i], _CMP_GT_OQ)));
+inline bool any_greater(F a, F b) {
+    const F greater = BOTH(_mm256_cmp_ps(a.v[i], b.v[i], _CMP_GT_OQ));
+    return _mm256_movemask_ps(_mm256_or_ps(greater.v[0], greater.v[1])) != 0;
 }
 inline U select_nan(F a, U x, U y) {
     return BOTH(_mm256_blendv_epi8(y.v[i], x.v[i], _mm256_castps_si256(_mm256_cmp_ps(a.v[i], a.v[i], _CMP_UNORD_Q))));

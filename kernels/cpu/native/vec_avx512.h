@@ -35,9 +35,7 @@ inline U bits(F x) { return {_mm512_castps_si512(x.v)}; }
 inline F floats(U x) { return {_mm512_castsi512_ps(x.v)}; }
 inline F convert_unsigned(U x) { return {_mm512_cvtepu32_ps(x.v)}; }
 
-inline F select_greater(F a, F b, F x, F y) {
-    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), y.v, x.v)};
-}
+inline bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
 inline U select_nan(F a, U x, U y) {
     return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), y.v, x.v)};
 }

@@ -63,7 +63,11 @@ inline F times_power_of_2(F x, F n) {
     return mul(mul(x, power(first)), power(second));
 }
 
-inline F select_greater(F a, F b, F x, F y) { EACH_LANE(F, a.v[i] > b.v[i] ? x.v[i] : y.v[i]); }
+inline bool any_greater(F a, F b) {
+    bool any = false;
+    for (int i = 0; i < 16; ++i) any |= a.v[i] > b.v[i];
+    return any;
+}
 inline U select_nan(F a, U x, U y) { EACH_LANE(U, a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
 
 inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
