@@ -313,6 +313,7 @@ class Engine:
         self._check_tokens(request.prompt_token_ids, 1, num_tokens)
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
         tokenizer = load_tokenizer(self._loaded.folder) if params.stop else None
+        ending_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         sequence, joined = self._prompt_sequence(request)
         samples = [
             Sample(
@@ -322,6 +323,7 @@ class Engine:
                 derive_seed(params.seed, i),
                 sequence,
                 joined,
+                ending_tokens,
                 StopStrings(tokenizer, params.stop) if tokenizer else None,
             )
             for i in range(params.n)
@@ -427,7 +429,7 @@ class Engine:
     def _next_draw(self, sample: Sample, row: int) -> Draw:
         params, sequence = sample.request.params, sample.sequence
         too_early = sequence.num_decoded < params.min_tokens
-        banned = self._ending_tokens(sample) if too_early else frozenset()
+        banned = sample.ending_tokens if too_early else frozenset()
         return Draw(row, params, sample.seed, sequence.num_tokens, banned)
 
     def _extend(self, sequence: Sequence, drawn: list[tuple[Sample, Drawn]]) -> list[Output]:
@@ -444,7 +446,8 @@ class Engine:
             fork, its_copies = self._scheduler.fork(sequence, sample.order)
             copies += its_copies
             self._continue(sample, fork)
-        self._runner.copy_blocks(copies)
+        if copies:
+            self._runner.copy_blocks(copies)
         if going_on:
             self._continue(going_on[0], sequence)
         elif ended:
@@ -462,14 +465,9 @@ class Engine:
         params = sample.request.params
         sample.append(drawn.token_id, drawn.logprob, self.weight_version)
         matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
-        if len(sample.token_ids) > params.min_tokens and (matched or drawn.token_id in self._ending_tokens(sample)):
+        if len(sample.token_ids) > params.min_tokens and (matched or drawn.token_id in sample.ending_tokens):
             return "stop"
         return "length" if len(sample.token_ids) == params.max_tokens else None
-
-    def _ending_tokens(self, sample: Sample) -> frozenset[int]:
-        params = sample.request.params
-        eos = () if params.ignore_eos else self.info.eos_token_ids
-        return frozenset(eos).union(params.stop_token_ids)
 
     def _close_prompt(self, sequence: Sequence) -> None:
         """No further request may join this computation of a prompt."""

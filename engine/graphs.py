@@ -78,11 +78,10 @@ class _Inputs:
 
     def _fill_tokens(self, chunks: Sequence[Chunk], drawn: Tensor | None) -> None:
         count, runner = len(chunks), self._runner
-        tables = [np.asarray(chunk.sequence.table) for chunk in chunks]
-        starts = np.asarray([chunk.start for chunk in chunks])
-        slots = np.concatenate([runner.slots(chunk, table) for chunk, table in zip(chunks, tables, strict=True)])
+        starts, tables = np.asarray([chunk.start for chunk in chunks]), pad_tables(chunks)
+        slots = runner.slots(np.arange(count), starts, tables)
         positions, slots, lens = runner.to_device(np.stack((starts, slots, starts + 1)))
-        padded = runner.to_device(pad_tables(tables))
+        padded = runner.to_device(tables)
         self.token_ids[:count] = runner.token_ids(chunks, drawn)
         self.positions[:count] = positions
         self.slots[:count], self.slots[count:] = slots, self._spare_slot

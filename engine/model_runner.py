@@ -40,12 +40,12 @@ class ModelRunner:
         `drawn`: the token ids that the step under way draws, on the device.
         """
         positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        tables = [np.asarray(c.sequence.table) for c in chunks]
-        slots = np.concatenate([self.slots(c, table) for c, table in zip(chunks, tables, strict=True)])
+        counts, tables = [c.num_tokens for c in chunks], pad_tables(chunks)
+        slots = self.slots(np.repeat(np.arange(len(chunks)), counts), positions, tables)
         batch = AttentionBatch(
-            query_starts=np.cumsum([0] + [c.num_tokens for c in chunks]).tolist(),
+            query_starts=np.cumsum([0, *counts]).tolist(),
             context_lens=[c.end for c in chunks],
-            block_tables=self.to_device(pad_tables(tables)),
+            block_tables=self.to_device(tables),
         )
         token_ids = self.token_ids(chunks, drawn)
         return self.model.forward(token_ids, self.to_device(positions), self.to_device(slots), batch, self.kv_caches)
@@ -68,24 +68,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies the KV of each (source, destination) block."""
-        if pairs:
-            sources, destinations = self.to_device(np.asarray(pairs)).unbind(1)
-            for cache in (cache for caches in self.kv_caches for cache in caches):
-                cache[destinations] = cache[sources]
+        """Copies the KV of each (source, destination) block, of which there is at least one."""
+        sources, destinations = self.to_device(np.asarray(pairs)).unbind(1)
+        for cache in (cache for caches in self.kv_caches for cache in caches):
+            cache[destinations] = cache[sources]
 
-    def slots(self, chunk: Chunk, table: np.ndarray) -> np.ndarray:
-        """Where in the cache the chunk's KV goes, by the sequence's block table."""
-        positions = np.arange(chunk.start, chunk.end)
-        return table[positions // self.block_size] * self.block_size + positions % self.block_size
+    def slots(self, rows: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
+        """Where in the cache the KV of tokens goes, by the rows of the block tables that are theirs."""
+        return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """int64 on the model's device, without waiting for it."""
         return to_device(torch.from_numpy(values.astype(np.int64)), self.model.device)
 
 
-def pad_tables(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Block tables of any lengths as the rows of one matrix, filled up with zeros."""
+def pad_tables(chunks: Sequence[Chunk]) -> np.ndarray:
+    """The block tables of the chunks' sequences as the rows of one matrix, int64, filled up with zeros."""
+    tables = [np.asarray(chunk.sequence.table) for chunk in chunks]
     padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
     for row, table in zip(padded, tables, strict=True):
         row[: len(table)] = table

@@ -20,8 +20,8 @@ _NOT_FINITE = (
 class Sample:
     """One completion in the making.
 
-    `joined`: its prompt is computed by another request. `versions`: each version of the weights that produced tokens of
-    it, and how many tokens there were before.
+    `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `versions`: each version
+    of the weights that produced tokens of it, and how many tokens there were before.
     """
 
     request: GenerateRequest
@@ -30,6 +30,7 @@ class Sample:
     seed: int
     sequence: Sequence
     joined: bool
+    ending_tokens: frozenset[int]
     stop_strings: StopStrings | None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))

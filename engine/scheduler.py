@@ -14,6 +14,7 @@ accepted finishes. A waiting sequence whose next block is being computed by a ru
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -136,7 +137,7 @@ class Scheduler:
             return child, []
         fresh = self.cache.allocate((), len(partial))
         self.cache.share(shared)
-        child.table, child.num_computed = shared + fresh, parent.num_computed
+        child.table, child.num_computed = shared + array("q", fresh), parent.num_computed
         insort(self.running, child, key=_order)
         return child, list(zip(partial, fresh, strict=True))
 
@@ -177,7 +178,8 @@ class Scheduler:
             while self.cache.num_free == 0 and self.running[-1] is not sequence:
                 self._preempt(self.running[-1], plan)
             needed = min(needed, self.cache.num_free)
-        sequence.table += self.cache.allocate((), needed)
+        if needed > 0:
+            sequence.table.extend(self.cache.allocate((), needed))
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
@@ -194,7 +196,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.cache.unclaim(sequence.chain)
         self.cache.release(sequence.table)
-        sequence.table, sequence.num_computed = [], 0
+        sequence.table, sequence.num_computed = array("q"), 0
 
     def _admit_waiting(self, plan: _Plan) -> None:
         for sequence in self.waiting.copy():
@@ -225,7 +227,7 @@ class Scheduler:
         sequence.num_computed = len(hits) * cache.block_size
         size = min(sequence.num_uncomputed, plan.budget)
         num_new = cache.blocks_for(sequence.num_computed + size) - len(hits)
-        sequence.table = cache.allocate(hits, num_new)
+        sequence.table = array("q", cache.allocate(hits, num_new))
         sequence.chain.entries = hits
         cache.claim(sequence.chain)
         self.waiting.remove(sequence)

@@ -34,7 +34,7 @@ class Sequence:
     scores: Any = None
     unseen_row: int | None = None
     num_computed: int = 0
-    table: list[int] = field(default_factory=list)
+    table: array[int] = field(default_factory=lambda: array("q"))
     num_cached_tokens: int | None = None
 
     @property

@@ -128,7 +128,7 @@ def test_a_group_whose_prompt_lost_its_blocks_before_its_tokens_were_seen(
         engine.step()
     engine.add(group)
     found = {(o.request_id, o.index): o for o in drain(engine) if isinstance(o, SampleOutput)}
-    assert [] in tables
+    assert any(not table for table in tables)
     calm = run(make_engine(tiny_llama), [older, group])
     assert {key: bits(sample) for key, sample in found.items()} == {key: bits(s) for key, s in calm.items()}
 
