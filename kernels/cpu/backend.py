@@ -11,14 +11,16 @@ from typing import cast
 import torch
 from torch import Tensor, get_num_threads
 
+from .. import reference
 from ..ops import AttentionBatch, Qkv, Wanted
 from ..reference import rope as rope
-from ..reference import rotation as rotation
 from .library import load_library
 from .weight import PackedWeight
 
 _library = load_library()
 _NO_BIASES, _NO_HEAD_NORMS = (None,) * 3, (None,) * 2
+# More cosines at once, and torch wakes threads of its own, which stay awake for a while beside those of the library.
+_MOST_ANGLES = 2048
 
 
 def instruction_set() -> str:
@@ -43,6 +45,12 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     _library.rmsnorm(*_rows(x), weight.data_ptr(), eps, out.data_ptr())
     return out
+
+
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    rows = max(1, _MOST_ANGLES // len(inv_freq))
+    cosines, sines = zip(*(reference.rotation(part, inv_freq, scale) for part in positions.split(rows)), strict=True)
+    return torch.cat(cosines), torch.cat(sines)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

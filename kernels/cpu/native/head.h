@@ -70,10 +70,11 @@ void log_sum_exp(const float* x, long n, float* peak, float* total) {
 }
 
 // Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the
-// two halves of the seed. Counter: (id / 4, low and high half of the position, 0); id % 4 chooses the word.
+// two halves of the seed. Counter: (id / 4, low and high half of the position, 0); id % 4 chooses the word. The counters
+// stand in the order that `transpose_quarters` brings the words of all into that of the ids.
 inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) {
-    static constexpr uint32_t iota[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    c[0] = add(set1(first / 4), load(iota));
+    static constexpr uint32_t order[LANES] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    c[0] = add(set1(first / 4), load(order));
     c[1] = set1(static_cast<uint32_t>(position));
     c[2] = set1(static_cast<uint32_t>(position >> 32));
     c[3] = set1(0u);
@@ -90,16 +91,14 @@ inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) 
 }
 
 // For each of those ids a float32 u in (0, 1), in order.
-inline void uniform(uint64_t seed, uint64_t position, uint32_t first, float* out) {
+inline void uniform(uint64_t seed, uint64_t position, uint32_t first, F (&u)[4]) {
     U words[4];
     philox(seed, position, first, words);
-    float u[4][LANES];
     for (int word = 0; word < 4; ++word) {
         const F half = add(convert_unsigned(words[word]), set1(0.5f));
-        store(u[word], min(mul(half, set1(0x1p-32f)), set1(1.0f - 0x1p-24f)));
+        u[word] = min(mul(half, set1(0x1p-32f)), set1(1.0f - 0x1p-24f));
     }
-    for (long lane = 0; lane < LANES; ++lane)
-        for (int word = 0; word < 4; ++word) out[lane * 4 + word] = u[word][lane];
+    transpose_quarters(u);
 }
 
 // The id with the highest value; the lower one of equals. -inf is never the best of anything.
@@ -174,10 +173,10 @@ inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t posi
         const float least = reached < INFINITY ? reached - (1e-3f + fabsf(reached) * 0x1p-21f) : -INFINITY;
         const F most = max(max(load(at), load(at + 16)), max(load(at + 32), load(at + 48)));
         if (!any_greater(most, set1(least - MOST_NOISE))) continue;
-        float u[GROUP];
+        F u[GROUP / LANES];
         uniform(seed, position, static_cast<uint32_t>(first + start), u);
         for (long i = 0; i < GROUP; i += LANES) {
-            const F values = load(at + i), noise = load(static_cast<const float*>(u + i));
+            const F values = load(at + i), noise = u[i / LANES];
             if (!any_greater(exp(sub(values, set1(least))), noise)) continue;
             best = best_of(sub(values, log(exponential(noise))), first + start + i, best);
         }
@@ -207,12 +206,17 @@ struct ChunkResult {
     float basis, scaled;
 };
 
+inline const float* divided(const float* x, long n, float temperature) {
+    float* out = scratch<float>(ROW, CHUNK);
+    const F divisor = set1(temperature);
+    for (long i = 0; i < n; i += LANES) store(out + i, div(load(x + i), divisor));
+    return out;
+}
+
 // `bound`: see `sample_in_chunk`.
 template <class T>
 ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound) {
-    float* scaled = scratch<float>(ROW, CHUNK);
-    const F temperature = set1(args.temperatures[row]);
-    for (long i = 0; i < n; i += LANES) store(scaled + i, div(load(raw + i), temperature));
+    const float* scaled = args.temperatures[row] == 1.0f ? raw : divided(raw, n, args.temperatures[row]);
     const float* basis = args.raw[row] ? raw : scaled;
     ChunkResult result = {reduce_chunk(basis, n), {-INFINITY, first}, 0.0f, 0.0f};
     const int64_t target = args.targets[row];

@@ -79,7 +79,7 @@ struct Factors {
 
 template <class T, int M, int N>
 void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset, next_per_pass] = factors;
+    const auto& [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset, next_per_pass] = factors;
     F acc[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
@@ -113,26 +113,30 @@ Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
     return tiles[m - 1];
 }
 
+// Passed on by reference, as a copy would wait for what was just written; it is as before afterwards.
 template <class T, int N>
-void multiply_panels(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
+void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
     const long parts = (m + MOST - 1) / MOST, fewest = m / parts, longer = m % parts;
+    const T *const a = factors.a, *const *const next = factors.next;
+    const long stride = factors.next_stride;
     // Each tile fetches its share, so that fetching takes as long as computing.
-    const long share = factors.next_per_pass ? 0 : factors.steps * factors.next_stride / parts;
+    const long share = factors.next_per_pass ? 0 : factors.steps * stride / parts;
     const long next_table = factors.next_per_pass ? factors.rounds * factors.width : 0;
-    if (!factors.next_per_pass) factors.next_stride = (factors.next_stride + parts - 1) / parts;
+    if (!factors.next_per_pass) factors.next_stride = (stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
         const long rows = fewest + (i < longer);
         tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
         factors.a += rows * factors.lda, c += rows * ldc, factors.next_offset += share, factors.next += next_table;
     }
+    factors.a = a, factors.next = next, factors.next_stride = stride, factors.next_offset = 0;
 }
 
 constexpr int WIDE = ACCUMULATORS >= 24 ? 4 : 2, NARROW = ACCUMULATORS >= 12 ? 2 : 1;
 
-// The same for any number of rows m, and all panels of a round.
+// The same for any number of rows m, and all panels of a round. Leaves the factors at the end of the panels.
 template <class T>
-void multiply(Factors<T> factors, long m, bool add_to, float* c, long ldc) {
+void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     const long n = factors.width;
     for (long i = 0, width; i < n; i += width) {
         width = m * WIDE <= ACCUMULATORS && n - i >= WIDE ? WIDE : n - i >= NARROW ? NARROW : 1;
@@ -172,6 +176,7 @@ void multiply_all(
             next[i] = start + block < steps ? b[i] + block * STRIDE : panels[i] + hop;
         }
         const long some = smaller(block, steps - start);
-        multiply(Factors<T>{a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE}, m, start > 0, c, ldc);
+        Factors<T> factors = {a + start * PAIR<T>, lda, b, n, STRIDE, 1, some, next, STRIDE};
+        multiply(factors, m, start > 0, c, ldc);
     }
 }

@@ -88,7 +88,7 @@ inline void multiply_tiles(
     }
 }
 
-inline void multiply(const Factors<bf16>& factors, long m, bool add_to, float* c, long ldc) {
+inline void multiply(Factors<bf16>& factors, long m, bool add_to, float* c, long ldc) {
     const long whole = factors.steps / TILE_STEPS, rest = factors.steps % TILE_STEPS;
     if (whole > 0) multiply_tiles(factors, m, 0, whole, TILE_STEPS, add_to, c, ldc);
     if (rest > 0) multiply_tiles(factors, m, whole * TILE_STEPS, 1, rest, add_to || whole > 0, c, ldc);

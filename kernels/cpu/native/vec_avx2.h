@@ -70,6 +70,16 @@ inline U select_nan(F a, U x, U y) {
     return BOTH(_mm256_blendv_epi8(y.v[i], x.v[i], _mm256_castps_si256(_mm256_cmp_ps(a.v[i], a.v[i], _CMP_UNORD_Q))));
 }
 
+// In each quarter, lane i of x[j] and lane j of x[i] change places.
+inline void transpose_quarters(F (&x)[4]) {
+    for (int i = 0; i < 2; ++i) {
+        const __m256 a = _mm256_unpacklo_ps(x[0].v[i], x[1].v[i]), b = _mm256_unpackhi_ps(x[0].v[i], x[1].v[i]);
+        const __m256 c = _mm256_unpacklo_ps(x[2].v[i], x[3].v[i]), d = _mm256_unpackhi_ps(x[2].v[i], x[3].v[i]);
+        x[0].v[i] = _mm256_shuffle_ps(a, c, 0x44), x[1].v[i] = _mm256_shuffle_ps(a, c, 0xEE);
+        x[2].v[i] = _mm256_shuffle_ps(b, d, 0x44), x[3].v[i] = _mm256_shuffle_ps(b, d, 0xEE);
+    }
+}
+
 inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
     const __m256i factor = _mm256_set1_epi64x(b);
     for (int i = 0; i < 2; ++i) {

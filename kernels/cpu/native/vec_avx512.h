@@ -40,6 +40,14 @@ inline U select_nan(F a, U x, U y) {
     return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), y.v, x.v)};
 }
 
+// In each quarter, lane i of x[j] and lane j of x[i] change places.
+inline void transpose_quarters(F (&x)[4]) {
+    const __m512 a = _mm512_unpacklo_ps(x[0].v, x[1].v), b = _mm512_unpackhi_ps(x[0].v, x[1].v);
+    const __m512 c = _mm512_unpacklo_ps(x[2].v, x[3].v), d = _mm512_unpackhi_ps(x[2].v, x[3].v);
+    x[0].v = _mm512_shuffle_ps(a, c, 0x44), x[1].v = _mm512_shuffle_ps(a, c, 0xEE);
+    x[2].v = _mm512_shuffle_ps(b, d, 0x44), x[3].v = _mm512_shuffle_ps(b, d, 0xEE);
+}
+
 inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
     const __m512i factor = _mm512_set1_epi64(b);
     const __m512i even = _mm512_mul_epu32(a.v, factor);

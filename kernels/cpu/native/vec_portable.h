@@ -70,6 +70,13 @@ inline bool any_greater(F a, F b) {
 }
 inline U select_nan(F a, U x, U y) { EACH_LANE(U, a.v[i] != a.v[i] ? x.v[i] : y.v[i]); }
 
+// In each quarter, lane i of x[j] and lane j of x[i] change places.
+inline void transpose_quarters(F (&x)[4]) {
+    for (int quarter = 0; quarter < 16; quarter += 4)
+        for (int i = 0; i < 4; ++i)
+            for (int j = 0; j < i; ++j) std::swap(x[i].v[quarter + j], x[j].v[quarter + i]);
+}
+
 inline void multiply_wide(U a, uint32_t b, U& high, U& low) {
     for (int i = 0; i < 16; ++i) {
         const uint64_t product = static_cast<uint64_t>(a.v[i]) * b;
