@@ -74,7 +74,7 @@ class ModelRunner:
             cache[destinations] = cache[sources]
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
-        """Where in the cache the KV of tokens goes, by the rows of the block tables that are theirs."""
+        """Where in the cache the KV of tokens at `positions` goes. `rows`: the row of `tables` that each one's is."""
         return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
 
     def to_device(self, values: np.ndarray) -> Tensor:

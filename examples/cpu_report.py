@@ -91,14 +91,14 @@ COSTS = {
 def measure_best(loaded: LoadedModel) -> tuple[float, float]:
     """The highest GFLOP/s of a product and GB/s of reading memory seen in a few tries."""
     ops, dtype = loaded.backend.ops, loaded.model.dtype
-    x = torch.randn(2048, 1024).to(dtype)
-    weight = ops.new_weight(2048, 1024, partial(torch.empty, dtype=dtype))
-    weight.copy_(torch.randn(2048, 1024))
-    product = min(seconds_of(lambda: ops.linear(x, weight)) for _ in range(10))
-    large = ops.new_weight(2**17, 1024, partial(torch.empty, dtype=dtype))
-    large.copy_(torch.zeros(2**17, 1024))
+    x = torch.randn(960, 1536).to(dtype)
+    weight = ops.new_weight(1536, 1536, partial(torch.empty, dtype=dtype))
+    weight.copy_(torch.randn(1536, 1536))
+    product = min(seconds_of(lambda: ops.linear(x, weight)) for _ in range(30))
+    large = ops.new_weight(2**17, 1536, partial(torch.empty, dtype=dtype))
+    large.copy_(torch.zeros(2**17, 1536))
     reading = min(seconds_of(lambda: ops.linear(x[:1], large)) for _ in range(10))
-    return 2 * 2048 * 2048 * 1024 / product / 1e9, large.nbytes / reading / 1e9
+    return 2 * 960 * 1536 * 1536 / product / 1e9, large.nbytes / reading / 1e9
 
 
 def seconds_of(run) -> float:

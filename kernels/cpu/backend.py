@@ -18,7 +18,6 @@ from .library import load_library
 from .weight import PackedWeight
 
 _library = load_library()
-_NO_BIASES, _NO_HEAD_NORMS = (None,) * 3, (None,) * 2
 # More cosines at once, and torch wakes threads of its own, which stay awake for a while beside those of the library.
 _MOST_ANGLES = 2048
 
@@ -97,8 +96,8 @@ def qkv(
     _, block_size, kv_heads, head_dim = k_cache.shape
     heads = weights.q.shape[0] // head_dim
     q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype)
-    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else _NO_BIASES
-    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else _NO_HEAD_NORMS
+    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else (None,) * 3
+    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else (None,) * 2
     pointers = [cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)]
     _library.qkv(
         *(*_rows(x), norm.data_ptr(), eps, *pointers, *map(_pointer, biases), *map(_pointer, head_norms)),

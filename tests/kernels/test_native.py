@@ -39,7 +39,7 @@ def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(tmp_path: Path) ->
 
 
 def test_no_race_between_threads(tmp_path: Path) -> None:
-    """With one instruction set: how threads share the work is the same for all of them."""
+    """With one instruction set: all of them share the work among threads by the same code."""
     build(tmp_path / "driver", ["-O1", "-g1", "-fsanitize=thread"], [DRIVER])
     misused = run(tmp_path / "driver", "misuse")
     assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds what is wrong"

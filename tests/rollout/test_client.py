@@ -17,7 +17,7 @@ from fake_engine import FAIL_IN_STEP, FakeEngine, expected_tokens
 from serving import RawClient, WorkerOnThread, check_group, serving
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
-from trueroll.engine.request import GenerateRequest, derive_seed
+from trueroll.engine.request import GenerateRequest, Output, derive_seed
 from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams
 from trueroll.rollout.errors import (
     IdConflictError,
@@ -50,7 +50,13 @@ def client(worker: WorkerOnThread) -> Iterator[RolloutClient]:
 def stop_after_a_step(engine: FakeEngine) -> None:
     """Let the engine add one token to each sample, and no more."""
     step = engine.step
-    engine.step = lambda: (step(), engine.flow.clear())[0]
+
+    def step_once() -> list[Output]:
+        outputs = step()
+        engine.flow.clear()
+        return outputs
+
+    engine.step = step_once
 
 
 def test_generate_returns_groups_in_order(client: RolloutClient, engine: FakeEngine) -> None:

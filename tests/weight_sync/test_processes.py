@@ -93,7 +93,7 @@ with WeightPublisher(transport, folder=folder or None, timeout=60.0) as publishe
         except PushError as error:
             print("refused", error, flush=True)
     sys.stdin.readline()
-    publisher._settings = dataclasses.replace(publisher._settings, timeout=2.0)  # which is waited for
+    publisher._settings = dataclasses.replace(publisher._settings, timeout=2.0)  # the push below waits for all of it
     try:
         publisher.push(tensors(4), 4)
     except PushError as error:

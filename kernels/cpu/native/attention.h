@@ -83,7 +83,7 @@ class Attention {
         finish(tile, state);
     }
 
-    // Adds what a split of a tile reads to `ahead`, which has room for it; nothing where a block is no panel.
+    // Adds what a split of a tile reads to `ahead`, which has room for it; nothing unless a block is one panel.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
         if (caches_.block_size != LANES) return;
         const long end = smaller((split + 1) * KV_SPLIT, context(tile));
@@ -107,23 +107,14 @@ class Attention {
         if (seen_by_all < keys && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
-        const long passes = (n + PASS_ROWS<T> - 1) / PASS_ROWS<T>, half = passes > 1 ? ahead.count / 2 : 0;
+        const long passes = (n + PASS_ROWS<T> - 1) / PASS_ROWS<T>, spare = (passes - 1) * panels;
+        const long half = smaller(ahead.count / 2, spare);
         Factors<T> scoring = {
             queries(tile), D, at.keys, panels, at.key_stride, 1, D / PAIR<T>, at.values, LANES * PAIR<T>
         };
-        if (half > 0) fetch_ahead(scoring, passes, {ahead.panels, half}, panels, 1);
+        if (half > 0) fetch_ahead(scoring, {ahead.panels, half}, spare, 1);
         multiply(scoring, n, false, scores, KV_SPLIT);
-        const auto seen = [&](long row) {
-            return seen_by_all >= keys ? keys : larger(0, smaller(keys, seen_by_all + row / group_));
-        };
-        // In loops of their own, so that a core overlaps the rows.
-        for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(row));
-        for (long row = 0; row < n; ++row) {
-            const float top = out.peaks[row];
-            const float total = weigh(scores + row * KV_SPLIT, seen(row), top, panels, weights + row * KV_SPLIT);
-            out.totals[row] = total;
-            if (total != total) out.peaks[row] = total;  // a maximum may pass over what is no number
-        }
+        softmax(scores, n, keys, seen_by_all, weights, out);
         const long width = D / LANES;
         const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
         for (long i = 0; i < panels; ++i) {
@@ -136,7 +127,7 @@ class Attention {
         Factors<T> weighing = {
             weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
         };
-        if (half > 0) fetch_ahead(weighing, passes, {ahead.panels + half, half}, panels, width);
+        if (half > 0) fetch_ahead(weighing, {ahead.panels + half, half}, spare, width);
         multiply(weighing, n, false, out.out, D);
     }
 
@@ -234,16 +225,16 @@ class Attention {
         return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
     }
 
-    // Lets the passes of a product after the first one fetch panels that are ahead, spread evenly; each takes up `width`
-    // entries of a table.
-    void fetch_ahead(Factors<T>& factors, long passes, const Ahead<T>& ahead, long panels, long width) const {
-        const long own = panels * width, spare = (passes - 1) * panels, count = smaller(ahead.count, spare);
-        const T** tables = scratch<const T*>(NEXT, own * passes);
+    // Lets the passes of a product after the first one fetch the panels ahead, spread evenly over the `spare` ones that
+    // they have room for; each takes up `width` entries of a table.
+    void fetch_ahead(Factors<T>& factors, const Ahead<T>& ahead, long spare, long width) const {
+        const long own = factors.rounds * factors.width;
+        const T** tables = scratch<const T*>(NEXT, own + spare * width);
         memcpy(tables, factors.next, static_cast<size_t>(own) * sizeof(*tables));
         for (long i = 0; i < spare; ++i)
             for (long j = 0; j < width; ++j)
-                tables[own + i * width + j] = ahead.panels[i * count / spare] + j * LANES * LANES;
-        factors.next = tables, factors.next_per_pass = true;
+                tables[own + i * width + j] = ahead.panels[i * ahead.count / spare] + j * LANES * LANES;
+        factors.next = tables, factors.next_table = own;
     }
 
     // The absolute position of a query of the tile's first sequence.
@@ -272,6 +263,21 @@ class Attention {
         }
     }
 
+    // Turns the scores of n rows for `keys` keys into softmax weights, and sets the rows' peaks and totals. The first
+    // query sees `seen_by_all` keys, each one after it one more.
+    void softmax(float* scores, long n, long keys, long seen_by_all, T* weights, const Partial& out) const {
+        const auto seen = [&](long row) { return larger(0, smaller(keys, seen_by_all + row / group_)); };
+        const long panels = round_up(keys, LANES) / LANES;
+        // In loops of their own, so that a core overlaps the rows.
+        for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(row));
+        for (long row = 0; row < n; ++row) {
+            const float top = out.peaks[row];
+            const float total = weigh(scores + row * KV_SPLIT, seen(row), top, panels, weights + row * KV_SPLIT);
+            out.totals[row] = total;
+            if (total != total) out.peaks[row] = total;  // a maximum may pass over what is no number
+        }
+    }
+
     // The largest of the scaled scores of a row's `seen` keys. Fills the last panel up with -inf.
     float highest(float* scores, long seen) const {
         for (long i = seen; i < round_up(seen, LANES); ++i) scores[i] = -INFINITY;
@@ -280,7 +286,7 @@ class Attention {
         return peak(most) * args_.scale;
     }
 
-    // Turns them into softmax weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum.
+    // Turns them into weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum.
     float weigh(const float* scores, long seen, float top, long panels, T* weights) const {
         const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : top);
         F sums = set1(0.0f);
@@ -367,8 +373,8 @@ class AttentionPlan {
 };
 
 // Runs the tasks of a batch: first `whole` ones, then `large` splits of many rows, then `small` ones of few. A large
-// one computes for long and reads little, a small one the other way round. So small ones follow each large one on its
-// thread, which fetches their keys and values while it computes the large one.
+// one computes for long and reads little, a small one the other way round. So up to MOST_FOLLOWERS small ones follow
+// each large one on its thread, which fetches their keys and values while it computes the large one.
 template <class T>
 class AttentionRun {
   public:
@@ -376,8 +382,7 @@ class AttentionRun {
 
     AttentionRun(const Attention<T>& op, const AttentionTask* tasks, long whole, long large, long small)
         : op_(op), tasks_(tasks), whole_(whole), large_(large), first_small_(whole + large),
-          followers_(smaller(small, large * smaller(MOST_FOLLOWERS, (small + large - 1) / larger(1, large)))),
-          units_(first_small_ + small - followers_) {}
+          followers_(smaller(small, large * MOST_FOLLOWERS)), units_(first_small_ + small - followers_) {}
 
     void run() const {
         parallel(units_, [&](long unit) {
@@ -385,6 +390,7 @@ class AttentionRun {
             visit_followers(unit, [&](const AttentionTask& task) { op_.look_ahead(task.tile, task.split, ahead); });
             const AttentionTask *task = &leader(unit), &next = leader(unit + num_threads());
             visit_followers(unit, [&](const AttentionTask& follower) {
+                // The followers' keys are among what is ahead, so the next leader's are fetched in their place.
                 compute(*task, ahead.count > 0 ? next : follower, ahead);
                 task = &follower, ahead.count = 0;
             });
@@ -393,7 +399,7 @@ class AttentionRun {
     }
 
   private:
-    // The task that a unit begins with, or the last unit does.
+    // The task that a unit begins with; that of the last unit for any after it.
     const AttentionTask& leader(long unit) const {
         const long u = smaller(unit, units_ - 1);
         return tasks_[u < first_small_ ? u : u + followers_];

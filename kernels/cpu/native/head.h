@@ -70,8 +70,8 @@ void log_sum_exp(const float* x, long n, float* peak, float* total) {
 }
 
 // Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the
-// two halves of the seed. Counter: (id / 4, low and high half of the position, 0); id % 4 chooses the word. The counters
-// stand in the order that `transpose_quarters` brings the words of all into that of the ids.
+// two halves of the seed. Counter: (id / 4, low and high half of the position, 0); id % 4 chooses the word. c[word] has
+// that word of 16 counters, in such an order that `transpose_quarters` brings all 64 words into the order of the ids.
 inline void philox(uint64_t seed, uint64_t position, uint32_t first, U (&c)[4]) {
     static constexpr uint32_t order[LANES] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     c[0] = add(set1(first / 4), load(order));

@@ -62,10 +62,10 @@ inline void step(F (&acc)[M][N], const bf16* a, long lda, const bf16* const* b, 
 }
 #endif
 
-// One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from one
-// step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards: at each step
-// the line at next[round][n] + next_offset + step * next_stride. The passes over the panels that `multiply` makes share
-// what `next` names, or each has a table of its own there, one after the other, if `next_per_pass`.
+// One product: c[m][16 * n + lane] (+)= sum over the rounds and their steps of a[m] times b[round][n]. `stride`: from
+// one step of a panel to the next; `width`: panels in a round. Meanwhile fetches what will be read afterwards: at each
+// step the line at next[round][n] + next_offset + step * next_stride. `multiply` passes over the panels once for every
+// few rows. These passes share one table `next`, or each has its own, `next_table` entries after the one before.
 template <class T>
 struct Factors {
     const T* a;
@@ -73,13 +73,12 @@ struct Factors {
     const T* const* b;
     long width, stride, rounds, steps;
     const T* const* next;
-    long next_stride, next_offset = 0;
-    bool next_per_pass = false;
+    long next_stride, next_table = 0, next_offset = 0;
 };
 
 template <class T, int M, int N>
 void tile(const Factors<T>& factors, bool add_to, float* c, long ldc) {
-    const auto& [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset, next_per_pass] = factors;
+    const auto& [a, lda, b, width, stride, rounds, steps, next, next_stride, next_table, next_offset] = factors;
     F acc[M][N];
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m)
@@ -113,28 +112,29 @@ Tile<T> tile_of(long m, std::integer_sequence<int, M...>) {
     return tiles[m - 1];
 }
 
-// Passed on by reference, as a copy would wait for what was just written; it is as before afterwards.
+// Changes the factors in place and restores them, as a copy would wait for the stores that have just filled them.
 template <class T, int N>
 void multiply_panels(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     constexpr int MOST = ACCUMULATORS / N;
     const long parts = (m + MOST - 1) / MOST, fewest = m / parts, longer = m % parts;
     const T *const a = factors.a, *const *const next = factors.next;
     const long stride = factors.next_stride;
+    const bool shared = factors.next_table == 0;
     // Each tile fetches its share, so that fetching takes as long as computing.
-    const long share = factors.next_per_pass ? 0 : factors.steps * stride / parts;
-    const long next_table = factors.next_per_pass ? factors.rounds * factors.width : 0;
-    if (!factors.next_per_pass) factors.next_stride = (stride + parts - 1) / parts;
+    const long share = shared ? factors.steps * stride / parts : 0;
+    if (shared) factors.next_stride = (stride + parts - 1) / parts;
     for (long i = 0; i < parts; ++i) {
         const long rows = fewest + (i < longer);
         tile_of<T, N>(rows, std::make_integer_sequence<int, MOST>())(factors, add_to, c, ldc);
-        factors.a += rows * factors.lda, c += rows * ldc, factors.next_offset += share, factors.next += next_table;
+        factors.a += rows * factors.lda, c += rows * ldc;
+        factors.next += factors.next_table, factors.next_offset += share;
     }
     factors.a = a, factors.next = next, factors.next_stride = stride, factors.next_offset = 0;
 }
 
 constexpr int WIDE = ACCUMULATORS >= 24 ? 4 : 2, NARROW = ACCUMULATORS >= 12 ? 2 : 1;
 
-// The same for any number of rows m, and all panels of a round. Leaves the factors at the end of the panels.
+// The same for any number of rows m, and all panels of a round. Uses the factors up.
 template <class T>
 void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     const long n = factors.width;
@@ -159,9 +159,9 @@ constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 #endif
 
 // c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. They are cut into equal blocks, so
-// that the last one of a panel is long enough for fetching the first one of the next. Each block is summed from zero and
-// then added to the sum before it; AMX goes on with that sum. `hop`: how far behind a panel stands the one that will be
-// read after it.
+// that the last one of a panel is long enough for fetching the first one of the next. Each block is summed from zero
+// and then added to the sum before it; AMX goes on with that sum. `hop`: how far behind a panel stands the one that
+// will be read after it.
 template <class T>
 void multiply_all(
     const T* a, long lda, long m, const T* const* panels, long n, long steps, long hop, float* c, long ldc

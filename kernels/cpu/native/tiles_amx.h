@@ -30,7 +30,7 @@ inline void configure_tiles(long upper, long lower, long steps) {
 // One block of accumulators over steps [first, first + count * height) of every round.
 template <bool LOWER, bool RIGHT>
 void tile_block(const Factors<bf16>& factors, long first, long count, long height, bool add_to, float* c, long ldc) {
-    const auto [a, lda, b, width, stride, rounds, steps, next, next_stride, next_offset, next_per_pass] = factors;
+    const auto& [a, lda, b, width, stride, rounds, steps, next, next_stride, next_table, next_offset] = factors;
     const long row_bytes = lda * 2, step_bytes = stride * 2, out_bytes = ldc * 4;
     float* lower = c + TILE_ROWS * ldc;
     if (add_to) {
@@ -70,7 +70,7 @@ void tile_block(const Factors<bf16>& factors, long first, long count, long heigh
 inline void multiply_tiles(
     const Factors<bf16>& factors, long m, long first, long count, long height, bool add_to, float* c, long ldc
 ) {
-    for (long row = 0; row < m; row += 2 * TILE_ROWS) {
+    for (long row = 0; row < m; row += PASS_ROWS<bf16>) {
         const long upper = smaller(TILE_ROWS, m - row), lower = larger(0, smaller(TILE_ROWS, m - row - TILE_ROWS));
         configure_tiles(upper, lower, height);
         for (long i = 0; i < factors.width; i += 2) {
@@ -79,8 +79,8 @@ inline void multiply_tiles(
                                          : (right ? tile_block<false, true> : tile_block<false, false>);
             Factors<bf16> part = factors;
             part.a += row * part.lda, part.b += i, part.next += i;
-            if (part.next_per_pass)
-                part.next += row / (2 * TILE_ROWS) * part.rounds * part.width;
+            if (part.next_table > 0)
+                part.next += row / PASS_ROWS<bf16> * part.next_table;
             else if (row > 0)
                 part.next = part.b, part.next_stride = part.stride;  // once is enough
             block(part, first, count, height, add_to, c + row * ldc + i * LANES, ldc);
@@ -88,6 +88,7 @@ inline void multiply_tiles(
     }
 }
 
+template <>
 inline void multiply(Factors<bf16>& factors, long m, bool add_to, float* c, long ldc) {
     const long whole = factors.steps / TILE_STEPS, rest = factors.steps % TILE_STEPS;
     if (whole > 0) multiply_tiles(factors, m, 0, whole, TILE_STEPS, add_to, c, ldc);

@@ -173,7 +173,7 @@ struct Run {
     }
 
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
-    // but the last. Alone in the last call below, the fifth is a task of many rows that few rows follow.
+    // but the last. Only in the last call below is the fifth one task of many rows, which tasks of few rows follow.
     void layer(long block_size, long heads, long kv_heads, long size, bool extras) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 40, 60};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
