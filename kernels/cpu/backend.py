@@ -11,15 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor, get_num_threads
 
-from .. import reference
 from ..ops import AttentionBatch, Qkv, Wanted
 from ..reference import rope as rope
 from .library import load_library
 from .weight import PackedWeight
 
 _library = load_library()
-# More cosines at once, and torch wakes threads of its own, which stay awake for a while beside those of the library.
-_MOST_ANGLES = 2048
 
 
 def instruction_set() -> str:
@@ -47,9 +44,12 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    rows = max(1, _MOST_ANGLES // len(inv_freq))
-    cosines, sines = zip(*(reference.rotation(part, inv_freq, scale) for part in positions.split(rows)), strict=True)
-    return torch.cat(cosines), torch.cat(sines)
+    positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
+    rows, half = positions.shape[0], inv_freq.shape[0]
+    cosines, sines = (torch.empty(rows, half, dtype=torch.float32) for _ in range(2))
+    inputs = positions.data_ptr(), rows, inv_freq.data_ptr(), half
+    _library.rotation(get_num_threads(), *inputs, scale, cosines.data_ptr(), sines.data_ptr())
+    return cosines, sines
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 A panel holds 16 rows. For each step along the columns it has the values of its 16 rows side by side: one float32, or
 two bfloat16 of neighbouring columns. Rows are filled up with zeros to whole panels, columns of bfloat16 to a multiple
-of 32. The same layout serves every instruction set. A weight's memory never moves: `copy_` packs into it.
+of 32. The same layout serves every instruction set. `copy_` packs into a weight's own memory.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16.
-
-    `data`: its panels, [padded rows, padded columns] in size. `pointer`: their address.
-    """
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: its panels, [padded rows, padded columns] in size."""
 
     def __init__(self, rows: int, columns: int, data: Tensor) -> None:
         self.shape, self.dtype, self.data = torch.Size((rows, columns)), data.dtype, data
-        self.pointer = data.data_ptr()
 
     @classmethod
     def new(cls, rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
         """One that is uninitialized until something is copied into it, in memory from `empty(*shape)`."""
         multiple = COLUMN_MULTIPLE[empty(0).dtype]
         return cls(rows, columns, empty(_whole_panels(rows), -(-columns // multiple) * multiple))
+
+    @property
+    def pointer(self) -> int:
+        """Its address."""
+        return self.data.data_ptr()
 
     @property
     def nbytes(self) -> int:

@@ -200,7 +200,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 3; }
+EXPORT long trueroll_interface() { return 4; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -353,6 +353,21 @@ EXPORT void trueroll_silu_mul(long threads, int bfloat16, const void* gate, cons
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).silu_mul(as<const T>(gate), as<const T>(up), count, as<T>(out));
+    });
+}
+
+// Cosines and sines [count, half] of the angles positions times inv_freq, times scale.
+EXPORT void trueroll_rotation(
+    long threads, const int64_t* positions, long count, const float* inv_freq, long half, float scale, float* cosines,
+    float* sines
+) {
+    const Call call(threads);
+    parallel(count, [&](long row) {
+        for (long i = 0; i < half; ++i) {
+            const float angle = static_cast<float>(positions[row]) * inv_freq[i];
+            cosines[row * half + i] = std::cos(angle) * scale;
+            sines[row * half + i] = std::sin(angle) * scale;
+        }
     });
 }
 

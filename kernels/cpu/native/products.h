@@ -150,7 +150,7 @@ void multiply(Factors<T>& factors, long m, bool add_to, float* c, long ldc) {
     }
 }
 
-// The most rows that `multiply` takes in one pass over its panels.
+// The most rows that `multiply` takes in one pass over its panels, but for a last odd one.
 template <class T>
 constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 

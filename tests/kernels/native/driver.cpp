@@ -45,6 +45,7 @@ void trueroll_head(
 );
 void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
 void trueroll_silu_mul(long, int, const void*, const void*, long, void*);
+void trueroll_rotation(long, const int64_t*, long, const float*, long, float, float*, float*);
 void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
 void trueroll_sample(long, const float*, long, long, const int64_t*, const int64_t*, int64_t*);
 void trueroll_filter(long, float*, long, long, const int64_t*, const float*, const float*);
@@ -201,7 +202,9 @@ struct Run {
         Values wq = packed(heads * size, k), wk = packed(width, k), wv = packed(width, k);
         Values bq = random(heads * size, false), bk = random(width, false), bv = random(width, false);
         Values q_norm = random(size, false), k_norm = random(size, false);
-        std::vector<float> cosines(static_cast<size_t>(rows * size / 2), 0.6f), sines(cosines.size(), 0.8f);
+        std::vector<float> cosines(static_cast<size_t>(rows * size / 2)), sines(cosines.size());
+        const std::vector<float> inv_freq(static_cast<size_t>(size / 2), 0.01f);
+        trueroll_rotation(threads, fresh.data(), rows, inv_freq.data(), size / 2, 1.2f, cosines.data(), sines.data());
         const auto extra = [&](Values& vector) { return extras ? vector.data() : nullptr; };
         trueroll_qkv(
             threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, wq.data(), wk.data(), wv.data(), extra(bq),
