@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trueroll.engine import memory
 from trueroll.engine.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
+from trueroll.kernels.cpu.weight import PackedWeight
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -92,6 +93,19 @@ def test_memory_that_is_kept_comes_back(make: Callable[[int], Arena]) -> None:
     arena.drop(keep=True)
     arena.restore()
     assert not any(tensor.any() for tensor in tensors)
+
+
+def test_a_packed_weight_follows_its_memory(make: Callable[[int], Arena]) -> None:
+    rows = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
+    arena = make(bytes_needed(lambda empty: PackedWeight.new(64, 48, empty), torch.float32))
+    weight = PackedWeight.new(64, 48, partial(arena.empty, torch.float32))
+    weight.copy_(rows)
+    arena.drop(keep=True)
+    elsewhere = [torch.full((64, 48), torch.nan) for _ in range(8)]
+    arena.restore()
+    assert torch.equal(weight.to_dense(), rows)
+    weight.copy_(2 * rows)
+    assert torch.equal(weight.to_dense(), 2 * rows) and all(tensor.isnan().all() for tensor in elsewhere)
 
 
 def test_a_device_gives_kept_memory_back_as_well() -> None:
