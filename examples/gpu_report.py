@@ -33,7 +33,7 @@ from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.loading import load_dummy
-from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, select_backend
+from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, run_layers, select_backend
 from trueroll.rollout.bench import EngineSystem, Workload
 
 Row = dict[str, Any]
@@ -54,7 +54,6 @@ STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64), 1152
 # prompts had beside the shared ones is not known here; 64 are those of `trueroll bench --workload shared`.
 PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
 REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
-
 REPLAYS = 9
 COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H200
 REPLAY_SECONDS, MOST_CALLS = 3e-3, 500
@@ -200,7 +199,6 @@ def torch_ops(ops: Backend) -> Any:
     Norms, rope and the activation stay those of `ops`; torch writes the cache, which takes two small launches more in a
     layer than a kernel made for it. For greedy tokens of models without norms of the heads.
     """
-
     joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 
     def qkv(x: Tensor, norm: Tensor, eps: float, weights: Any, rotation: Any, *stored: Tensor) -> Tensor:
@@ -225,7 +223,9 @@ def torch_ops(ops: Backend) -> Any:
 
     ours = {name: getattr(ops, name) for name in ("rotation", "embedding", "rmsnorm")}
     changed = dict(qkv=qkv, gate_up=gate_up, next_tokens=next_tokens, paged_attention=dense_attention)
-    return SimpleNamespace(**ours, **changed, linear_add=lambda x, weight, rest: torch.addmm(rest, x, weight.T))
+    both = SimpleNamespace(**ours, **changed, linear_add=lambda x, weight, rest: torch.addmm(rest, x, weight.T))
+    both.layers = partial(run_layers, both)
+    return both
 
 
 class Step:

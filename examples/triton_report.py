@@ -1,7 +1,8 @@
 """What the compiler makes of the Triton kernels, with no GPU: `python examples/triton_report.py [--json]`.
 
-Calls every op at the sizes of several models and at many numbers of rows, on tensors without memory, while launches are
-recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes there.
+Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on tensors without
+memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes
+there.
 """
 
 from __future__ import annotations

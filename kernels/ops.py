@@ -69,6 +69,22 @@ class Qkv:
     head_norms: tuple[Tensor, Tensor] | None
 
 
+@dataclass(frozen=True)
+class DenseLayer:
+    """The weights of one layer of a dense decoder.
+
+    `input_norm` and `post_norm` [H]; `o` [H, heads * D]; `gate` and `up` [I, H]; `down` [H, I].
+    """
+
+    input_norm: Tensor
+    qkv: Qkv
+    o: Weight
+    post_norm: Tensor
+    gate: Weight
+    up: Weight
+    down: Weight
+
+
 SAMPLE, GREEDY = -1, -2
 
 
@@ -206,6 +222,24 @@ class Backend(Protocol):
         """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D]."""
         ...
 
+    def layers(
+        self,
+        x: Tensor,
+        layers: Sequence[DenseLayer],
+        eps: float,
+        rotation: tuple[Tensor, Tensor],
+        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        slots: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+    ) -> Tensor:
+        """Hidden states [M, H] after a run of dense layers of one size, from x [M, H], which stays as it is.
+
+        For each layer, with its caches, what `run_layers` says; x itself if there is no layer. A model with layers of
+        several kinds calls it for each run of dense ones.
+        """
+        ...
+
     def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """(token ids int64, log-probs float32, whether the logit is finite and the log-prob a number), each [M].
 
@@ -238,6 +272,26 @@ class Backend(Protocol):
         unless the whole row is -inf, and a row with NaN gives an arbitrary id.
         """
         ...
+
+
+def run_layers(
+    ops: Backend,
+    x: Tensor,
+    layers: Sequence[DenseLayer],
+    eps: float,
+    rotation: tuple[Tensor, Tensor],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    slots: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> Tensor:
+    """`Backend.layers` by the other ops."""
+    for layer, (k_cache, v_cache) in zip(layers, kv_caches, strict=True):
+        q = ops.qkv(x, layer.input_norm, eps, layer.qkv, rotation, k_cache, v_cache, slots)
+        attention = ops.paged_attention(q, k_cache, v_cache, batch, scale)
+        x = ops.linear_add(attention.flatten(1), layer.o, x)
+        x = ops.linear_add(ops.gate_up(x, layer.post_norm, eps, layer.gate, layer.up), layer.down, x)
+    return x
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,18 @@ vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Qkv, Wanted
+from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, Qkv, Wanted, run_layers
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -250,6 +252,9 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
         pairs = zip(rows, matrices, strict=True)
         out = torch.stack([torch.bmm(left, right.expand(tiles, -1, -1)) for left, right in pairs])
     return out.unflatten(0, (units, heads))
+
+
+layers = partial(run_layers, cast(Backend, sys.modules[__name__]))
 
 
 def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...kernels.ops import AttentionBatch, Backend, Qkv, Weight
+from ...kernels.ops import AttentionBatch, Backend, DenseLayer, Qkv, Weight
 from ..errors import ModelError
 
 Empty: TypeAlias = Callable[..., Tensor]
@@ -123,47 +123,49 @@ def _rope(folder: Path, config: Any) -> tuple[Tensor, float]:
     return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
 
-class _Layer:
-    def __init__(self, config: DenseConfig, backend: Backend, empty: Empty) -> None:
-        hidden, size = config.hidden_size, config.head_dim
+def _new_layer(config: DenseConfig, backend: Backend, empty: Empty) -> DenseLayer:
+    hidden, size = config.hidden_size, config.head_dim
 
-        def matrix(rows: int, columns: int) -> Weight:
-            return backend.new_weight(rows, columns, empty)
+    def matrix(rows: int, columns: int) -> Weight:
+        return backend.new_weight(rows, columns, empty)
 
-        q_size, kv_size = config.num_heads * size, config.num_kv_heads * size
-        self.input_norm = empty(hidden)
-        self.qkv = Qkv(
+    q_size, kv_size = config.num_heads * size, config.num_kv_heads * size
+    return DenseLayer(
+        input_norm=empty(hidden),
+        qkv=Qkv(
             matrix(q_size, hidden),
             matrix(kv_size, hidden),
             matrix(kv_size, hidden),
             (empty(q_size), empty(kv_size), empty(kv_size)) if config.qkv_bias else None,
             (empty(size), empty(size)) if config.qk_norm else None,
-        )
-        self.o = matrix(hidden, q_size)
-        self.post_norm = empty(hidden)
-        self.gate = matrix(config.intermediate_size, hidden)
-        self.up = matrix(config.intermediate_size, hidden)
-        self.down = matrix(hidden, config.intermediate_size)
+        ),
+        o=matrix(hidden, q_size),
+        post_norm=empty(hidden),
+        gate=matrix(config.intermediate_size, hidden),
+        up=matrix(config.intermediate_size, hidden),
+        down=matrix(hidden, config.intermediate_size),
+    )
 
-    def checkpoint_tensors(self) -> dict[str, Weight]:
-        tensors: dict[str, Weight] = {
-            "input_layernorm.weight": self.input_norm,
-            "self_attn.q_proj.weight": self.qkv.q,
-            "self_attn.k_proj.weight": self.qkv.k,
-            "self_attn.v_proj.weight": self.qkv.v,
-            "self_attn.o_proj.weight": self.o,
-            "post_attention_layernorm.weight": self.post_norm,
-            "mlp.gate_proj.weight": self.gate,
-            "mlp.up_proj.weight": self.up,
-            "mlp.down_proj.weight": self.down,
-        }
-        if self.qkv.biases is not None:
-            names = (f"self_attn.{name}_proj.bias" for name in "qkv")
-            tensors |= dict(zip(names, self.qkv.biases, strict=True))
-        if self.qkv.head_norms is not None:
-            names = (f"self_attn.{name}_norm.weight" for name in "qk")
-            tensors |= dict(zip(names, self.qkv.head_norms, strict=True))
-        return tensors
+
+def _checkpoint_tensors(layer: DenseLayer) -> dict[str, Weight]:
+    tensors: dict[str, Weight] = {
+        "input_layernorm.weight": layer.input_norm,
+        "self_attn.q_proj.weight": layer.qkv.q,
+        "self_attn.k_proj.weight": layer.qkv.k,
+        "self_attn.v_proj.weight": layer.qkv.v,
+        "self_attn.o_proj.weight": layer.o,
+        "post_attention_layernorm.weight": layer.post_norm,
+        "mlp.gate_proj.weight": layer.gate,
+        "mlp.up_proj.weight": layer.up,
+        "mlp.down_proj.weight": layer.down,
+    }
+    if layer.qkv.biases is not None:
+        names = (f"self_attn.{name}_proj.bias" for name in "qkv")
+        tensors |= dict(zip(names, layer.qkv.biases, strict=True))
+    if layer.qkv.head_norms is not None:
+        names = (f"self_attn.{name}_norm.weight" for name in "qk")
+        tensors |= dict(zip(names, layer.qkv.head_norms, strict=True))
+    return tensors
 
 
 class DenseModel:
@@ -177,7 +179,7 @@ class DenseModel:
         self.config, self.ops = config, backend
         embedding_shape = (config.vocab_size, config.hidden_size)
         self.embed = backend.new_weight(*embedding_shape, empty)
-        self.layers = [_Layer(config, backend, empty) for _ in range(config.num_layers)]
+        self.layers = [_new_layer(config, backend, empty) for _ in range(config.num_layers)]
         self.norm = empty(config.hidden_size)
         self.head = self.embed if config.tie_word_embeddings else backend.new_weight(*embedding_shape, empty)
         self.dtype, self.device = self.norm.dtype, self.norm.device
@@ -189,7 +191,7 @@ class DenseModel:
         if not self.config.tie_word_embeddings:
             tensors["lm_head.weight"] = self.head
         for i, layer in enumerate(self.layers):
-            tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer.checkpoint_tensors().items()}
+            tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in _checkpoint_tensors(layer).items()}
         return tensors
 
     def tied_tensors(self) -> dict[str, str]:
@@ -222,9 +224,5 @@ class DenseModel:
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
         rotation = ops.rotation(positions, self.inv_freq, config.rope_scale)
         x = ops.embedding(token_ids, self.embed)
-        for layer, (k_cache, v_cache) in zip(self.layers, kv_caches, strict=True):
-            q = ops.qkv(x, layer.input_norm, eps, layer.qkv, rotation, k_cache, v_cache, slots)
-            attention = ops.paged_attention(q, k_cache, v_cache, batch, config.head_dim**-0.5)
-            x = ops.linear_add(attention.flatten(1), layer.o, x)
-            x = ops.linear_add(ops.gate_up(x, layer.post_norm, eps, layer.gate, layer.up), layer.down, x)
+        x = ops.layers(x, self.layers, eps, rotation, kv_caches, slots, batch, config.head_dim**-0.5)
         return ops.rmsnorm(x, self.norm, eps)

@@ -5,13 +5,15 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, get_num_threads
 
-from ..ops import AttentionBatch, Qkv, Wanted
+from ..ops import AttentionBatch, DenseLayer, Qkv, Wanted, Weight
 from ..reference import rope as rope
 from .library import load_library
 from .weight import PackedWeight
@@ -91,20 +93,25 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    x, norm, slots = x.contiguous(), norm.contiguous(), slots.contiguous()
+    x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
     _, block_size, kv_heads, head_dim = k_cache.shape
     heads = weights.q.shape[0] // head_dim
     q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype)
-    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else (None,) * 3
-    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else (None,) * 2
-    pointers = [cast(PackedWeight, weight).pointer for weight in (weights.q, weights.k, weights.v)]
+    tensors = _qkv_tensors(norm, weights, k_cache, v_cache)
     _library.qkv(
-        *(*_rows(x), norm.data_ptr(), eps, *pointers, *map(_pointer, biases), *map(_pointer, head_norms)),
-        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr(), heads, kv_heads, head_dim, block_size),
-        *(q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(*_rows(x), eps, _pointers(tensors), cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
+        *(heads, kv_heads, head_dim, block_size, q.data_ptr()),
     )
     return q
+
+
+def _qkv_tensors(norm: Tensor, weights: Qkv, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor | None, ...]:
+    """What `QkvPointers` in native/api.cpp points to, in its order."""
+    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else (None,) * 3
+    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else (None,) * 2
+    matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
+    return norm.contiguous(), *matrices, *biases, *head_norms, k_cache, v_cache
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -117,13 +124,53 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, lens = batch.tensors
     tables = batch.block_tables.contiguous()
+    _, block_size, kv_heads, head_dim = k_cache.shape
     _library.attention(
-        *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), q.shape[1]),
-        *(k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:]),
+        *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(q.shape[1], kv_heads, head_dim, block_size),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
         *(scale, out.data_ptr()),
     )
     return out
+
+
+def layers(
+    x: Tensor,
+    layers: Sequence[DenseLayer],
+    eps: float,
+    rotation: tuple[Tensor, Tensor],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    slots: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> Tensor:
+    pairs = zip(layers, kv_caches, strict=True)
+    tensors = [tensor for layer, caches in pairs for tensor in _layer_tensors(layer, *caches)]
+    if not layers:
+        return x
+    x, slots = x.contiguous(), slots.contiguous()
+    cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
+    starts, lens = batch.tensors
+    tables = batch.block_tables.contiguous()
+    _, block_size, kv_heads, head_dim = kv_caches[0][0].shape
+    hidden, width, intermediate = x.shape[1], layers[0].qkv.q.shape[0], layers[0].gate.shape[0]
+    sizes = (width, width, hidden, intermediate, hidden)
+    q, attended, middle, active, out = (torch.empty(len(x), size, dtype=x.dtype) for size in sizes)
+    _library.layers(
+        *(*_rows(x), eps, _pointers(tensors), len(layers), intermediate),
+        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
+        *(width // head_dim, kv_heads, head_dim, block_size),
+        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1], scale),
+        *(part.data_ptr() for part in (q, attended, middle, active, out)),
+    )
+    return out
+
+
+def _layer_tensors(layer: DenseLayer, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor | None, ...]:
+    """What `LayerPointers` in native/api.cpp points to, in its order."""
+    qkv = _qkv_tensors(layer.input_norm, layer.qkv, k_cache, v_cache)
+    mlp = layer.post_norm.contiguous(), _panels(layer.gate), _panels(layer.up), _panels(layer.down)
+    return *qkv, _panels(layer.o), *mlp
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,6 +221,16 @@ def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """(threads, whether x is bfloat16, its address, rows, columns)."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
+
+
+def _panels(weight: Weight) -> Tensor:
+    return cast(PackedWeight, weight).data
+
+
+def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Their addresses, which hold for one call: memory may come back elsewhere."""
+    addresses = array("Q", [0 if x is None else x.data_ptr() for x in tensors])
+    return (ctypes.c_void_p * len(addresses)).from_buffer(addresses)
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -17,7 +17,7 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 4
+_INTERFACE = 5
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
@@ -27,9 +27,10 @@ _SIGNATURES = {
     "linear": "lipllplppp",
     "silu_mul": "lipplp",
     "gate_up": "lipllpfpplp",
-    "qkv": "lipllpfpppppppppppllllppp",
+    "qkv": "lipllfppppllllp",
     "write_kv": "ippplpplll",
-    "attention": "liplppllllppplfp",
+    "attention": "lippplllllppplfp",
+    "layers": "lipllfpllppplllllppplfppppp",
     "rotation": "lplplfpp",
     "logits": "lipllplp",
     "head": "liplpllppppppppp",

@@ -8,12 +8,14 @@ on the host, and no shape depends on what a tensor holds, so a CUDA graph can ho
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..ops import Qkv
+from ..ops import Backend, Qkv, run_layers
 from ..reference import embedding as embedding
 from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation
@@ -62,3 +64,6 @@ def qkv(
     matrices = cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v))
     parts = products.qkv_parts(rmsnorm(x, norm, eps), matrices)
     return qkv_epilogue(parts, weights.biases, weights.head_norms, eps, rotation, k_cache, v_cache, slots)
+
+
+layers = partial(run_layers, cast(Backend, sys.modules[__name__]))

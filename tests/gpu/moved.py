@@ -12,7 +12,7 @@ from torch import Tensor
 from trueroll.kernels.ops import Backend
 
 DEVICE = torch.device("cuda")
-_WRITES_TO_CACHES = ("qkv", "write_kv")
+_WRITES_TO_CACHES = ("qkv", "write_kv", "layers")
 
 
 class Moved:
@@ -27,23 +27,32 @@ class Moved:
             there = move(args, DEVICE)
             result = move(getattr(self._ops, name)(*there), torch.device("cpu"))
             for ours, theirs in zip(args, there, strict=True):
-                if name in _WRITES_TO_CACHES and isinstance(ours, Tensor):
-                    ours.copy_(theirs)
+                if name in _WRITES_TO_CACHES:
+                    copy_back(ours, theirs)
             return result
 
         return compute
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """A tensor, or the tensors in tuples and dataclasses, on this device."""
+    """A tensor, or the tensors in tuples, lists and dataclasses, on this device."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(move(part, device) for part in value)
+    if isinstance(value, tuple | list):
+        return type(value)(move(part, device) for part in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: move(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)
     return value
+
+
+def copy_back(ours: Any, theirs: Any) -> None:
+    """What a tensor, or each tensor in tuples and lists, holds on the GPU."""
+    if isinstance(ours, Tensor):
+        ours.copy_(theirs)
+    elif isinstance(ours, tuple | list):
+        for pair in zip(ours, theirs, strict=True):
+            copy_back(*pair)
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:

@@ -38,7 +38,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Three tests with cases of their own, since theirs name the backends that run on a CPU.
+# Four tests with cases of their own, since theirs name the backends that run on a CPU.
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -46,6 +46,13 @@ def name_of(check: Callable[..., None]) -> str:
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
 def test_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
     joined.test_qkv(served, heads, kv_heads, size, biases, norms)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_layers(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
+    joined.test_layers(served, heads, kv_heads, size, biases, norms, num_layers=3)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 512, 1001, 1040, 49153])

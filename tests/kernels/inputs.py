@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import AttentionBatch, Backend, Qkv, Weight
+from trueroll.kernels.ops import AttentionBatch, Backend, DenseLayer, Qkv, Weight
 
 from .backends import Served
 
@@ -33,13 +33,40 @@ def stored(ops: Backend, matrix: Tensor) -> Weight:
     return weight
 
 
-def make_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, hidden: int) -> Qkv:
+def strided(x: Tensor) -> Tensor:
+    """The same values, not side by side."""
+    strided = torch.stack((x, torch.zeros_like(x)), dim=-1)[..., 0]
+    assert not strided.is_contiguous() or strided.numel() == 1
+    return strided
+
+
+def make_qkv(
+    served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, hidden: int, seed: int = 0
+) -> Qkv:
     """Random weights of a layer's queries, keys and values, with or without biases and norms of the heads."""
     sizes = [n * size for n in (heads, kv_heads, kv_heads)]
-    q, k, v = (stored(served.ops, randn(n, hidden, dtype=served.dtype, seed=i)) for i, n in enumerate(sizes))
-    bq, bk, bv = (randn(n, dtype=served.dtype, seed=3 + i) for i, n in enumerate(sizes))
-    head_norms = (randn(size, dtype=served.dtype, seed=7), randn(size, dtype=served.dtype, seed=8))
+    q, k, v = (stored(served.ops, randn(n, hidden, dtype=served.dtype, seed=seed + i)) for i, n in enumerate(sizes))
+    bq, bk, bv = (randn(n, dtype=served.dtype, seed=seed + 3 + i) for i, n in enumerate(sizes))
+    head_norms = (randn(size, dtype=served.dtype, seed=seed + 7), randn(size, dtype=served.dtype, seed=seed + 8))
     return Qkv(q, k, v, (bq, bk, bv) if biases else None, head_norms if norms else None)
+
+
+def make_layer(served: Served, qkv: Qkv, intermediate: int, seed: int = 0) -> DenseLayer:
+    """`qkv` with the other weights of a layer, random. Norms are small, so that queries do not see one key alone."""
+    width, hidden = qkv.q.shape
+
+    def matrix(rows: int, columns: int, seed: int) -> Weight:
+        return stored(served.ops, randn(rows, columns, dtype=served.dtype, seed=seed))
+
+    return DenseLayer(
+        input_norm=randn(hidden, dtype=served.dtype, seed=seed) / 10,
+        qkv=qkv,
+        o=matrix(hidden, width, seed + 1),
+        post_norm=randn(hidden, dtype=served.dtype, seed=seed + 2) / 10,
+        gate=matrix(intermediate, hidden, seed + 3),
+        up=matrix(intermediate, hidden, seed + 4),
+        down=matrix(hidden, intermediate, seed + 5),
+    )
 
 
 def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

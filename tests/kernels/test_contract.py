@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, KV_SPLIT, SAMPLE, Wanted
+from trueroll.kernels.ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Wanted
 
 from .backends import SERVED, Implementation, Served, for_served, served_id
-from .inputs import Paged, empty_caches, make_qkv, randn, same_bits, stored
+from .inputs import Paged, empty_caches, make_layer, make_qkv, randn, same_bits, stored, strided
 
 ROWS = 100
 
@@ -77,6 +77,23 @@ def qkv(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, served:
         k_cache, v_cache = empty_caches(ROWS, 2, kv_heads, size, served.dtype)
         q = served.ops.qkv(x, norm, 1e-6, weights, (cosines, sines), k_cache, v_cache, slots)
         return q, k_cache[slots // 2], v_cache[slots // 2]
+
+    angles = served.ops.rotation(torch.arange(ROWS), 10000.0 ** (-torch.arange(0, size, 2) / size), 1.0)
+    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles, own_blocks()))
+
+
+def layers(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, served: Served) -> RowOp:
+    """Each row is the second token of a sequence, whose first one is in the caches of both layers."""
+    hidden, shape = 130, (ROWS, 2, kv_heads, size)
+    weights = [make_qkv(served, heads, kv_heads, size, biases, norms, hidden, seed) for seed in (0, 20)]
+    run = [make_layer(served, qkv, 77, seed) for qkv, seed in zip(weights, (40, 60), strict=True)]
+    before = [[randn(*shape, dtype=served.dtype, seed=seed + i) for i in range(2)] for seed in (80, 90)]
+
+    def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+        caches = [(keys.clone(), values.clone()) for keys, values in before]
+        batch = AttentionBatch(range(len(x) + 1), [2] * len(x), (slots // 2)[:, None])
+        out = served.ops.layers(x, run, 1e-6, (cosines, sines), caches, slots, batch, size**-0.5)
+        return out, *(cache[slots // 2] for pair in caches for cache in pair)
 
     angles = served.ops.rotation(torch.arange(ROWS), 10000.0 ** (-torch.arange(0, size, 2) / size), 1.0)
     return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles, own_blocks()))
@@ -175,6 +192,8 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     "qkv 128 biases norms": partial(qkv, 2, 1, 128, True, True),
     "qkv 256 norms": partial(qkv, 4, 2, 256, False, True),
     "write_kv": write_kv,
+    "layers 64": partial(layers, 6, 2, 64, False, False),
+    "layers 80 biases norms": partial(layers, 3, 3, 80, True, True),
     **{f"rmsnorm {size}": partial(rmsnorm, size) for size in (1, 16, 577, 8192)},
     "embedding": embedding,
     **{f"lm_head {v}": partial(lm_head, v) for v in (17, 1001)},
@@ -188,7 +207,7 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
 }
 
 
-# What an interpreter is quick enough for: each op in one dtype, with this many rows.
+# What an interpreter is quick enough for: each op in one dtype, with this many rows. `layers` only calls the others.
 INTERPRETED_ROWS = 20
 INTERPRETED = (
     *("linear 513x130 bias", "linear_add 17x33", "silu_mul 130", "rope 80", "gate_up 130x577"),
@@ -260,7 +279,7 @@ def test_a_row_does_not_depend_on_threads_or_its_place_in_memory(row_op: RowOp, 
     expected = row_op(*row_op.rows)
     torch.set_num_threads(1)
     row_op.check(everything, expected, "one thread")
-    for place in (_shifted, _strided):
+    for place in (_shifted, strided):
         rows = [place(x) for x in row_op.rows]
         for found, before in zip(row_op(*rows), expected, strict=True):
             assert same_bits(found, before), place.__name__
@@ -271,13 +290,6 @@ def _shifted(x: Tensor) -> Tensor:
     shifted = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     assert shifted.data_ptr() % 64 != x.data_ptr() % 64
     return shifted
-
-
-def _strided(x: Tensor) -> Tensor:
-    """The same values, not side by side."""
-    strided = torch.stack((x, torch.zeros_like(x)), dim=-1)[..., 0]
-    assert not strided.is_contiguous() or strided.numel() == 1
-    return strided
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -354,7 +366,7 @@ def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_siz
                 assert same_bits(out, alone[i]), f"{chunks[i]} among {len(order)}"
 
 
-@for_served("place", [(_shifted,), (_strided,)], interpreted=1)
+@for_served("place", [(_shifted,), (strided,)], interpreted=1)
 def test_attention_does_not_depend_on_a_place_in_memory(served: Served, place: Callable[[Tensor], Tensor]) -> None:
     paged = Paged(served, [150, 20])
     chunks = [(0, 0, 150), (1, 10, 20)]

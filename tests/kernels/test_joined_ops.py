@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
+from trueroll.kernels.ops import GREEDY, SAMPLE, AttentionBatch, Backend, DenseLayer, Wanted, Weight
 
 from .backends import Served, for_served
-from .inputs import empty_caches, make_qkv, randn, same_bits, stored
+from .inputs import Paged, empty_caches, make_layer, make_qkv, randn, same_bits, stored, strided
 
 ROWS = 37
 
@@ -62,6 +67,107 @@ def test_gate_up(served: Served, n: int, k: int) -> None:
     hidden = served.ops.rmsnorm(x, norm, 1e-5)
     expected = served.ops.silu_mul(served.ops.linear(hidden, gate), served.ops.linear(hidden, up))
     assert same_bits(served.ops.gate_up(x, norm, 1e-5, gate, up), expected)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Layers with caches of their own, and rows for them: the end of a prompt, two decodes that begin with the same 128
+    tokens, the only token of a prompt."""
+
+    layers: list[DenseLayer]
+    x: Tensor
+    rotation: tuple[Tensor, Tensor]
+    caches: list[tuple[Tensor, Tensor]]
+    slots: Tensor
+    batch: AttentionBatch
+
+    def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The hidden states after the layers, and what their caches hold then."""
+        caches = [(keys.clone(), values.clone()) for keys, values in self.caches]
+        out = compute(self.x, self.layers, 1e-5, self.rotation, caches, self.slots, self.batch, 0.1)
+        return out, [cache for pair in caches for cache in pair]
+
+
+def make_step(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, num_layers: int) -> Step:
+    lens, new = [40, 150, 150, 1], [23, 1, 1, 1]
+    paged = Paged(served, lens, heads, kv_heads, size)
+    paged.tables[2, :8] = paged.tables[1, :8]
+    chunks = [(i, length - count, length) for i, (length, count) in enumerate(zip(lens, new, strict=True))]
+    positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
+    seeds = range(0, 20 * num_layers, 20)
+    qkv = [make_qkv(served, heads, kv_heads, size, biases, norms, hidden=130, seed=seed) for seed in seeds]
+    return Step(
+        layers=[
+            make_layer(served, each, intermediate=77, seed=seed + 10) for each, seed in zip(qkv, seeds, strict=True)
+        ],
+        x=randn(len(positions), 130, dtype=served.dtype),
+        rotation=served.ops.rotation(positions, 10000.0 ** (-torch.arange(0, size, 2) / size), 1.2),
+        caches=[(paged.k_cache * (i + 1), paged.v_cache * (i + 1)) for i in range(num_layers)],
+        slots=torch.cat([paged.slots(i)[start:end] for i, start, end in chunks]),
+        batch=paged.batch(chunks)[1],
+    )
+
+
+def layer_by_layer(ops: Backend, x: Tensor, layers: Sequence[DenseLayer], eps: float, *rest: Any) -> Tensor:
+    rotation, kv_caches, slots, batch, scale = rest
+    for layer, caches in zip(layers, kv_caches, strict=True):
+        q = ops.qkv(x, layer.input_norm, eps, layer.qkv, rotation, *caches, slots)
+        x = ops.linear(ops.paged_attention(q, *caches, batch, scale).flatten(1), layer.o) + x
+        x = ops.linear(ops.gate_up(x, layer.post_norm, eps, layer.gate, layer.up), layer.down) + x
+    return x
+
+
+LAYERS = [
+    *((4, 2, 16, True, True, 1), (3, 3, 80, False, True, 2), (9, 3, 96, False, False, 3), (2, 1, 128, True, True, 3)),
+    *((6, 2, 64, biases, norms, 3) for biases, norms in BIASES_AND_NORMS),
+]
+
+
+@for_served("heads,kv_heads,size,biases,norms,num_layers", LAYERS, interpreted=1)
+def test_layers(
+    served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, num_layers: int
+) -> None:
+    step = make_step(served, heads, kv_heads, size, biases, norms, num_layers)
+    x = step.x.clone()
+    expected, expected_caches = step.run(partial(layer_by_layer, served.ops))
+    assert expected.isfinite().all() and (expected != x).any(1).all(), "the layers change every row"
+
+    found, caches = step.run(served.ops.layers)
+
+    assert same_bits(found, expected) and same_bits(step.x, x)
+    for cache, before, after in zip(caches, itertools.chain(*step.caches), expected_caches, strict=True):
+        assert not same_bits(cache, before) and same_bits(cache, after)
+
+
+def test_layers_from_anywhere_in_memory(quick: Served) -> None:
+    step = make_step(quick, 4, 2, 16, biases=True, norms=True, num_layers=1)
+    batch = dataclasses.replace(step.batch, block_tables=strided(step.batch.block_tables))
+    cosines, sines = map(strided, step.rotation)
+    layers = [spread(layer) for layer in step.layers]
+    apart = Step(layers, strided(step.x), (cosines, sines), step.caches, strided(step.slots), batch)
+    (expected, expected_caches), (found, caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
+    assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
+
+
+def spread(layer: DenseLayer) -> DenseLayer:
+    """The same layer, with norms and biases whose values are not side by side."""
+    assert layer.qkv.biases is not None and layer.qkv.head_norms is not None
+    (bq, bk, bv), (q_norm, k_norm) = layer.qkv.biases, layer.qkv.head_norms
+    biases, head_norms = (strided(bq), strided(bk), strided(bv)), (strided(q_norm), strided(k_norm))
+    qkv = dataclasses.replace(layer.qkv, biases=biases, head_norms=head_norms)
+    norms = dict(input_norm=strided(layer.input_norm), post_norm=strided(layer.post_norm))
+    return dataclasses.replace(layer, qkv=qkv, **norms)
+
+
+def test_no_layers_and_no_rows(quick: Served) -> None:
+    step = make_step(quick, 4, 2, 16, biases=False, norms=False, num_layers=0)
+    found, _ = step.run(quick.ops.layers)
+    assert same_bits(found, step.x)
+    step = make_step(quick, 4, 2, 16, biases=False, norms=False, num_layers=2)
+    rotation, batch = (step.rotation[0][:0], step.rotation[1][:0]), AttentionBatch([0], [], step.batch.block_tables[:0])
+    nothing = dataclasses.replace(step, x=step.x[:0], rotation=rotation, slots=step.slots[:0], batch=batch)
+    found, caches = nothing.run(quick.ops.layers)
+    assert found.shape == (0, 130) and all(map(same_bits, caches, itertools.chain(*step.caches)))
 
 
 def wanted(targets: Tensor) -> Wanted:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from trueroll.engine.errors import InvalidRequestError, ModelError, TruerollErro
 from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
 from trueroll.kernels.cpu.library import load_library
-from trueroll.kernels.ops import Backend
+from trueroll.kernels.ops import Backend, run_layers
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import WorkerFailedError
@@ -127,6 +127,9 @@ def test_a_failing_op_of_the_real_engine_answers_every_open_request(tiny_llama: 
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.backend, name)
+
+        def layers(self, *inputs: Any) -> Any:
+            return run_layers(cast(Backend, self), *inputs)
 
         def paged_attention(self, *inputs: Any) -> Any:
             self.budget -= 1

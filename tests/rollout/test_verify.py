@@ -7,8 +7,9 @@ import importlib.util
 import json
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import SampleOutput
 from trueroll.kernels.cpu.library import Library, load_library
-from trueroll.kernels.ops import Weight
+from trueroll.kernels.ops import Backend, Weight, run_layers
 from trueroll.rollout import verify
 from trueroll.rollout.verify_premises import Cell, Run, check_premises
 
@@ -92,14 +93,16 @@ def reference_with(linear: Callable[..., Tensor]) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module)["linear"] = linear
+    vars(module).update(linear=linear, layers=partial(run_layers, cast(Backend, module)))
     return module
 
 
 def cpu_with_linear_add_in_halves() -> Any:
     from trueroll.kernels.cpu import backend
 
-    return types.SimpleNamespace(**vars(backend) | {"linear_add": linear_add_in_halves})
+    ops: Any = types.SimpleNamespace(**vars(backend) | {"linear_add": linear_add_in_halves})
+    ops.layers = partial(run_layers, ops)
+    return ops
 
 
 def depends_on_the_row_count(product: Callable[[Tensor], Tensor], columns: int) -> bool:

@@ -134,6 +134,79 @@ void with_type(int is_bfloat16, const Body& body) {
         body(0.0f);
 }
 
+// What a layer needs to make its queries, keys and values, in the order of `_qkv_tensors` in kernels/cpu/backend.py.
+struct QkvPointers {
+    const void *norm, *weights[3];
+    const void *biases[3], *head_norms[2];  // or null
+    void *keys, *values;                    // the caches
+};
+
+// And what a whole layer needs, in the order of `_layer_tensors`.
+struct LayerPointers {
+    QkvPointers qkv;
+    const void *o, *post_norm, *gate, *up, *down;
+};
+static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as an array of pointers");
+
+struct Heads {
+    long heads, kv_heads, head_dim, block_size;
+
+    template <class T>
+    Caches<T> caches(const void* keys, const void* values) const {
+        return {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
+    }
+};
+
+// Where each row's token stands, as a rotation and a place in the caches.
+struct Positions {
+    const float *cosines, *sines;
+    const int64_t* slots;
+};
+
+struct Sequences {
+    long count;
+    const int64_t *query_starts, *context_lens, *tables;
+    long max_blocks;
+};
+
+template <class T>
+Input<T> input(const void* x, long count, long columns, const void* norm = nullptr, float eps = 0.0f) {
+    return {as<const T>(x), count, columns, as<const T>(norm), eps};
+}
+
+template <class T>
+QkvArgs<T> qkv_args(
+    const QkvPointers& from, const void* x, long count, long k, float eps, const Heads& heads, const Positions& at,
+    void* q
+) {
+    QkvArgs<T> args = {};
+    args.x = input<T>(x, count, k, from.norm, eps);
+    for (long part = 0; part < 3; ++part) {
+        const long rows = (part == 0 ? heads.heads : heads.kv_heads) * heads.head_dim;
+        args.weights[part] = {as<T>(from.weights[part]), rows, k};
+        args.biases[part] = as<const T>(from.biases[part]);
+    }
+    args.norms[0] = as<const T>(from.head_norms[0]), args.norms[1] = as<const T>(from.head_norms[1]);
+    args.cosines = at.cosines, args.sines = at.sines, args.slots = at.slots;
+    args.q = as<T>(q);
+    args.caches = heads.caches<T>(from.keys, from.values);
+    return args;
+}
+
+template <class T>
+AttentionArgs<T> attention_args(
+    const void* q, const void* keys, const void* values, const Heads& heads, const Sequences& sequences, float scale,
+    void* out
+) {
+    AttentionArgs<T> args = {};
+    args.q = as<const T>(q), args.out = as<T>(out);
+    args.caches = heads.caches<T>(keys, values);
+    args.heads = heads.heads, args.sequences = sequences.count;
+    args.query_starts = sequences.query_starts, args.context_lens = sequences.context_lens;
+    args.tables = sequences.tables, args.max_blocks = sequences.max_blocks, args.scale = scale;
+    return args;
+}
+
 template <class T>
 void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
     for (long i = 0; i < count; ++i)
@@ -200,7 +273,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 4; }
+EXPORT long trueroll_interface() { return 5; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -242,9 +315,9 @@ EXPORT void trueroll_linear(
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Input<T> input = {as<const T>(x), count, k, nullptr, 0.0f};
         const Matrix<T> weight = {as<T>(w), n, k};
-        chosen->ops(type).linear({input, weight, as<const T>(bias), as<const T>(residual), as<T>(out)});
+        const Input<T> rows = input<T>(x, count, k);
+        chosen->ops(type).linear({rows, weight, as<const T>(bias), as<const T>(residual), as<T>(out)});
     });
 }
 
@@ -254,7 +327,7 @@ EXPORT void trueroll_logits(
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).logits({as<const T>(x), count, k, nullptr, 0.0f}, {as<T>(w), n, k}, out);
+        chosen->ops(type).logits(input<T>(x, count, k), {as<T>(w), n, k}, out);
     });
 }
 
@@ -265,31 +338,21 @@ EXPORT void trueroll_gate_up(
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Input<T> input = {as<const T>(x), count, k, as<const T>(norm), eps};
-        chosen->ops(type).gate_up({input, {as<T>(gate), n, k}, {as<T>(up), n, k}, as<T>(out)});
+        const Input<T> rows = input<T>(x, count, k, norm, eps);
+        chosen->ops(type).gate_up({rows, {as<T>(gate), n, k}, {as<T>(up), n, k}, as<T>(out)});
     });
 }
 
 EXPORT void trueroll_qkv(
-    long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* wq,
-    const void* wk, const void* wv, const void* bq, const void* bk, const void* bv, const void* q_norm,
-    const void* k_norm, const float* cosines, const float* sines, const int64_t* slots, long heads,
-    long kv_heads, long head_dim, long block_size, void* q, void* keys, void* values
+    long threads, int bfloat16, const void* x, long count, long k, float eps, const QkvPointers* pointers,
+    const float* cosines, const float* sines, const int64_t* slots, long heads, long kv_heads, long head_dim,
+    long block_size, void* q
 ) {
     const Call call(threads);
+    const Heads sizes = {heads, kv_heads, head_dim, block_size};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        QkvArgs<T> args = {};
-        args.x = {as<const T>(x), count, k, as<const T>(norm), eps};
-        args.weights[0] = {as<T>(wq), heads * head_dim, k};
-        args.weights[1] = {as<T>(wk), kv_heads * head_dim, k};
-        args.weights[2] = {as<T>(wv), kv_heads * head_dim, k};
-        args.biases[0] = as<const T>(bq), args.biases[1] = as<const T>(bk), args.biases[2] = as<const T>(bv);
-        args.norms[0] = as<const T>(q_norm), args.norms[1] = as<const T>(k_norm);
-        args.cosines = cosines, args.sines = sines, args.slots = slots;
-        args.q = as<T>(q);
-        args.caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
-        chosen->ops(type).qkv(args);
+        chosen->ops(type).qkv(qkv_args<T>(*pointers, x, count, k, eps, sizes, {cosines, sines, slots}, q));
     });
 }
 
@@ -305,20 +368,44 @@ EXPORT void trueroll_write_kv(
 }
 
 EXPORT void trueroll_attention(
-    long threads, int bfloat16, const void* q, long heads, const void* keys, const void* values, long block_size,
-    long kv_heads, long head_dim, long sequences, const int64_t* query_starts, const int64_t* context_lens,
+    long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
+    long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
     const int64_t* tables, long max_blocks, float scale, void* out
 ) {
     const Call call(threads);
+    const Heads sizes = {heads, kv_heads, head_dim, block_size};
+    const Sequences batch = {sequences, query_starts, context_lens, tables, max_blocks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        AttentionArgs<T> args = {};
-        args.q = as<const T>(q), args.out = as<T>(out);
-        args.caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
-        args.heads = heads, args.sequences = sequences;
-        args.query_starts = query_starts, args.context_lens = context_lens, args.tables = tables;
-        args.max_blocks = max_blocks, args.scale = scale;
-        chosen->ops(type).attention(args);
+        chosen->ops(type).attention(attention_args<T>(q, keys, values, sizes, batch, scale, out));
+    });
+}
+
+// One layer after the other; `n`: the rows of each one's `gate` and `up`. `q` and `attended` [count, heads * head_dim],
+// `middle` [count, k] and `active` [count, n] are memory for what passes from step to step.
+EXPORT void trueroll_layers(
+    long threads, int bfloat16, const void* x, long count, long k, float eps, const LayerPointers* layers,
+    long num_layers, long n, const float* cosines, const float* sines, const int64_t* slots, long heads, long kv_heads,
+    long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
+    const int64_t* tables, long max_blocks, float scale, void* q, void* attended, void* middle, void* active, void* out
+) {
+    const Call call(threads);
+    const Heads sizes = {heads, kv_heads, head_dim, block_size};
+    const Sequences batch = {sequences, query_starts, context_lens, tables, max_blocks};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Ops<T>& ops = chosen->ops(type);
+        const long width = heads * head_dim;
+        for (const LayerPointers* layer = layers; layer != layers + num_layers; ++layer) {
+            const Matrix<T> o = {as<T>(layer->o), k, width}, down = {as<T>(layer->down), k, n};
+            const Matrix<T> gate = {as<T>(layer->gate), n, k}, up = {as<T>(layer->up), n, k};
+            ops.qkv(qkv_args<T>(layer->qkv, x, count, k, eps, sizes, {cosines, sines, slots}, q));
+            ops.attention(attention_args<T>(q, layer->qkv.keys, layer->qkv.values, sizes, batch, scale, attended));
+            ops.linear({input<T>(attended, count, width), o, nullptr, as<const T>(x), as<T>(middle)});
+            ops.gate_up({input<T>(middle, count, k, layer->post_norm, eps), gate, up, as<T>(active)});
+            ops.linear({input<T>(active, count, n), down, nullptr, as<const T>(middle), as<T>(out)});
+            x = out;
+        }
     });
 }
 
@@ -344,7 +431,7 @@ EXPORT void trueroll_rmsnorm(
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).rmsnorm({as<const T>(x), count, k, as<const T>(weight), eps}, as<T>(out), k);
+        chosen->ops(type).rmsnorm(input<T>(x, count, k, weight, eps), as<T>(out), k);
     });
 }
 

@@ -30,14 +30,17 @@ void trueroll_gate_up(
     long, int, const void*, long, long, const void*, float, const void*, const void*, long, void*
 );
 void trueroll_qkv(
-    long, int, const void*, long, long, const void*, float, const void*, const void*, const void*, const void*,
-    const void*, const void*, const void*, const void*, const float*, const float*, const int64_t*, long, long, long,
-    long, void*, void*, void*
+    long, int, const void*, long, long, float, const void*, const float*, const float*, const int64_t*, long, long, long,
+    long, void*
 );
 void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
 void trueroll_attention(
-    long, int, const void*, long, const void*, const void*, long, long, long, long, const int64_t*, const int64_t*,
+    long, int, const void*, const void*, const void*, long, long, long, long, long, const int64_t*, const int64_t*,
     const int64_t*, long, float, void*
+);
+void trueroll_layers(
+    long, int, const void*, long, long, float, const void*, long, long, const float*, const float*, const int64_t*, long,
+    long, long, long, long, const int64_t*, const int64_t*, const int64_t*, long, float, void*, void*, void*, void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -174,7 +177,8 @@ struct Run {
     }
 
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
-    // but the last. Only in the last call below is the fifth one task of many rows, which tasks of few rows follow.
+    // but the last. Only in the last call below is the fifth one task of many rows, which tasks of few rows follow. In the
+    // end two layers run, which have the same weights and caches.
     void layer(long block_size, long heads, long kv_heads, long size, bool extras) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 40, 60};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
@@ -206,16 +210,35 @@ struct Run {
         const std::vector<float> inv_freq(static_cast<size_t>(size / 2), 0.01f);
         trueroll_rotation(threads, fresh.data(), rows, inv_freq.data(), size / 2, 1.2f, cosines.data(), sines.data());
         const auto extra = [&](Values& vector) { return extras ? vector.data() : nullptr; };
+        const std::vector<const void*> for_qkv = {
+            norm.data(), wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm),
+            keys.data(), values.data()
+        };
         trueroll_qkv(
-            threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, wq.data(), wk.data(), wv.data(), extra(bq),
-            extra(bk), extra(bv), extra(q_norm), extra(k_norm), cosines.data(), sines.data(), fresh.data(),
-            heads, kv_heads, size, block_size, q.data(), keys.data(), values.data()
+            threads, bfloat16, x.data(), rows, k, 1e-5f, for_qkv.data(), cosines.data(), sines.data(), fresh.data(),
+            heads, kv_heads, size, block_size, q.data()
         );
         trueroll_attention(
-            threads, bfloat16, q.data(), heads, keys.data(), values.data(), block_size, kv_heads, size, sequences,
+            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
             starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
+
+        const long n = 19;
+        Values o = packed(k, heads * size), gate = packed(n, k), up = packed(n, k), down = packed(k, n);
+        Values post_norm = random(k, false), middle = random(rows * k), active = random(rows * n), y = random(rows * k);
+        std::vector<const void*> layers;
+        for (int layer = 0; layer < 2; ++layer) {
+            layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
+            layers.insert(layers.end(), {o.data(), post_norm.data(), gate.data(), up.data(), down.data()});
+        }
+        layers.shrink_to_fit();
+        trueroll_layers(
+            threads, bfloat16, x.data(), rows, k, 1e-5f, layers.data(), 2, n, cosines.data(), sines.data(), fresh.data(),
+            heads, kv_heads, size, block_size, sequences, starts.data(), lens.data(), tables.data(), max_blocks, 0.125f,
+            q.data(), out.data(), middle.data(), active.data(), y.data()
+        );
+        digest->add(keys), digest->add(values), digest->add(y);
     }
 
     void some() const {
