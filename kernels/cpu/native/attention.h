@@ -38,6 +38,12 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
     }
 }
 
+inline void copy(const Partial& from, const Partial& to, long rows, long head_dim) {
+    const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
+    memcpy(to.peaks, from.peaks, bytes), memcpy(to.totals, from.totals, bytes);
+    memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
+}
+
 inline void clear(const Partial& state, long rows, long head_dim) {
     for (long row = 0; row < rows; ++row) state.peaks[row] = -INFINITY, state.totals[row] = 0.0f;
     for (long i = 0; i < rows * head_dim; ++i) state.out[i] = 0.0f;
@@ -62,26 +68,12 @@ class Attention {
     explicit Attention(const AttentionArgs<T>& args)
         : args_(args), caches_(args.caches), dim_(args.caches.head_dim), group_(args.heads / args.caches.kv_heads) {}
 
+    long head_dim() const { return dim_; }
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
     // The keys that the last query of a tile's first member sees, and the splits they lie in.
     long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
-
-    // Computes a tile over one split of the keys after the other. `next`: the tile that this thread will most likely
-    // compute afterwards.
-    void run(const QueryTile& tile, const QueryTile& next) const {
-        const long n = rows(tile), size = Partial::size(n, dim_);
-        float* memory = scratch<float>(PARTIALS, 2 * size);
-        const Partial state(memory, n), part(memory + size, n);
-        clear(state, n, dim_);
-        for (long split = 0; split < splits(tile); ++split) {
-            const bool last = split + 1 == splits(tile);
-            reduce(tile, split, last ? next : tile, last ? 0 : split + 1, part);
-            fold(state, part, n, dim_);
-        }
-        finish(tile, state);
-    }
 
     // Adds what a split of a tile reads to `ahead`, which has room for it; nothing unless a block is one panel.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
@@ -274,28 +266,25 @@ class Attention {
             const float top = out.peaks[row];
             const float total = weigh(scores + row * KV_SPLIT, seen(row), top, panels, weights + row * KV_SPLIT);
             out.totals[row] = total;
-            if (total != total) out.peaks[row] = total;  // a maximum may pass over what is no number
+            out.peaks[row] = total == total ? top * args_.scale : total;  // a maximum may pass over what is no number
         }
     }
 
-    // The largest of the scaled scores of a row's `seen` keys. Fills the last panel up with -inf.
+    // The largest of a row's scores for `seen` keys. Fills the last two panels up with -inf.
     float highest(float* scores, long seen) const {
-        for (long i = seen; i < round_up(seen, LANES); ++i) scores[i] = -INFINITY;
+        for (long i = seen; i < round_up(seen, 2 * LANES); ++i) scores[i] = -INFINITY;
         F most = set1(-INFINITY);
         for (long i = 0; i < seen; i += LANES) most = max(most, load(scores + i));
-        return peak(most) * args_.scale;
+        return peak(most);
     }
 
     // Turns them into weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum.
     float weigh(const float* scores, long seen, float top, long panels, T* weights) const {
-        const F scale = set1(args_.scale), shift = set1(top == -INFINITY ? 0.0f : top);
+        const F scale = set1(args_.scale * LOG_OF_E<T>), shift = set1(top == -INFINITY ? 0.0f : top);
+        const auto weight = [&](long i) { return power<T>(mul(sub(load(scores + i), shift), scale)); };
         F sums = set1(0.0f);
         long i = 0;
-        // Not joined into one rounding: for huge scores the largest would not come out as e^0.
-        for (; i < seen; i += LANES) {
-            const F x = sub(mul(load(scores + i), scale), shift);
-            sums = add(sums, store_rounded(weights + i, exp(x)));
-        }
+        for (; i < seen; i += 2 * LANES) store_and_add(weights + i, weight(i), weight(i + LANES), sums);
         for (; i < panels * LANES; i += LANES) store(weights + i, set1(0.0f));
         return sum(sums);
     }
@@ -307,54 +296,87 @@ class Attention {
 
 constexpr long QUERY_ROWS = 48;
 
-// One split of the keys for one tile, with where its result goes; the whole of a tile if `split` is WHOLE.
+// Splits [first, end) of the keys for one tile, folded from left to right. `memory`: where the result goes, a Partial;
+// null for all of the keys, whose result is what the attention returns. `place`: splits of large tasks before this one.
 struct AttentionTask {
     QueryTile tile;
-    long split;
+    long first, end;
     float* memory;
+    long place;
 };
-
-constexpr long WHOLE = -1;
 
 // Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
 // each split is a task of its own, so that a long sequence keeps all threads busy; sequences that follow each other and
-// hold the same blocks there share the task, and read them once.
+// hold the same blocks there share the task, and read them once. The splits that they share from the first one on are
+// one task if the threads have enough of these: what it leaves to fold is a single part.
 template <class T>
 class AttentionPlan {
   public:
     explicit AttentionPlan(const AttentionArgs<T>& args)
-        : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)) {}
+        : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)),
+          prefixes_(scratch<long>(PREFIXES, args.sequences)) {
+        long tasks = 0;
+        for (long i = 0; i < args_.sequences; ++i) prefixes_[i] = 0;
+        for (long i = 0, count; i < args_.sequences; i += count) {
+            count = members(i, 0);
+            const long prefix = is_large({i, count, 0, 0, queries(i)}) ? shared_splits(i, count) : 0;
+            tasks += prefix > 0 ? args_.caches.kv_heads : 0;
+            for (long j = i; j < i + count; ++j) prefixes_[j] = prefix;
+        }
+        if (tasks % num_threads() != 0 && tasks < 4 * num_threads())
+            for (long i = 0; i < args_.sequences; ++i) prefixes_[i] = 0;
+    }
 
+    // Calls visit(tile, first split, end) for each task.
     template <class Visit>
     void visit_tasks(const Visit& visit) const {
         for (long i = 0; i < args_.sequences; ++i)
-            if (!is_small(i))
-                for (long first = 0; first < queries(i); first += most_)
-                    visit_heads({i, 1, 0, first, smaller(most_, queries(i) - first)}, WHOLE, visit);
+            for (long first = 0; !is_small(i) && first < queries(i); first += most_) {
+                const QueryTile tile = {i, 1, 0, first, smaller(most_, queries(i) - first)};
+                visit_heads(tile, 0, op_.splits(tile), visit);
+            }
         for (long split = 0, found = 1; found > 0; ++split) {
             found = 0;
-            for (long i = 0, members; i < args_.sequences; i += members) {
-                members = 1;
-                if (!has_split(i, split)) continue;
-                while (i + members < args_.sequences && members * queries(i) < most_ && share(i, i + members, split))
-                    ++members;
-                visit_heads({i, members, 0, 0, queries(i)}, split, visit);
-                found += members;
+            for (long i = 0, count; i < args_.sequences; i += count) {
+                count = members(i, split);
+                found += has_split(i, split);
+                if (begins_task(i, split))
+                    visit_heads({i, count, 0, 0, queries(i)}, split, larger(split + 1, prefixes_[i]), visit);
             }
         }
     }
 
     bool is_small(long i) const { return queries(i) <= most_; }
+    bool is_large(const QueryTile& tile) const { return !is_small(tile.sequence) || op_.rows(tile) > PASS_ROWS<T>; }
     bool has_split(long i, long split) const {
         return queries(i) > 0 && is_small(i) && split * KV_SPLIT < args_.context_lens[i];
     }
+    // The split after those that the first part of a sequence holds.
+    long second_part(long i) const { return larger(1, prefixes_[i]); }
     long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
     const Attention<T>& op() const { return op_; }
 
   private:
     template <class Visit>
-    void visit_heads(QueryTile tile, long split, const Visit& visit) const {
-        for (tile.kv_head = 0; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) visit(tile, split);
+    void visit_heads(QueryTile tile, long first, long end, const Visit& visit) const {
+        for (tile.kv_head = 0; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) visit(tile, first, end);
+    }
+
+    bool begins_task(long i, long split) const { return has_split(i, split) && (split == 0 || split >= prefixes_[i]); }
+
+    // How many sequences from i on have a task that begins with a split in common; 1 if i has none.
+    long members(long i, long split) const {
+        const auto joins = [&](long j) { return j < args_.sequences && begins_task(j, split) && share(i, j, split); };
+        long count = 1;
+        while (begins_task(i, split) && count * queries(i) < most_ && joins(i + count)) ++count;
+        return count;
+    }
+
+    // How many splits the first `count` sequences from i on share, from the first one on.
+    long shared_splits(long i, long count) const {
+        long split = 0;
+        while (count > 1 && has_split(i, split) && members(i, split) == count) ++split;
+        return split;
     }
 
     // Whether two sequences have the same blocks in a split, all of which all their queries see.
@@ -370,31 +392,35 @@ class AttentionPlan {
     const AttentionArgs<T>& args_;
     const Attention<T> op_;
     const long most_;
+    long* const prefixes_;  // of each sequence: the splits that its first task joins, or 0
 };
 
-// Runs the tasks of a batch: first `whole` ones, then `large` splits of many rows, then `small` ones of few. A large
-// one computes for long and reads little, a small one the other way round. So up to MOST_FOLLOWERS small ones follow
-// each large one on its thread, which fetches their keys and values while it computes the large one.
+// Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for
+// long and reads little, a small one the other way round. So up to MOST_FOLLOWERS small ones follow each split of a
+// large one on its thread, which fetches their keys and values while it computes the split.
 template <class T>
 class AttentionRun {
   public:
     static constexpr long MOST_FOLLOWERS = 8;
 
-    AttentionRun(const Attention<T>& op, const AttentionTask* tasks, long whole, long large, long small)
-        : op_(op), tasks_(tasks), whole_(whole), large_(large), first_small_(whole + large),
-          followers_(smaller(small, large * MOST_FOLLOWERS)), units_(first_small_ + small - followers_) {}
+    // `splits`: of all large tasks.
+    AttentionRun(const Attention<T>& op, const AttentionTask* tasks, long large, long splits, long small)
+        : op_(op), tasks_(tasks), large_(large), splits_(splits), followers_(smaller(small, splits * MOST_FOLLOWERS)),
+          units_(large + small - followers_) {}
 
     void run() const {
         parallel(units_, [&](long unit) {
-            Ahead<T> ahead = {scratch<const T*>(AHEAD, MOST_FOLLOWERS * 2 * KV_SPLIT / LANES), 0};
-            visit_followers(unit, [&](const AttentionTask& task) { op_.look_ahead(task.tile, task.split, ahead); });
-            const AttentionTask *task = &leader(unit), &next = leader(unit + num_threads());
-            visit_followers(unit, [&](const AttentionTask& follower) {
-                // The followers' keys are among what is ahead, so the next leader's are fetched in their place.
-                compute(*task, ahead.count > 0 ? next : follower, ahead);
-                task = &follower, ahead.count = 0;
-            });
-            compute(*task, next, ahead);
+            const AttentionTask &task = leader(unit), &next = leader(unit + num_threads());
+            const long n = op_.rows(task.tile), size = Partial::size(n, op_.head_dim());
+            float* memory = scratch<float>(PARTIALS, 2 * size);
+            const Partial state(task.memory == nullptr ? memory : task.memory, n), part(memory + size, n);
+            for (long split = task.first; split < task.end; ++split) {
+                const bool last = split + 1 == task.end;
+                const AttentionTask& later = last ? next : task;
+                reduce(task, split, later, last ? next.first : split + 1, split == task.first ? state : part);
+                if (split > task.first) fold(state, part, n, op_.head_dim());
+            }
+            if (task.memory == nullptr) op_.finish(task.tile, state);
         });
     }
 
@@ -402,24 +428,39 @@ class AttentionRun {
     // The task that a unit begins with; that of the last unit for any after it.
     const AttentionTask& leader(long unit) const {
         const long u = smaller(unit, units_ - 1);
-        return tasks_[u < first_small_ ? u : u + followers_];
+        return tasks_[u < large_ ? u : u + followers_];
+    }
+
+    // One split of a leader and those that follow it; then comes split `next_split` of `next`.
+    void reduce(
+        const AttentionTask& task, long split, const AttentionTask& next, long next_split, const Partial& out
+    ) const {
+        Ahead<T> ahead = {scratch<const T*>(AHEAD, MOST_FOLLOWERS * 2 * KV_SPLIT / LANES), 0};
+        const AttentionTask* small = nullptr;
+        visit_followers(task, split, [&](const AttentionTask& follower) {
+            op_.look_ahead(follower.tile, follower.first, ahead);
+        });
+        // The followers' keys are among what is ahead, so the next leader's are fetched in their place.
+        op_.reduce(task.tile, split, next.tile, next_split, out, ahead);
+        const auto compute = [&](const QueryTile& later, long later_split) {
+            op_.reduce(small->tile, small->first, later, later_split, Partial(small->memory, op_.rows(small->tile)));
+        };
+        visit_followers(task, split, [&](const AttentionTask& follower) {
+            if (small != nullptr) compute(follower.tile, follower.first);
+            small = &follower;
+        });
+        if (small != nullptr) compute(next.tile, next_split);
     }
 
     template <class Visit>
-    void visit_followers(long unit, const Visit& visit) const {
-        if (unit < whole_ || unit >= first_small_) return;
-        for (long i = unit - whole_; i < followers_; i += large_) visit(tasks_[first_small_ + i]);
-    }
-
-    void compute(const AttentionTask& task, const AttentionTask& next, const Ahead<T>& ahead) const {
-        if (task.split == WHOLE) return op_.run(task.tile, next.tile);
-        const Partial out(task.memory, op_.rows(task.tile));
-        op_.reduce(task.tile, task.split, next.tile, larger(0, next.split), out, ahead);
+    void visit_followers(const AttentionTask& task, long split, const Visit& visit) const {
+        if (&task - tasks_ >= large_) return;
+        for (long i = task.place + split - task.first; i < followers_; i += splits_) visit(tasks_[large_ + i]);
     }
 
     const Attention<T>& op_;
     const AttentionTask* const tasks_;
-    const long whole_, large_, first_small_, followers_, units_;
+    const long large_, splits_, followers_, units_;
 };
 
 template <class T>
@@ -427,38 +468,42 @@ void attention(const AttentionArgs<T>& args) {
     const AttentionPlan<T> plan(args);
     const Attention<T>& op = plan.op();
     const long D = args.caches.head_dim, kv_heads = args.caches.kv_heads;
-    enum { IN_WHOLE, LARGE, SMALL };
-    const auto kind = [&](const QueryTile& tile, long split) {
-        return split == WHOLE ? IN_WHOLE : op.rows(tile) > PASS_ROWS<T> ? LARGE : SMALL;
-    };
-    long counts[3] = {}, memory = 0, splits = 0;
-    plan.visit_tasks([&](const QueryTile& tile, long split) {
-        ++counts[kind(tile, split)], splits = larger(splits, split + 1);
-        if (split != WHOLE) memory += Partial::size(op.rows(tile), D);
+    long large = 0, large_splits = 0, small = 0, memory = 0, splits = 0;
+    plan.visit_tasks([&](const QueryTile& tile, long first, long end) {
+        const bool is_large = plan.is_large(tile);
+        large += is_large, small += !is_large, large_splits += is_large ? end - first : 0;
+        splits = larger(splits, end);
+        if (plan.is_small(tile.sequence)) memory += Partial::size(op.rows(tile), D);
     });
-    AttentionTask* tasks = scratch<AttentionTask>(TASKS, counts[IN_WHOLE] + counts[LARGE] + counts[SMALL]);
+    AttentionTask* tasks = scratch<AttentionTask>(TASKS, large + small);
     float* partials = scratch<float>(RESULTS, memory);
     // For every sequence, key-value head and split: the first row of its part.
     Partial* parts = scratch<Partial>(PARTS, args.sequences * kv_heads * splits);
-    AttentionTask* next[3] = {tasks, tasks + counts[IN_WHOLE], tasks + counts[IN_WHOLE] + counts[LARGE]};
-    plan.visit_tasks([&](const QueryTile& tile, long split) {
-        *next[kind(tile, split)]++ = {tile, split, partials};
-        if (split == WHOLE) return;
+    AttentionTask *next_large = tasks, *next_small = tasks + large;
+    long place = 0;
+    plan.visit_tasks([&](const QueryTile& tile, long first, long end) {
+        const bool is_large = plan.is_large(tile), is_whole = !plan.is_small(tile.sequence);
+        *(is_large ? next_large : next_small)++ = {tile, first, end, is_whole ? nullptr : partials, place};
+        place += is_large ? end - first : 0;
+        if (is_whole) return;
         const long rows = op.rows(tile);
         for (long i = 0; i < tile.members; ++i)
-            parts[((tile.sequence + i) * kv_heads + tile.kv_head) * splits + split] =
+            parts[((tile.sequence + i) * kv_heads + tile.kv_head) * splits + first] =
                 Partial(partials, rows).from(i * rows / tile.members, D);
         partials += Partial::size(rows, D);
     });
-    AttentionRun<T>(op, tasks, counts[IN_WHOLE], counts[LARGE], counts[SMALL]).run();
-    parallel(args.sequences * kv_heads, [&](long i) {
-        const long sequence = i / kv_heads;
-        if (!plan.is_small(sequence)) return;
-        const QueryTile tile = {sequence, 1, i % kv_heads, 0, plan.queries(sequence)};
+    AttentionRun<T>(op, tasks, large, large_splits, small).run();
+    parallel(args.sequences, [&](long sequence) {
+        if (!plan.is_small(sequence) || plan.queries(sequence) == 0) return;
+        QueryTile tile = {sequence, 1, 0, 0, plan.queries(sequence)};
         const long rows = op.rows(tile);
-        const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
-        clear(state, rows, D);
-        for (long split = 0; plan.has_split(sequence, split); ++split) fold(state, parts[i * splits + split], rows, D);
-        op.finish(tile, state);
+        for (; tile.kv_head < kv_heads; ++tile.kv_head) {
+            const Partial* part = parts + (sequence * kv_heads + tile.kv_head) * splits;
+            const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
+            copy(part[0], state, rows, D);
+            for (long split = plan.second_part(sequence); plan.has_split(sequence, split); ++split)
+                fold(state, part[split], rows, D);
+            op.finish(tile, state);
+        }
     });
 }

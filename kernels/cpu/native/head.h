@@ -177,7 +177,8 @@ inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t posi
         uniform(seed, position, static_cast<uint32_t>(first + start), u);
         for (long i = 0; i < GROUP; i += LANES) {
             const F values = load(at + i), noise = u[i / LANES];
-            if (!any_greater(exp(sub(values, set1(least))), noise)) continue;
+            const F most_noise = power<bf16>(mul(sub(values, set1(least)), set1(LOG_OF_E<bf16>)));
+            if (!any_greater(most_noise, noise)) continue;
             best = best_of(sub(values, log(exponential(noise))), first + start + i, best);
         }
         raise_bound(bound, best.value);

@@ -26,15 +26,21 @@ inline F rounded<float>(F x) { return x; }
 template <>
 inline F rounded<bf16>(F x) { return from_bf16(to_bf16(x)); }
 
-// Stores x and returns what was stored.
-inline F store_rounded(float* p, F x) {
-    store(p, x);
-    return x;
+// Stores two vectors, one after the other, and adds what was stored to `sums`.
+inline void store_and_add(float* p, F x, F y, F& sums) {
+    store(p, x), store(p + LANES, y);
+    sums = add(add(sums, x), y);
 }
-inline F store_rounded(bf16* p, F x) {
-    const auto half = to_bf16(x);
-    store(p, half);
-    return from_bf16(half);
+inline void store_and_add(bf16* p, F x, F y, F& sums) {
+#ifdef HAS_DOT_BF16
+    const __m512bh pairs = _mm512_cvtne2ps_pbh(y.v, x.v), ones = (__m512bh)_mm512_set1_epi16(0x3F80);
+    _mm512_storeu_si512(p, (__m512i)pairs);
+    sums.v = _mm512_dpbf16_ps(sums.v, pairs, ones);
+#else
+    const U left = to_bf16(x), right = to_bf16(y);
+    store(p, left), store(p + LANES, right);
+    sums = add(add(sums, from_bf16(left)), from_bf16(right));
+#endif
 }
 
 // The first n values; the other lanes are 0.
@@ -67,6 +73,24 @@ inline F exp(F any) {
     p = fma(p, r, set1(0.5f));
     p = fma(mul(r, r), p, r);
     return times_power_of_2(add(set1(1.0f), p), n);
+}
+
+// What `power` takes its powers of: e for float32; 2 for bfloat16, which needs fewer steps.
+template <class T>
+constexpr float LOG_OF_E = sizeof(T) == 2 ? 1.44269504f : 1.0f;
+
+// That to the power of x, for a result that is rounded to T. For bfloat16 to 3e-6: 2^floor(x) times a polynomial of the
+// fraction, which is 1 at 0.
+template <class T>
+inline F power(F x) { return exp(x); }
+template <>
+inline F power<bf16>(F x) {
+    const F f = fraction(x);
+    F p = set1(0.0134266876f);
+    p = fma(p, f, set1(0.0522424690f));
+    p = fma(p, f, set1(0.241280213f));
+    p = fma(p, f, set1(0.693044841f));
+    return times_power_of_floor(fma(p, f, set1(1.0f)), x);
 }
 
 // ln x for normal x > 0: x = 2^n m with m in [sqrt(1/2), sqrt(2)), and ln m = 2 atanh((m - 1) / (m + 1)).

@@ -59,13 +59,15 @@ class Pool {
   private:
     void work(uint64_t job) {
         uint64_t ticket = ticket_.load();
+        long finished = 0;
         while (ticket >> 32 == job && static_cast<uint32_t>(ticket) != 0) {
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1)) continue;
             // The job cannot end, nor its description change, before this task is finished.
             function_(context_, tasks_ - static_cast<long>(static_cast<uint32_t>(ticket)));
-            finished_.fetch_add(1, std::memory_order_release);
+            ++finished;
             ticket = ticket_.load();
         }
+        if (finished > 0) finished_.fetch_add(finished, std::memory_order_release);
     }
 
     // Waits for a job newer than `seen` and sets it; false if the thread shall end.

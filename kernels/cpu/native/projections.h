@@ -89,8 +89,11 @@ void linear(const LinearArgs<T>& args) {
     });
 }
 
+// silu(gate) * up, for a result that is rounded to T.
+template <class T>
 inline F silu_times(F gate, F up) {
-    return mul(div(gate, add(set1(1.0f), exp(sub(set1(0.0f), gate)))), up);
+    const F inverse = power<T>(mul(gate, set1(-LOG_OF_E<T>)));
+    return mul(div(gate, add(set1(1.0f), inverse)), up);
 }
 
 template <class T>
@@ -99,7 +102,7 @@ void silu_mul(const T* gate, const T* up, long count, T* out) {
     parallel(round_up(count, VALUES) / VALUES, [&](long task) {
         const long end = smaller(count, (task + 1) * VALUES);
         for (long i = task * VALUES; i < end; i += LANES)
-            store(out + i, silu_times(load(gate + i, end - i), load(up + i, end - i)), end - i);
+            store(out + i, silu_times<T>(load(gate + i, end - i), load(up + i, end - i)), end - i);
     });
 }
 
@@ -119,7 +122,7 @@ void gate_up(const GateUpArgs<T>& args) {
                 const float* both = c + row * ldc + i;
                 const F gate = rounded<T>(load(both)), up = rounded<T>(load(both + n * LANES));
                 const long column = first * LANES + i;
-                store(args.out + (start + row) * N + column, silu_times(gate, up), N - column);
+                store(args.out + (start + row) * N + column, silu_times<T>(gate, up), N - column);
             }
     });
 }

@@ -26,6 +26,7 @@ inline F fma(F a, F b, F c) { return BOTH(_mm256_fmadd_ps(a.v[i], b.v[i], c.v[i]
 inline F max(F a, F b) { return BOTH(_mm256_max_ps(a.v[i], b.v[i])); }
 inline F min(F a, F b) { return BOTH(_mm256_min_ps(a.v[i], b.v[i])); }
 inline F round(F x) { return BOTH(_mm256_round_ps(x.v[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
+inline F floor(F x) { return BOTH(_mm256_round_ps(x.v[i], _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)); }
 
 inline U set1(uint32_t x) {
     const __m256i all = _mm256_set1_epi32(static_cast<int>(x));
@@ -60,6 +61,14 @@ inline F times_power_of_2(F x, F n) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(e), _mm256_set1_epi32(127)), 23));
     };
     return BOTH(_mm256_mul_ps(_mm256_mul_ps(x.v[i], power(first.v[i])), power(second.v[i])));
+}
+
+// x times 2^floor(n).
+inline F times_power_of_floor(F x, F n) { return times_power_of_2(x, floor(n)); }
+// x - floor(x); of an infinite x some number in [0, 1].
+inline F fraction(F x) {
+    const F held = max(set1(-250.0f), min(set1(250.0f), x));
+    return sub(held, floor(held));
 }
 
 inline bool any_greater(F a, F b) {

@@ -24,6 +24,10 @@ inline F max(F a, F b) { EACH_LANE(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F min(F a, F b) { EACH_LANE(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
 // Exact for |x| < 2^22, which is all that exp asks for.
 inline F round(F x) { EACH_LANE(F, (x.v[i] + 12582912.0f) - 12582912.0f); }
+inline F floor(F x) {
+    const F nearest = round(x);
+    EACH_LANE(F, nearest.v[i] > x.v[i] ? nearest.v[i] - 1.0f : nearest.v[i]);
+}
 
 inline U set1(uint32_t x) { EACH_LANE(U, x); }
 inline U load(const uint32_t* p) { EACH_LANE(U, p[i]); }
@@ -61,6 +65,14 @@ inline F times_power_of_2(F x, F n) {
         return floats(exponent);
     };
     return mul(mul(x, power(first)), power(second));
+}
+
+// x times 2^floor(n).
+inline F times_power_of_floor(F x, F n) { return times_power_of_2(x, floor(n)); }
+// x - floor(x); of an infinite x some number in [0, 1].
+inline F fraction(F x) {
+    const F held = max(set1(-250.0f), min(set1(250.0f), x));
+    return sub(held, floor(held));
 }
 
 inline bool any_greater(F a, F b) {
