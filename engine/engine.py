@@ -20,6 +20,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -375,7 +376,7 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk]) -> _QueuedStep:
         """Queues a step on the device, behind the one under way."""
-        ends = np.cumsum([chunk.num_tokens for chunk in chunks]).tolist()
+        ends = accumulate(chunk.num_tokens for chunk in chunks)
         ready = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end]
         drawing = [(sequence, sequence.samples.copy()) for sequence, _ in ready if sequence.samples]
         draws = [self._next_draw(sample, row) for sequence, row in ready for sample in sequence.samples]
@@ -393,9 +394,9 @@ class Engine:
         if self._graphs is not None and self._graphs.serves(chunks, draws):
             return self._graphs.run(chunks, draws, drawn), []
         hidden = self._runner.run(chunks, drawn)
-        rows = hidden.split([chunk.num_tokens for chunk in chunks])
-        scored = [(chunk, part) for chunk, part in zip(chunks, rows, strict=True) if chunk.sequence.scores]
-        scores = [(chunk, self._score_chunk(chunk, part)) for chunk, part in scored]
+        ends = accumulate(chunk.num_tokens for chunk in chunks)
+        scored = [(chunk, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.sequence.scores]
+        scores = [(chunk, self._score_chunk(chunk, hidden[end - chunk.num_tokens : end])) for chunk, end in scored]
         return self._sampler.draw(hidden, draws) if draws else None, scores
 
     def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> HostCopy:

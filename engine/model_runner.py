@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from .memory import bytes_needed, new_arena
 from .models.dense import DenseModel, Empty
 from .sequence import Chunk
 
-_PLACEHOLDER = (0,)
+_PLACEHOLDER = 0
 
 
 class ModelRunner:
@@ -39,27 +41,25 @@ class ModelRunner:
 
         `drawn`: the token ids that the step under way draws, on the device.
         """
-        positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-        counts, tables = [c.num_tokens for c in chunks], pad_tables(chunks)
-        slots = self.slots(np.repeat(np.arange(len(chunks)), counts), positions, tables)
-        batch = AttentionBatch(
-            query_starts=np.cumsum([0, *counts]).tolist(),
-            context_lens=[c.end for c in chunks],
-            block_tables=self.to_device(tables),
-        )
+        counts, lens, tables = [c.num_tokens for c in chunks], [c.end for c in chunks], pad_tables(chunks)
+        ends = list(accumulate(counts))
+        owners = np.arange(len(chunks)).repeat(counts)
+        positions = np.arange(len(owners)) + np.subtract(lens, ends)[owners]
+        slots = self.slots(owners, positions, tables)
+        batch = AttentionBatch([0, *ends], lens, self.to_device(tables))
         token_ids = self.token_ids(chunks, drawn)
         return self.model.forward(token_ids, self.to_device(positions), self.to_device(slots), batch, self.kv_caches)
 
     def token_ids(self, chunks: Sequence[Chunk], drawn: Tensor | None) -> Tensor:
         """The chunks' tokens, int64 [total tokens], on the device. A chunk whose token is unseen has no other."""
-        tokens = [np.asarray(c.sequence.tokens[c.start : c.end] or _PLACEHOLDER) for c in chunks]
-        token_ids = self.to_device(np.concatenate(tokens))
-        starts = np.cumsum([0, *map(len, tokens)])
-        unseen = [
-            (start, c.sequence.unseen_row)
-            for start, c in zip(starts, chunks, strict=False)
-            if c.start == len(c.sequence.tokens)
-        ]
+        tokens, unseen = array("i"), []
+        for chunk in chunks:
+            if chunk.start == len(chunk.sequence.tokens):
+                unseen.append((len(tokens), chunk.sequence.unseen_row))
+                tokens.append(_PLACEHOLDER)
+            else:
+                tokens.extend(chunk.sequence.tokens[chunk.start : chunk.end])
+        token_ids = self.to_device(np.asarray(tokens))
         if not unseen:
             return token_ids
         assert drawn is not None
@@ -75,7 +75,8 @@ class ModelRunner:
 
     def slots(self, rows: np.ndarray, positions: np.ndarray, tables: np.ndarray) -> np.ndarray:
         """Where in the cache the KV of tokens at `positions` goes. `rows`: the row of `tables` that each one's is."""
-        return tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size
+        blocks, offsets = np.divmod(positions, self.block_size)
+        return tables[rows, blocks] * self.block_size + offsets
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """int64 on the model's device, without waiting for it."""
@@ -84,8 +85,8 @@ class ModelRunner:
 
 def pad_tables(chunks: Sequence[Chunk]) -> np.ndarray:
     """The block tables of the chunks' sequences as the rows of one matrix, int64, filled up with zeros."""
-    tables = [np.asarray(chunk.sequence.table) for chunk in chunks]
+    tables = [chunk.sequence.table for chunk in chunks]
     padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
     return padded

@@ -6,6 +6,7 @@ function of its logits, its parameters, its seed and its position. Nothing here 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +56,12 @@ class Drawing:
     def __init__(self, draws: Sequence[Draw], token_ids: Tensor, logprobs: Tensor, is_finite: Tensor) -> None:
         self.token_ids = token_ids
         self._draws = draws
-        self._columns = HostCopy(torch.stack((token_ids, logprobs.view(torch.int32).long(), is_finite.long())))
+        self._columns = [HostCopy(column) for column in (token_ids, logprobs, is_finite)]
 
     def wait(self) -> list[Drawn]:
         """The tokens, in the order of the draws."""
-        token_ids, bits, is_finite = self._columns.wait().numpy()
-        logprobs = bits.astype(np.int32).view(np.float32)
-        rows = zip(self._draws, token_ids.tolist(), logprobs.tolist(), is_finite.tolist(), strict=True)
-        return [Drawn(token, None if d.params.logprobs is None else p, bool(finite)) for d, token, p, finite in rows]
+        rows = zip(self._draws, *(column.wait().tolist() for column in self._columns), strict=True)
+        return [Drawn(token, None if d.params.logprobs is None else p, finite) for d, token, p, finite in rows]
 
 
 class Sampler:
@@ -146,13 +145,18 @@ def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
     columns = [
         [draw.row for draw in draws],
         [GREEDY if p.is_greedy else SAMPLE for p in params],
-        [p.logprobs == "raw" for p in params],
         [_as_signed(draw.seed) for draw in draws],
         [draw.position for draw in draws],
     ]
-    rows, targets, raw, seeds, positions = to_device(torch.tensor(columns, dtype=torch.int64), device)
-    temperatures = to_device(torch.tensor([_divisor(p) for p in params], dtype=torch.float32), device)
-    return Wanted(rows, targets, temperatures, raw.bool(), seeds, positions)
+
+    def send(values: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(values), device)
+
+    rows, targets, seeds, positions = send(np.array(columns, np.int64)).unbind()
+    # Of a temperature beyond float32 an array makes infinity, and numpy a warning too.
+    temperatures = send(np.asarray(array("f", [_divisor(p) for p in params])))
+    raw = send(np.array([p.logprobs == "raw" for p in params]))
+    return Wanted(rows, targets, temperatures, raw, seeds, positions)
 
 
 def _divisor(distribution: Distribution) -> float:

@@ -19,6 +19,7 @@ dimension. An op that joins several steps gives the bits of those steps one by o
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +52,11 @@ class AttentionBatch:
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """`query_starts` and `context_lens`, int64, made once for all layers."""
-        return torch.tensor(self.query_starts), torch.tensor(self.context_lens)
+        return _int64(self.query_starts), _int64(self.context_lens)
+
+
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,13 @@ class Backend(Protocol):
         """
         ...
 
+    def new_layers(self, layers: Sequence[DenseLayer]) -> Sequence[DenseLayer]:
+        """The same layers in the form that `layers` reads, made once for many calls.
+
+        Their tensors are contiguous and stay what they are; memory of theirs that goes away may come back elsewhere.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Rows `token_ids` (int64 [M]) of weight [V, H]: [M, H]."""
         ...
@@ -235,8 +247,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """Hidden states [M, H] after a run of dense layers of one size, from x [M, H], which stays as it is.
 
-        For each layer, with its caches, what `run_layers` says; x itself if there is no layer. A model with layers of
-        several kinds calls it for each run of dense ones.
+        `layers`: from `new_layers`. For each layer, with its caches, what `run_layers` says; x itself if there is no
+        layer. A model with layers of several kinds calls it for each run of dense ones.
         """
         ...
 

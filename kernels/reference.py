@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import cast
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, Qkv, Wanted, run_layers
+from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, Qkv, Wanted, run_layers
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -34,6 +34,10 @@ def instruction_set() -> str:
 
 def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
     return empty(rows, columns)
+
+
+def new_layers(layers: Sequence[DenseLayer]) -> tuple[DenseLayer, ...]:
+    return tuple(layers)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -23,7 +23,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            self._host = tensor.cpu()
+            self._host = tensor.to("cpu", copy=True)
             return
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)

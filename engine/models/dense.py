@@ -179,7 +179,7 @@ class DenseModel:
         self.config, self.ops = config, backend
         embedding_shape = (config.vocab_size, config.hidden_size)
         self.embed = backend.new_weight(*embedding_shape, empty)
-        self.layers = [_new_layer(config, backend, empty) for _ in range(config.num_layers)]
+        self.layers = backend.new_layers([_new_layer(config, backend, empty) for _ in range(config.num_layers)])
         self.norm = empty(config.hidden_size)
         self.head = self.embed if config.tie_word_embeddings else backend.new_weight(*embedding_shape, empty)
         self.dtype, self.device = self.norm.dtype, self.norm.device

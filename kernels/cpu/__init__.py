@@ -1,8 +1,8 @@
 """Native kernels for the CPU: C++ in `native/`, built when the package is installed, called through its C interface.
 
-`library` owns the loaded shared library, `weight` the packed layout of matrices, `backend` the ops. The instruction set
-is the best that the machine has, or the one that the environment variable TRUEROLL_CPU_ISA names, and is one for the
-whole process.
+`library` owns the loaded shared library, `weight` the layout of matrices and layers, `backend` the ops. The instruction
+set is the best that the machine has, or the one that the environment variable TRUEROLL_CPU_ISA names, and is one for
+the whole process.
 """
 
 from __future__ import annotations

@@ -8,15 +8,14 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, get_num_threads
 
-from ..ops import AttentionBatch, DenseLayer, Qkv, Wanted, Weight
+from ..ops import AttentionBatch, DenseLayer, Qkv, Wanted
 from ..reference import rope as rope
 from .library import load_library
-from .weight import PackedWeight
+from .weight import PackedLayers, PackedWeight, qkv_tensors
 
 _library = load_library()
 
@@ -30,12 +29,15 @@ def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedW
     return PackedWeight.new(rows, columns, empty)
 
 
+def new_layers(layers: Sequence[DenseLayer]) -> PackedLayers:
+    return PackedLayers(layers)
+
+
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
     out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype)
     ids = token_ids.contiguous()
-    _library.embedding(
-        _is_bfloat16(out), ids.data_ptr(), len(ids), weight.pointer, weight.shape[0], weight.shape[1], out.data_ptr()
-    )
+    inputs = ids.data_ptr(), len(ids), weight.pointer, *weight.shape
+    _library.embedding(get_num_threads(), _is_bfloat16(out), *inputs, out.data_ptr())
     return out
 
 
@@ -98,20 +100,13 @@ def qkv(
     _, block_size, kv_heads, head_dim = k_cache.shape
     heads = weights.q.shape[0] // head_dim
     q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype)
-    tensors = _qkv_tensors(norm, weights, k_cache, v_cache)
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(norm, weights)]
     _library.qkv(
-        *(*_rows(x), eps, _pointers(tensors), cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
+        *(*_rows(x), eps, _pointers(tensors), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
         *(heads, kv_heads, head_dim, block_size, q.data_ptr()),
     )
     return q
-
-
-def _qkv_tensors(norm: Tensor, weights: Qkv, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor | None, ...]:
-    """What `QkvPointers` in native/api.cpp points to, in its order."""
-    biases = [bias.contiguous() for bias in weights.biases] if weights.biases else (None,) * 3
-    head_norms = [weight.contiguous() for weight in weights.head_norms] if weights.head_norms else (None,) * 2
-    matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
-    return norm.contiguous(), *matrices, *biases, *head_norms, k_cache, v_cache
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -136,7 +131,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 
 def layers(
     x: Tensor,
-    layers: Sequence[DenseLayer],
+    layers: PackedLayers,
     eps: float,
     rotation: tuple[Tensor, Tensor],
     kv_caches: Sequence[tuple[Tensor, Tensor]],
@@ -144,33 +139,27 @@ def layers(
     batch: AttentionBatch,
     scale: float,
 ) -> Tensor:
-    pairs = zip(layers, kv_caches, strict=True)
-    tensors = [tensor for layer, caches in pairs for tensor in _layer_tensors(layer, *caches)]
+    if len(kv_caches) != len(layers):
+        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(kv_caches)}; pass one for each")
     if not layers:
         return x
     x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
     starts, lens = batch.tensors
     tables = batch.block_tables.contiguous()
+    weights, caches = layers.addresses(), array("Q", [cache.data_ptr() for pair in kv_caches for cache in pair])
     _, block_size, kv_heads, head_dim = kv_caches[0][0].shape
     hidden, width, intermediate = x.shape[1], layers[0].qkv.q.shape[0], layers[0].gate.shape[0]
     sizes = (width, width, hidden, intermediate, hidden)
     q, attended, middle, active, out = (torch.empty(len(x), size, dtype=x.dtype) for size in sizes)
     _library.layers(
-        *(*_rows(x), eps, _pointers(tensors), len(layers), intermediate),
+        *(*_rows(x), eps, weights.data_ptr(), caches.buffer_info()[0], len(layers), intermediate),
         *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
         *(width // head_dim, kv_heads, head_dim, block_size),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1], scale),
         *(part.data_ptr() for part in (q, attended, middle, active, out)),
     )
     return out
-
-
-def _layer_tensors(layer: DenseLayer, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor | None, ...]:
-    """What `LayerPointers` in native/api.cpp points to, in its order."""
-    qkv = _qkv_tensors(layer.input_norm, layer.qkv, k_cache, v_cache)
-    mlp = layer.post_norm.contiguous(), _panels(layer.gate), _panels(layer.up), _panels(layer.down)
-    return *qkv, _panels(layer.o), *mlp
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,10 +210,6 @@ def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """(threads, whether x is bfloat16, its address, rows, columns)."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
-
-
-def _panels(weight: Weight) -> Tensor:
-    return cast(PackedWeight, weight).data
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:

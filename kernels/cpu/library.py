@@ -17,20 +17,20 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 5
+_INTERFACE = 6
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
     "unpack": "ippll",
-    "embedding": "iplpllp",
+    "embedding": "liplpllp",
     "rmsnorm": "lipllpfp",
     "linear": "lipllplppp",
     "silu_mul": "lipplp",
     "gate_up": "lipllpfpplp",
-    "qkv": "lipllfppppllllp",
+    "qkv": "lipllfppppppllllp",
     "write_kv": "ippplpplll",
     "attention": "lippplllllppplfp",
-    "layers": "lipllfpllppplllllppplfppppp",
+    "layers": "lipllfppllppplllllppplfppppp",
     "rotation": "lplplfpp",
     "logits": "lipllplp",
     "head": "liplpllppppppppp",

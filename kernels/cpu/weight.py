@@ -1,4 +1,4 @@
-"""Matrices in the layout that the native products read.
+"""Matrices in the layout that the native products read, and what a call for a run of layers needs of their weights.
 
 A panel holds 16 rows. For each step along the columns it has the values of its 16 rows side by side: one float32, or
 two bfloat16 of neighbouring columns. Rows are filled up with zeros to whole panels, columns of bfloat16 to a multiple
@@ -7,11 +7,13 @@ of 32. The same layout serves every instruction set. `copy_` packs into a weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from ..ops import DenseLayer, Qkv, Weight
 from .library import load_library
 
 PANEL_ROWS = 16
@@ -79,6 +81,54 @@ class PackedWeight:
 
     def _arguments(self, source: int, destination: int) -> tuple[int, ...]:
         return (self.dtype == torch.bfloat16, source, destination, *self.shape)
+
+
+class PackedLayers(tuple[DenseLayer, ...]):
+    """Dense layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
+
+    No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
+    values do not lie side by side.
+    """
+
+    def __init__(self, layers: Sequence[DenseLayer]) -> None:
+        places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
+        numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
+        owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
+        self._offsets = torch.tensor([offset for _, offset in places])
+        self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
+
+    def addresses(self) -> Tensor:
+        """What native/api.cpp reads as an array of `LayerPointers`, int64. It holds for one call."""
+        addresses = self._offsets
+        for storage, lie_there in self._storages:
+            addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
+        return addresses
+
+
+def qkv_tensors(norm: Tensor, weights: Qkv) -> tuple[Tensor | None, ...]:
+    """What `QkvPointers` in native/api.cpp points to, in its order."""
+    matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
+    return norm, *matrices, *(weights.biases or (None,) * 3), *(weights.head_norms or (None,) * 2)
+
+
+def _layer_tensors(layer: DenseLayer) -> tuple[Tensor | None, ...]:
+    """What `LayerPointers` points to, in its order."""
+    mlp = layer.post_norm, _panels(layer.gate), _panels(layer.up), _panels(layer.down)
+    return *qkv_tensors(layer.input_norm, layer.qkv), _panels(layer.o), *mlp
+
+
+def _panels(weight: Weight) -> Tensor:
+    return cast(PackedWeight, weight).data
+
+
+def _place(tensor: Tensor | None) -> tuple[torch.UntypedStorage | None, int]:
+    """A tensor's storage, and how many bytes of it lie before the tensor."""
+    if tensor is None:
+        return None, 0
+    if not tensor.is_contiguous():
+        found = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        raise ValueError(f"layers: expected values that lie side by side, found {found}; take the contiguous tensor")
+    return tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _whole_panels(rows: int) -> int:

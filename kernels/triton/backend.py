@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ops import Backend, Qkv, run_layers
 from ..reference import embedding as embedding
+from ..reference import new_layers as new_layers
 from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation
 from . import is_interpreted, products

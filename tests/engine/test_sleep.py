@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -64,6 +65,18 @@ def contents(outputs: list[Output]) -> dict:
 
 
 CHUNKED = dict(max_num_batched_tokens=64, max_num_seqs=8)
+
+
+@pytest.mark.parametrize("arena", ["device"], indirect=True)
+def test_weights_that_come_back_elsewhere_give_the_same_bits(tiny_model: Path, backend: str, arena: str) -> None:
+    engine = make_engine(tiny_model, backend=backend)
+    old, before = all_bits(engine), addresses(engine)
+    size = engine.memory()["weights"] // 4
+    engine.sleep(1, BOTH[:1], "recompute")
+    in_their_place = [torch.full((size,), torch.nan) for _ in range(8)]
+    engine.wake_up(BOTH[:1])
+    assert addresses(engine) != before and all(tensor.isnan().all() for tensor in in_their_place)
+    assert all_bits(engine) == old
 
 
 @pytest.mark.parametrize(("level", "tags"), WAYS)

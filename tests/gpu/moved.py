@@ -20,7 +20,7 @@ class Moved:
 
     def __init__(self, ops: Backend) -> None:
         self._ops = ops
-        self.instruction_set, self.new_weight = ops.instruction_set, ops.new_weight
+        self.instruction_set, self.new_weight, self.new_layers = ops.instruction_set, ops.new_weight, ops.new_layers
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def compute(*args: Any) -> Any:

@@ -86,7 +86,8 @@ def layers(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, serv
     """Each row is the second token of a sequence, whose first one is in the caches of both layers."""
     hidden, shape = 130, (ROWS, 2, kv_heads, size)
     weights = [make_qkv(served, heads, kv_heads, size, biases, norms, hidden, seed) for seed in (0, 20)]
-    run = [make_layer(served, qkv, 77, seed) for qkv, seed in zip(weights, (40, 60), strict=True)]
+    made = [make_layer(served, qkv, 77, seed) for qkv, seed in zip(weights, (40, 60), strict=True)]
+    run = served.ops.new_layers(made)
     before = [[randn(*shape, dtype=served.dtype, seed=seed + i) for i in range(2)] for seed in (80, 90)]
 
     def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, SAMPLE, AttentionBatch, Backend, DenseLayer, Wanted, Weight
+from trueroll.kernels.ops import GREEDY, SAMPLE, AttentionBatch, Backend, DenseLayer, Wanted, Weight, select_backend
 
 from .backends import Served, for_served
 from .inputs import Paged, empty_caches, make_layer, make_qkv, randn, same_bits, stored, strided
@@ -74,7 +74,7 @@ class Step:
     """Layers with caches of their own, and rows for them: the end of a prompt, two decodes that begin with the same 128
     tokens, the only token of a prompt."""
 
-    layers: list[DenseLayer]
+    layers: Sequence[DenseLayer]
     x: Tensor
     rotation: tuple[Tensor, Tensor]
     caches: list[tuple[Tensor, Tensor]]
@@ -96,10 +96,9 @@ def make_step(served: Served, heads: int, kv_heads: int, size: int, biases: bool
     positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
     seeds = range(0, 20 * num_layers, 20)
     qkv = [make_qkv(served, heads, kv_heads, size, biases, norms, hidden=130, seed=seed) for seed in seeds]
+    layers = [make_layer(served, each, intermediate=77, seed=seed + 10) for each, seed in zip(qkv, seeds, strict=True)]
     return Step(
-        layers=[
-            make_layer(served, each, intermediate=77, seed=seed + 10) for each, seed in zip(qkv, seeds, strict=True)
-        ],
+        layers=served.ops.new_layers(layers),
         x=randn(len(positions), 130, dtype=served.dtype),
         rotation=served.ops.rotation(positions, 10000.0 ** (-torch.arange(0, size, 2) / size), 1.2),
         caches=[(paged.k_cache * (i + 1), paged.v_cache * (i + 1)) for i in range(num_layers)],
@@ -143,20 +142,31 @@ def test_layers_from_anywhere_in_memory(quick: Served) -> None:
     step = make_step(quick, 4, 2, 16, biases=True, norms=True, num_layers=1)
     batch = dataclasses.replace(step.batch, block_tables=strided(step.batch.block_tables))
     cosines, sines = map(strided, step.rotation)
-    layers = [spread(layer) for layer in step.layers]
-    apart = Step(layers, strided(step.x), (cosines, sines), step.caches, strided(step.slots), batch)
+    apart = Step(step.layers, strided(step.x), (cosines, sines), step.caches, strided(step.slots), batch)
     (expected, expected_caches), (found, caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
 
 
-def spread(layer: DenseLayer) -> DenseLayer:
-    """The same layer, with norms and biases whose values are not side by side."""
-    assert layer.qkv.biases is not None and layer.qkv.head_norms is not None
-    (bq, bk, bv), (q_norm, k_norm) = layer.qkv.biases, layer.qkv.head_norms
-    biases, head_norms = (strided(bq), strided(bk), strided(bv)), (strided(q_norm), strided(k_norm))
-    qkv = dataclasses.replace(layer.qkv, biases=biases, head_norms=head_norms)
-    norms = dict(input_norm=strided(layer.input_norm), post_norm=strided(layer.post_norm))
-    return dataclasses.replace(layer, qkv=qkv, **norms)
+def test_packed_layers_are_made_of_contiguous_tensors() -> None:
+    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, 16).ops, torch.float32)
+    layer = make_layer(served, make_qkv(served, 4, 2, 16, biases=True, norms=True, hidden=130), intermediate=77)
+    bq, bk, bv = layer.qkv.biases or ()
+    q_norm, k_norm = layer.qkv.head_norms or ()
+    for changed in (
+        dataclasses.replace(layer, input_norm=strided(layer.input_norm)),
+        dataclasses.replace(layer, post_norm=strided(layer.post_norm)),
+        dataclasses.replace(layer, qkv=dataclasses.replace(layer.qkv, biases=(bq, bk, strided(bv)))),
+        dataclasses.replace(layer, qkv=dataclasses.replace(layer.qkv, head_norms=(strided(q_norm), k_norm))),
+    ):
+        with pytest.raises(ValueError, match=r"side by side, found shape \[\d+\] with strides \[2\]"):
+            served.ops.new_layers([layer, changed])
+    assert tuple(served.ops.new_layers([layer, layer])) == (layer, layer)
+
+
+def test_each_layer_has_its_caches(quick: Served) -> None:
+    step = make_step(quick, 4, 2, 16, biases=False, norms=False, num_layers=2)
+    with pytest.raises(ValueError):
+        dataclasses.replace(step, caches=step.caches[:1]).run(quick.ops.layers)
 
 
 def test_no_layers_and_no_rows(quick: Served) -> None:

@@ -134,26 +134,29 @@ void with_type(int is_bfloat16, const Body& body) {
         body(0.0f);
 }
 
-// What a layer needs to make its queries, keys and values, in the order of `_qkv_tensors` in kernels/cpu/backend.py.
+// The weights that make a layer's queries, keys and values, in the order of `qkv_tensors` in kernels/cpu/weight.py.
 struct QkvPointers {
     const void *norm, *weights[3];
     const void *biases[3], *head_norms[2];  // or null
-    void *keys, *values;                    // the caches
 };
 
-// And what a whole layer needs, in the order of `_layer_tensors`.
+// And those of a whole layer, in the order of `_layer_tensors`.
 struct LayerPointers {
     QkvPointers qkv;
     const void *o, *post_norm, *gate, *up, *down;
 };
-static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as an array of pointers");
+static_assert(sizeof(LayerPointers) == 14 * sizeof(void*), "Python fills it as an array of pointers");
+
+struct CachePointers {
+    const void *keys, *values;
+};
 
 struct Heads {
     long heads, kv_heads, head_dim, block_size;
 
     template <class T>
-    Caches<T> caches(const void* keys, const void* values) const {
-        return {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
+    Caches<T> caches(const CachePointers& at) const {
+        return {as<T>(at.keys), as<T>(at.values), block_size, kv_heads, head_dim};
     }
 };
 
@@ -176,8 +179,8 @@ Input<T> input(const void* x, long count, long columns, const void* norm = nullp
 
 template <class T>
 QkvArgs<T> qkv_args(
-    const QkvPointers& from, const void* x, long count, long k, float eps, const Heads& heads, const Positions& at,
-    void* q
+    const QkvPointers& from, const void* x, long count, long k, float eps, const CachePointers& caches,
+    const Heads& heads, const Positions& at, void* q
 ) {
     QkvArgs<T> args = {};
     args.x = input<T>(x, count, k, from.norm, eps);
@@ -189,18 +192,17 @@ QkvArgs<T> qkv_args(
     args.norms[0] = as<const T>(from.head_norms[0]), args.norms[1] = as<const T>(from.head_norms[1]);
     args.cosines = at.cosines, args.sines = at.sines, args.slots = at.slots;
     args.q = as<T>(q);
-    args.caches = heads.caches<T>(from.keys, from.values);
+    args.caches = heads.caches<T>(caches);
     return args;
 }
 
 template <class T>
 AttentionArgs<T> attention_args(
-    const void* q, const void* keys, const void* values, const Heads& heads, const Sequences& sequences, float scale,
-    void* out
+    const void* q, const CachePointers& caches, const Heads& heads, const Sequences& sequences, float scale, void* out
 ) {
     AttentionArgs<T> args = {};
     args.q = as<const T>(q), args.out = as<T>(out);
-    args.caches = heads.caches<T>(keys, values);
+    args.caches = heads.caches<T>(caches);
     args.heads = heads.heads, args.sequences = sequences.count;
     args.query_starts = sequences.query_starts, args.context_lens = sequences.context_lens;
     args.tables = sequences.tables, args.max_blocks = sequences.max_blocks, args.scale = scale;
@@ -209,8 +211,11 @@ AttentionArgs<T> attention_args(
 
 template <class T>
 void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
-    for (long i = 0; i < count; ++i)
-        for (long k = 0; k < weight.columns; ++k) out[i * weight.columns + k] = weight.at(ids[i], k);
+    const long K = weight.columns;
+    parallel(count, [&](long row) {
+        const T* first = &weight.at(ids[row], 0);
+        for (long k = 0; k < K; ++k) out[row * K + k] = first[k / PAIR<T> * PAIR<T> * LANES + k % PAIR<T>];
+    });
 }
 
 // The first steps of a whole panel, as many as return, in blocks of four: 4 bytes of each row are one step. They are
@@ -273,7 +278,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 5; }
+EXPORT long trueroll_interface() { return 6; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -301,7 +306,10 @@ EXPORT void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n
     });
 }
 
-EXPORT void trueroll_embedding(int bfloat16, const int64_t* ids, long count, const void* w, long n, long k, void* out) {
+EXPORT void trueroll_embedding(
+    long threads, int bfloat16, const int64_t* ids, long count, const void* w, long n, long k, void* out
+) {
+    const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         embed(ids, count, Matrix<T>{as<T>(w), n, k}, as<T>(out));
@@ -344,15 +352,15 @@ EXPORT void trueroll_gate_up(
 }
 
 EXPORT void trueroll_qkv(
-    long threads, int bfloat16, const void* x, long count, long k, float eps, const QkvPointers* pointers,
-    const float* cosines, const float* sines, const int64_t* slots, long heads, long kv_heads, long head_dim,
-    long block_size, void* q
+    long threads, int bfloat16, const void* x, long count, long k, float eps, const QkvPointers* weights,
+    void* keys, void* values, const float* cosines, const float* sines, const int64_t* slots, long heads, long kv_heads,
+    long head_dim, long block_size, void* q
 ) {
     const Call call(threads);
     const Heads sizes = {heads, kv_heads, head_dim, block_size};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).qkv(qkv_args<T>(*pointers, x, count, k, eps, sizes, {cosines, sines, slots}, q));
+        chosen->ops(type).qkv(qkv_args<T>(*weights, x, count, k, eps, {keys, values}, sizes, {cosines, sines, slots}, q));
     });
 }
 
@@ -377,17 +385,18 @@ EXPORT void trueroll_attention(
     const Sequences batch = {sequences, query_starts, context_lens, tables, max_blocks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).attention(attention_args<T>(q, keys, values, sizes, batch, scale, out));
+        chosen->ops(type).attention(attention_args<T>(q, {keys, values}, sizes, batch, scale, out));
     });
 }
 
-// One layer after the other; `n`: the rows of each one's `gate` and `up`. `q` and `attended` [count, heads * head_dim],
-// `middle` [count, k] and `active` [count, n] are memory for what passes from step to step.
+// One layer after the other, each with its caches; `n`: the rows of each one's `gate` and `up`. `q` and `attended`
+// [count, heads * head_dim], `middle` [count, k] and `active` [count, n] are memory for what passes from step to step.
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, float eps, const LayerPointers* layers,
-    long num_layers, long n, const float* cosines, const float* sines, const int64_t* slots, long heads, long kv_heads,
-    long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, float scale, void* q, void* attended, void* middle, void* active, void* out
+    const CachePointers* caches, long num_layers, long n, const float* cosines, const float* sines,
+    const int64_t* slots, long heads, long kv_heads, long head_dim, long block_size, long sequences,
+    const int64_t* query_starts, const int64_t* context_lens, const int64_t* tables, long max_blocks, float scale,
+    void* q, void* attended, void* middle, void* active, void* out
 ) {
     const Call call(threads);
     const Heads sizes = {heads, kv_heads, head_dim, block_size};
@@ -396,11 +405,11 @@ EXPORT void trueroll_layers(
         using T = decltype(type);
         const Ops<T>& ops = chosen->ops(type);
         const long width = heads * head_dim;
-        for (const LayerPointers* layer = layers; layer != layers + num_layers; ++layer) {
+        for (const LayerPointers* layer = layers; layer != layers + num_layers; ++layer, ++caches) {
             const Matrix<T> o = {as<T>(layer->o), k, width}, down = {as<T>(layer->down), k, n};
             const Matrix<T> gate = {as<T>(layer->gate), n, k}, up = {as<T>(layer->up), n, k};
-            ops.qkv(qkv_args<T>(layer->qkv, x, count, k, eps, sizes, {cosines, sines, slots}, q));
-            ops.attention(attention_args<T>(q, layer->qkv.keys, layer->qkv.values, sizes, batch, scale, attended));
+            ops.qkv(qkv_args<T>(layer->qkv, x, count, k, eps, *caches, sizes, {cosines, sines, slots}, q));
+            ops.attention(attention_args<T>(q, *caches, sizes, batch, scale, attended));
             ops.linear({input<T>(attended, count, width), o, nullptr, as<const T>(x), as<T>(middle)});
             ops.gate_up({input<T>(middle, count, k, layer->post_norm, eps), gate, up, as<T>(active)});
             ops.linear({input<T>(active, count, n), down, nullptr, as<const T>(middle), as<T>(out)});

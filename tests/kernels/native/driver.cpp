@@ -21,7 +21,7 @@ const char* trueroll_available(long);
 int trueroll_choose(const char*);
 void trueroll_pack(int, const void*, void*, long, long);
 void trueroll_unpack(int, const void*, void*, long, long);
-void trueroll_embedding(int, const int64_t*, long, const void*, long, long, void*);
+void trueroll_embedding(long, int, const int64_t*, long, const void*, long, long, void*);
 void trueroll_linear(
     long, int, const void*, long, long, const void*, long, const void*, const void*, void*
 );
@@ -30,8 +30,8 @@ void trueroll_gate_up(
     long, int, const void*, long, long, const void*, float, const void*, const void*, long, void*
 );
 void trueroll_qkv(
-    long, int, const void*, long, long, float, const void*, const float*, const float*, const int64_t*, long, long, long,
-    long, void*
+    long, int, const void*, long, long, float, const void*, void*, void*, const float*, const float*, const int64_t*,
+    long, long, long, long, void*
 );
 void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
 void trueroll_attention(
@@ -39,8 +39,9 @@ void trueroll_attention(
     const int64_t*, long, float, void*
 );
 void trueroll_layers(
-    long, int, const void*, long, long, float, const void*, long, long, const float*, const float*, const int64_t*, long,
-    long, long, long, long, const int64_t*, const int64_t*, const int64_t*, long, float, void*, void*, void*, void*, void*
+    long, int, const void*, long, long, float, const void*, const void*, long, long, const float*, const float*,
+    const int64_t*, long, long, long, long, long, const int64_t*, const int64_t*, const int64_t*, long, float, void*,
+    void*, void*, void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -146,7 +147,7 @@ struct Run {
         digest->add(out);
         std::vector<int64_t> ids = counting(rows, 0, 1);
         for (int64_t& id : ids) id %= n;
-        trueroll_embedding(bfloat16, ids.data(), rows, weight.data(), n, k, normed.data());
+        trueroll_embedding(threads, bfloat16, ids.data(), rows, weight.data(), n, k, normed.data());
         digest->add(normed);
     }
 
@@ -211,12 +212,11 @@ struct Run {
         trueroll_rotation(threads, fresh.data(), rows, inv_freq.data(), size / 2, 1.2f, cosines.data(), sines.data());
         const auto extra = [&](Values& vector) { return extras ? vector.data() : nullptr; };
         const std::vector<const void*> for_qkv = {
-            norm.data(), wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm),
-            keys.data(), values.data()
+            norm.data(), wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm)
         };
         trueroll_qkv(
-            threads, bfloat16, x.data(), rows, k, 1e-5f, for_qkv.data(), cosines.data(), sines.data(), fresh.data(),
-            heads, kv_heads, size, block_size, q.data()
+            threads, bfloat16, x.data(), rows, k, 1e-5f, for_qkv.data(), keys.data(), values.data(), cosines.data(),
+            sines.data(), fresh.data(), heads, kv_heads, size, block_size, q.data()
         );
         trueroll_attention(
             threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
@@ -227,16 +227,17 @@ struct Run {
         const long n = 19;
         Values o = packed(k, heads * size), gate = packed(n, k), up = packed(n, k), down = packed(k, n);
         Values post_norm = random(k, false), middle = random(rows * k), active = random(rows * n), y = random(rows * k);
-        std::vector<const void*> layers;
+        std::vector<const void*> layers, caches;
         for (int layer = 0; layer < 2; ++layer) {
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), post_norm.data(), gate.data(), up.data(), down.data()});
+            caches.insert(caches.end(), {keys.data(), values.data()});
         }
-        layers.shrink_to_fit();
+        layers.shrink_to_fit(), caches.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, 1e-5f, layers.data(), 2, n, cosines.data(), sines.data(), fresh.data(),
-            heads, kv_heads, size, block_size, sequences, starts.data(), lens.data(), tables.data(), max_blocks, 0.125f,
-            q.data(), out.data(), middle.data(), active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, 1e-5f, layers.data(), caches.data(), 2, n, cosines.data(),
+            sines.data(), fresh.data(), heads, kv_heads, size, block_size, sequences, starts.data(), lens.data(),
+            tables.data(), max_blocks, 0.125f, q.data(), out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -301,11 +302,10 @@ void call_after_fork(const std::string& name) {
 
 // What a sanitizer has to find: two threads that write to the same place, and a norm that is one value too short.
 void misuse() {
-    const std::vector<int64_t> ids(4096);
-    std::vector<float> weight(16 * 17, 1.0f), out(4096 * 17);
+    std::vector<float> weight(4096 * 17, 1.0f), out(4096 * 17);
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 2; ++caller)
-        callers.emplace_back([&] { trueroll_embedding(0, ids.data(), 4096, weight.data(), 1, 17, out.data()); });
+        callers.emplace_back([&] { trueroll_pack(0, weight.data(), out.data(), 4096, 17); });
     for (std::thread& caller : callers) caller.join();
     const std::vector<float> norm(16, 1.0f);
     trueroll_rmsnorm(1, 0, out.data(), 1, 17, norm.data(), 1e-5f, out.data() + 17);
