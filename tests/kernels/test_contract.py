@@ -411,6 +411,20 @@ def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) ->
         assert (after[150:] != before[150:]).flatten(1).any(1).all(), "every later token sees the change"
 
 
+def test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
+    """The first tokens have values that underflow to -0.0 when they are weighed; those of later ones weigh nothing."""
+    paged = Paged(quick, [48], heads=1, kv_heads=1)
+    for x, value in ((paged.q, 8.0), (paged.k, 0.0), (paged.v, 0.0)):
+        x[0].zero_()[..., 0] = value
+    paged.k[0][14:16, :, 0], paged.v[0][14:16], paged.v[0][16:] = -70.0, -1e-30, 1.0
+    paged.write(0)
+    assert torch.tensor(-70.0).exp() * -1e-30 == 0, "it underflows"
+    whole = paged.whole(0)
+    assert not whole[15].any(), "a zero"
+    for start in (0, 15):
+        assert same_bits(paged.attend([(0, start, 16)])[0], whole[start:16])
+
+
 def test_the_contract_tests_can_fail(served: Served) -> None:
     """A linear whose order of accumulation follows the number of rows is caught."""
     matrix = randn(64, 576, dtype=served.dtype, seed=1)

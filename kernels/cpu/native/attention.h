@@ -142,7 +142,9 @@ class Attention {
             for (long i = 0; i < group_; ++i, ++row) {
                 T* out = args_.out + place + i * dim_;
                 const F total = set1(state.totals[row]);
-                for (long j = 0; j < dim_; j += LANES) store(out + j, div(load(state.out + row * dim_ + j), total));
+                // The sign of a zero may depend on the tile's other queries; + 0 takes it away.
+                for (long j = 0; j < dim_; j += LANES)
+                    store(out + j, div(add(load(state.out + row * dim_ + j), set1(0.0f)), total));
             }
         });
     }
