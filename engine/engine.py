@@ -395,8 +395,11 @@ class Engine:
             return self._graphs.run(chunks, draws, drawn), []
         hidden = self._runner.run(chunks, drawn)
         ends = accumulate(chunk.num_tokens for chunk in chunks)
-        scored = [(chunk, end) for chunk, end in zip(chunks, ends, strict=True) if chunk.sequence.scores]
-        scores = [(chunk, self._score_chunk(chunk, hidden[end - chunk.num_tokens : end])) for chunk, end in scored]
+        scores = [
+            (chunk, self._score_chunk(chunk, hidden[end - chunk.num_tokens : end]))
+            for chunk, end in zip(chunks, ends, strict=True)
+            if chunk.sequence.scores
+        ]
         return self._sampler.draw(hidden, draws) if draws else None, scores
 
     def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> HostCopy:

@@ -43,6 +43,7 @@ class ModelRunner:
         """
         counts, lens, tables = [c.num_tokens for c in chunks], [c.end for c in chunks], pad_tables(chunks)
         ends = list(accumulate(counts))
+        # Chunk i has rows [ends[i] - counts[i], ends[i]) and positions [lens[i] - counts[i], lens[i]).
         owners = np.arange(len(chunks)).repeat(counts)
         positions = np.arange(len(owners)) + np.subtract(lens, ends)[owners]
         slots = self.slots(owners, positions, tables)

@@ -153,9 +153,9 @@ def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
         return to_device(torch.from_numpy(values), device)
 
     rows, targets, seeds, positions = send(np.array(columns, np.int64)).unbind()
-    # Of a temperature beyond float32 an array makes infinity, and numpy a warning too.
+    # array("f") makes infinity of a temperature beyond float32; numpy would warn as well.
     temperatures = send(np.asarray(array("f", [_divisor(p) for p in params])))
-    raw = send(np.array([p.logprobs == "raw" for p in params]))
+    raw = send(np.array([p.logprobs == "raw" for p in params], np.bool_))
     return Wanted(rows, targets, temperatures, raw, seeds, positions)
 
 

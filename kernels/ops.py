@@ -56,6 +56,7 @@ class AttentionBatch:
 
 
 def _int64(values: Sequence[int]) -> Tensor:
+    """They as a tensor. `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 
@@ -164,7 +165,8 @@ class Backend(Protocol):
     def new_layers(self, layers: Sequence[DenseLayer]) -> Sequence[DenseLayer]:
         """The same layers in the form that `layers` reads, made once for many calls.
 
-        Their tensors are contiguous and stay what they are; memory of theirs that goes away may come back elsewhere.
+        Their tensors are contiguous, and always the same ones: only what they hold may change, and between calls where
+        their memory lies. Raise ValueError for a tensor that is not contiguous, where the backend needs it.
         """
         ...
 
@@ -248,7 +250,8 @@ class Backend(Protocol):
         """Hidden states [M, H] after a run of dense layers of one size, from x [M, H], which stays as it is.
 
         `layers`: from `new_layers`. For each layer, with its caches, what `run_layers` says; x itself if there is no
-        layer. A model with layers of several kinds calls it for each run of dense ones.
+        layer. A model with layers of several kinds calls it for each run of dense ones. Raise ValueError unless
+        `kv_caches` has a pair for each layer.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Copies between host and device that nobody waits for until their content is needed.
 
-On a CPU there is nothing to copy. On a GPU copies are queued behind the kernels of the current stream, from and into
-pinned memory.
+On a CPU `to_device` copies nothing, and `HostCopy` copies at once: its tensor may change afterwards. On a GPU copies
+are queued behind the kernels of the current stream, from and into pinned memory.
 """
 
 from __future__ import annotations

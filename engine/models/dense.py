@@ -148,6 +148,7 @@ def _new_layer(config: DenseConfig, backend: Backend, empty: Empty) -> DenseLaye
 
 
 def _checkpoint_tensors(layer: DenseLayer) -> dict[str, Weight]:
+    """A layer's weights by their names in a checkpoint, without `model.layers.N`."""
     tensors: dict[str, Weight] = {
         "input_layernorm.weight": layer.input_norm,
         "self_attn.q_proj.weight": layer.qkv.q,

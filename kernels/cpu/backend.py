@@ -5,7 +5,6 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -101,8 +100,9 @@ def qkv(
     heads = weights.q.shape[0] // head_dim
     q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype)
     tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(norm, weights)]
+    pointers = array("Q", [_pointer(tensor) or 0 for tensor in tensors])
     _library.qkv(
-        *(*_rows(x), eps, _pointers(tensors), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(*_rows(x), eps, pointers.buffer_info()[0], k_cache.data_ptr(), v_cache.data_ptr()),
         *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
         *(heads, kv_heads, head_dim, block_size, q.data_ptr()),
     )
@@ -210,12 +210,6 @@ def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """(threads, whether x is bfloat16, its address, rows, columns)."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
-
-
-def _pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """Their addresses, which hold for one call: memory may come back elsewhere."""
-    addresses = array("Q", [0 if x is None else x.data_ptr() for x in tensors])
-    return (ctypes.c_void_p * len(addresses)).from_buffer(addresses)
 
 
 def _pointer(x: Tensor | None) -> int | None:

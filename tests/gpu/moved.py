@@ -47,7 +47,7 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def copy_back(ours: Any, theirs: Any) -> None:
-    """What a tensor, or each tensor in tuples and lists, holds on the GPU."""
+    """Stores in our tensors, also those in tuples and lists, what theirs hold."""
     if isinstance(ours, Tensor):
         ours.copy_(theirs)
     elif isinstance(ours, tuple | list):

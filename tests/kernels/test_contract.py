@@ -336,7 +336,8 @@ def test_attention_does_not_depend_on_block_size(
 
 
 def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) -> None:
-    """Native kernels give the splits of a few long sequences to different threads, but not those of many sequences."""
+    """Native kernels give the splits of a sequence to different threads, and join those that several sequences share
+    into one task only if all threads have enough of these."""
     paged = Paged(quick, [1000] * 8, heads=4, kv_heads=2)
     last = [(i, 999, 1000) for i in range(8)]
     for chunks in ([(0, 999, 1000)], [(0, 990, 1000), (1, 0, 200)], [(0, 0, 1000)], last):
@@ -347,6 +348,11 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
     torch.set_num_threads(2)
     for alone, together in zip(last, paged.attend(last), strict=True):
         assert same_bits(paged.attend([alone])[0], together)
+    shared = Paged(quick, [1000] * 6, heads=8, kv_heads=1)
+    shared.tables[:, :56] = shared.tables[0, :56]  # 7 splits: one task with one thread, 7 with two
+    expected = shared.attend(last[:6])
+    torch.set_num_threads(1)
+    assert all(map(same_bits, shared.attend(last[:6]), expected))
 
 
 @pytest.mark.parametrize("block_size", [2, 16, 24, 256])
@@ -412,7 +418,7 @@ def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) ->
 
 
 def test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
-    """The first tokens have values that underflow to -0.0 when they are weighed; those of later ones weigh nothing."""
+    """Tokens 14 and 15 have values that underflow to -0.0 when they are weighed; later ones are not seen."""
     paged = Paged(quick, [48], heads=1, kv_heads=1)
     for x, value in ((paged.q, 8.0), (paged.k, 0.0), (paged.v, 0.0)):
         x[0].zero_()[..., 0] = value

@@ -151,7 +151,7 @@ struct CachePointers {
     const void *keys, *values;
 };
 
-struct Heads {
+struct Sizes {
     long heads, kv_heads, head_dim, block_size;
 
     template <class T>
@@ -161,13 +161,13 @@ struct Heads {
 };
 
 // Where each row's token stands, as a rotation and a place in the caches.
-struct Positions {
+struct Places {
     const float *cosines, *sines;
     const int64_t* slots;
 };
 
-struct Sequences {
-    long count;
+struct Batch {
+    long sequences;
     const int64_t *query_starts, *context_lens, *tables;
     long max_blocks;
 };
@@ -180,32 +180,32 @@ Input<T> input(const void* x, long count, long columns, const void* norm = nullp
 template <class T>
 QkvArgs<T> qkv_args(
     const QkvPointers& from, const void* x, long count, long k, float eps, const CachePointers& caches,
-    const Heads& heads, const Positions& at, void* q
+    const Sizes& sizes, const Places& at, void* q
 ) {
     QkvArgs<T> args = {};
     args.x = input<T>(x, count, k, from.norm, eps);
     for (long part = 0; part < 3; ++part) {
-        const long rows = (part == 0 ? heads.heads : heads.kv_heads) * heads.head_dim;
+        const long rows = (part == 0 ? sizes.heads : sizes.kv_heads) * sizes.head_dim;
         args.weights[part] = {as<T>(from.weights[part]), rows, k};
         args.biases[part] = as<const T>(from.biases[part]);
     }
     args.norms[0] = as<const T>(from.head_norms[0]), args.norms[1] = as<const T>(from.head_norms[1]);
     args.cosines = at.cosines, args.sines = at.sines, args.slots = at.slots;
     args.q = as<T>(q);
-    args.caches = heads.caches<T>(caches);
+    args.caches = sizes.caches<T>(caches);
     return args;
 }
 
 template <class T>
 AttentionArgs<T> attention_args(
-    const void* q, const CachePointers& caches, const Heads& heads, const Sequences& sequences, float scale, void* out
+    const void* q, const CachePointers& caches, const Sizes& sizes, const Batch& batch, float scale, void* out
 ) {
     AttentionArgs<T> args = {};
     args.q = as<const T>(q), args.out = as<T>(out);
-    args.caches = heads.caches<T>(caches);
-    args.heads = heads.heads, args.sequences = sequences.count;
-    args.query_starts = sequences.query_starts, args.context_lens = sequences.context_lens;
-    args.tables = sequences.tables, args.max_blocks = sequences.max_blocks, args.scale = scale;
+    args.caches = sizes.caches<T>(caches);
+    args.heads = sizes.heads, args.sequences = batch.sequences;
+    args.query_starts = batch.query_starts, args.context_lens = batch.context_lens;
+    args.tables = batch.tables, args.max_blocks = batch.max_blocks, args.scale = scale;
     return args;
 }
 
@@ -213,6 +213,7 @@ template <class T>
 void embed(const int64_t* ids, long count, const Matrix<T>& weight, T* out) {
     const long K = weight.columns;
     parallel(count, [&](long row) {
+        // As `at`, with what the row decides computed once.
         const T* first = &weight.at(ids[row], 0);
         for (long k = 0; k < K; ++k) out[row * K + k] = first[k / PAIR<T> * PAIR<T> * LANES + k % PAIR<T>];
     });
@@ -357,10 +358,11 @@ EXPORT void trueroll_qkv(
     long head_dim, long block_size, void* q
 ) {
     const Call call(threads);
-    const Heads sizes = {heads, kv_heads, head_dim, block_size};
+    const Sizes sizes = {heads, kv_heads, head_dim, block_size};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).qkv(qkv_args<T>(*weights, x, count, k, eps, {keys, values}, sizes, {cosines, sines, slots}, q));
+        const Places places = {cosines, sines, slots};
+        chosen->ops(type).qkv(qkv_args<T>(*weights, x, count, k, eps, {keys, values}, sizes, places, q));
     });
 }
 
@@ -381,8 +383,8 @@ EXPORT void trueroll_attention(
     const int64_t* tables, long max_blocks, float scale, void* out
 ) {
     const Call call(threads);
-    const Heads sizes = {heads, kv_heads, head_dim, block_size};
-    const Sequences batch = {sequences, query_starts, context_lens, tables, max_blocks};
+    const Sizes sizes = {heads, kv_heads, head_dim, block_size};
+    const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).attention(attention_args<T>(q, {keys, values}, sizes, batch, scale, out));
@@ -399,8 +401,8 @@ EXPORT void trueroll_layers(
     void* q, void* attended, void* middle, void* active, void* out
 ) {
     const Call call(threads);
-    const Heads sizes = {heads, kv_heads, head_dim, block_size};
-    const Sequences batch = {sequences, query_starts, context_lens, tables, max_blocks};
+    const Sizes sizes = {heads, kv_heads, head_dim, block_size};
+    const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const Ops<T>& ops = chosen->ops(type);

@@ -272,7 +272,7 @@ class Attention {
         }
     }
 
-    // The largest of a row's scores for `seen` keys. Fills the last two panels up with -inf.
+    // The largest of a row's scores for `seen` keys. Fills up to a pair of panels with -inf, which `weigh` takes at once.
     float highest(float* scores, long seen) const {
         for (long i = seen; i < round_up(seen, 2 * LANES); ++i) scores[i] = -INFINITY;
         F most = set1(-INFINITY);
@@ -280,10 +280,12 @@ class Attention {
         return peak(most);
     }
 
-    // Turns them into weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum.
+    // Turns them into weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum. May
+    // write one panel more, as rows lie KV_SPLIT apart.
     float weigh(const float* scores, long seen, float top, long panels, T* weights) const {
-        const F scale = set1(args_.scale * LOG_OF_E<T>), shift = set1(top == -INFINITY ? 0.0f : top);
-        const auto weight = [&](long i) { return power<T>(mul(sub(load(scores + i), shift), scale)); };
+        const F shift = set1(top == -INFINITY ? 0.0f : top);
+        // The scores less the top first: so the largest comes out as e^0, however huge it is.
+        const auto weight = [&](long i) { return scaled_exp<T>(sub(load(scores + i), shift), args_.scale); };
         F sums = set1(0.0f);
         long i = 0;
         for (; i < seen; i += 2 * LANES) store_and_add(weights + i, weight(i), weight(i + LANES), sums);
@@ -309,31 +311,33 @@ struct AttentionTask {
 
 // Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
 // each split is a task of its own, so that a long sequence keeps all threads busy; sequences that follow each other and
-// hold the same blocks there share the task, and read them once. The splits that they share from the first one on are
-// one task if the threads have enough of these: what it leaves to fold is a single part.
+// hold the same blocks there share the task, and read them once. The splits that such sequences share from the first one
+// on are one task, which leaves a single part to fold, if it has many rows (`is_large`) and such tasks divide evenly
+// among the threads, or are four or more for each.
 template <class T>
 class AttentionPlan {
   public:
     explicit AttentionPlan(const AttentionArgs<T>& args)
         : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)),
-          prefixes_(scratch<long>(PREFIXES, args.sequences)) {
+          first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
         long tasks = 0;
-        for (long i = 0; i < args_.sequences; ++i) prefixes_[i] = 0;
+        for (long i = 0; i < args_.sequences; ++i) first_parts_[i] = 1;  // `members` reads them
         for (long i = 0, count; i < args_.sequences; i += count) {
             count = members(i, 0);
-            const long prefix = is_large({i, count, 0, 0, queries(i)}) ? shared_splits(i, count) : 0;
-            tasks += prefix > 0 ? args_.caches.kv_heads : 0;
-            for (long j = i; j < i + count; ++j) prefixes_[j] = prefix;
+            if (count == 1 || !is_large({i, count, 0, 0, queries(i)})) continue;
+            const long end = shared_splits(i, count);
+            tasks += args_.caches.kv_heads;
+            for (long j = i; j < i + count; ++j) first_parts_[j] = end;
         }
         if (tasks % num_threads() != 0 && tasks < 4 * num_threads())
-            for (long i = 0; i < args_.sequences; ++i) prefixes_[i] = 0;
+            for (long i = 0; i < args_.sequences; ++i) first_parts_[i] = 1;
     }
 
     // Calls visit(tile, first split, end) for each task.
     template <class Visit>
     void visit_tasks(const Visit& visit) const {
         for (long i = 0; i < args_.sequences; ++i)
-            for (long first = 0; !is_small(i) && first < queries(i); first += most_) {
+            for (long first = 0; !fits_tile(i) && first < queries(i); first += most_) {
                 const QueryTile tile = {i, 1, 0, first, smaller(most_, queries(i) - first)};
                 visit_heads(tile, 0, op_.splits(tile), visit);
             }
@@ -343,18 +347,19 @@ class AttentionPlan {
                 count = members(i, split);
                 found += has_split(i, split);
                 if (begins_task(i, split))
-                    visit_heads({i, count, 0, 0, queries(i)}, split, larger(split + 1, prefixes_[i]), visit);
+                    visit_heads({i, count, 0, 0, queries(i)}, split, larger(split + 1, first_parts_[i]), visit);
             }
         }
     }
 
-    bool is_small(long i) const { return queries(i) <= most_; }
-    bool is_large(const QueryTile& tile) const { return !is_small(tile.sequence) || op_.rows(tile) > PASS_ROWS<T>; }
+    // Whether all queries of a sequence lie in one tile.
+    bool fits_tile(long i) const { return queries(i) <= most_; }
+    bool is_large(const QueryTile& tile) const { return !fits_tile(tile.sequence) || op_.rows(tile) > PASS_ROWS<T>; }
     bool has_split(long i, long split) const {
-        return queries(i) > 0 && is_small(i) && split * KV_SPLIT < args_.context_lens[i];
+        return queries(i) > 0 && fits_tile(i) && split * KV_SPLIT < args_.context_lens[i];
     }
-    // The split after those that the first part of a sequence holds.
-    long second_part(long i) const { return larger(1, prefixes_[i]); }
+    // How many splits the first task of a sequence joins.
+    long first_part(long i) const { return first_parts_[i]; }
     long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
     const Attention<T>& op() const { return op_; }
 
@@ -364,7 +369,7 @@ class AttentionPlan {
         for (tile.kv_head = 0; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) visit(tile, first, end);
     }
 
-    bool begins_task(long i, long split) const { return has_split(i, split) && (split == 0 || split >= prefixes_[i]); }
+    bool begins_task(long i, long split) const { return has_split(i, split) && (split == 0 || split >= first_parts_[i]); }
 
     // How many sequences from i on have a task that begins with a split in common; 1 if i has none.
     long members(long i, long split) const {
@@ -374,10 +379,10 @@ class AttentionPlan {
         return count;
     }
 
-    // How many splits the first `count` sequences from i on share, from the first one on.
+    // How many splits the `count` sequences from i on share, which share the first one.
     long shared_splits(long i, long count) const {
-        long split = 0;
-        while (count > 1 && has_split(i, split) && members(i, split) == count) ++split;
+        long split = 1;
+        while (members(i, split) == count) ++split;
         return split;
     }
 
@@ -394,7 +399,7 @@ class AttentionPlan {
     const AttentionArgs<T>& args_;
     const Attention<T> op_;
     const long most_;
-    long* const prefixes_;  // of each sequence: the splits that its first task joins, or 0
+    long* const first_parts_;
 };
 
 // Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for
@@ -475,16 +480,16 @@ void attention(const AttentionArgs<T>& args) {
         const bool is_large = plan.is_large(tile);
         large += is_large, small += !is_large, large_splits += is_large ? end - first : 0;
         splits = larger(splits, end);
-        if (plan.is_small(tile.sequence)) memory += Partial::size(op.rows(tile), D);
+        if (plan.fits_tile(tile.sequence)) memory += Partial::size(op.rows(tile), D);
     });
     AttentionTask* tasks = scratch<AttentionTask>(TASKS, large + small);
     float* partials = scratch<float>(RESULTS, memory);
-    // For every sequence, key-value head and split: the first row of its part.
+    // For every sequence, key-value head and split that begins a part: where its rows of that part begin.
     Partial* parts = scratch<Partial>(PARTS, args.sequences * kv_heads * splits);
     AttentionTask *next_large = tasks, *next_small = tasks + large;
     long place = 0;
     plan.visit_tasks([&](const QueryTile& tile, long first, long end) {
-        const bool is_large = plan.is_large(tile), is_whole = !plan.is_small(tile.sequence);
+        const bool is_large = plan.is_large(tile), is_whole = !plan.fits_tile(tile.sequence);
         *(is_large ? next_large : next_small)++ = {tile, first, end, is_whole ? nullptr : partials, place};
         place += is_large ? end - first : 0;
         if (is_whole) return;
@@ -496,14 +501,14 @@ void attention(const AttentionArgs<T>& args) {
     });
     AttentionRun<T>(op, tasks, large, large_splits, small).run();
     parallel(args.sequences, [&](long sequence) {
-        if (!plan.is_small(sequence) || plan.queries(sequence) == 0) return;
+        if (!plan.fits_tile(sequence) || plan.queries(sequence) == 0) return;
         QueryTile tile = {sequence, 1, 0, 0, plan.queries(sequence)};
         const long rows = op.rows(tile);
         for (; tile.kv_head < kv_heads; ++tile.kv_head) {
             const Partial* part = parts + (sequence * kv_heads + tile.kv_head) * splits;
             const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
             copy(part[0], state, rows, D);
-            for (long split = plan.second_part(sequence); plan.has_split(sequence, split); ++split)
+            for (long split = plan.first_part(sequence); plan.has_split(sequence, split); ++split)
                 fold(state, part[split], rows, D);
             op.finish(tile, state);
         }

@@ -162,7 +162,8 @@ inline Best greedy_in_chunk(const float* x, long n, long first) {
 //
 // `bound` is a value that some id of the row is known to reach; ids that cannot reach it are passed over, which changes
 // what a chunk finds but never the best of the row. As -ln(1 - u) >= u, a value x + noise can only reach b if
-// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding.
+// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding
+// and for the exponential for bfloat16, which is exact enough here.
 inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t position, long first, float* bound) {
     constexpr float MOST_NOISE = 23.0f;
     const Padded padded(x, n);
@@ -177,7 +178,7 @@ inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t posi
         uniform(seed, position, static_cast<uint32_t>(first + start), u);
         for (long i = 0; i < GROUP; i += LANES) {
             const F values = load(at + i), noise = u[i / LANES];
-            const F most_noise = power<bf16>(mul(sub(values, set1(least)), set1(LOG_OF_E<bf16>)));
+            const F most_noise = scaled_exp<bf16>(sub(values, set1(least)), 1.0f);
             if (!any_greater(most_noise, noise)) continue;
             best = best_of(sub(values, log(exponential(noise))), first + start + i, best);
         }

@@ -26,7 +26,8 @@ inline F rounded<float>(F x) { return x; }
 template <>
 inline F rounded<bf16>(F x) { return from_bf16(to_bf16(x)); }
 
-// Stores two vectors, one after the other, and adds what was stored to `sums`.
+// Stores two vectors, one after the other, and adds what was stored to `sums`. Only the sum of all lanes means anything:
+// which lane takes what follows the instruction set.
 inline void store_and_add(float* p, F x, F y, F& sums) {
     store(p, x), store(p + LANES, y);
     sums = add(add(sums, x), y);
@@ -75,22 +76,20 @@ inline F exp(F any) {
     return times_power_of_2(add(set1(1.0f), p), n);
 }
 
-// What `power` takes its powers of: e for float32; 2 for bfloat16, which needs fewer steps.
+// e^(scale x), for a result that is rounded to T. For bfloat16, to 3e-6, as a power of 2: 2^floor(y) times a polynomial
+// of the fraction, which is 1 at 0.
 template <class T>
-constexpr float LOG_OF_E = sizeof(T) == 2 ? 1.44269504f : 1.0f;
-
-// That to the power of x, for a result that is rounded to T. For bfloat16 to 3e-6: 2^floor(x) times a polynomial of the
-// fraction, which is 1 at 0.
-template <class T>
-inline F power(F x) { return exp(x); }
+inline F scaled_exp(F x, float scale) { return exp(mul(x, set1(scale))); }
 template <>
-inline F power<bf16>(F x) {
-    const F f = fraction(x);
+inline F scaled_exp<bf16>(F x, float scale) {
+    const F y = mul(x, set1(scale * 1.44269504f));
+    F f;
+    const F whole = split(y, f);
     F p = set1(0.0134266876f);
     p = fma(p, f, set1(0.0522424690f));
     p = fma(p, f, set1(0.241280213f));
     p = fma(p, f, set1(0.693044841f));
-    return times_power_of_floor(fma(p, f, set1(1.0f)), x);
+    return times_power_of_2(fma(p, f, set1(1.0f)), whole);
 }
 
 // ln x for normal x > 0: x = 2^n m with m in [sqrt(1/2), sqrt(2)), and ln m = 2 atanh((m - 1) / (m + 1)).

@@ -62,7 +62,7 @@ class Pool {
         long finished = 0;
         while (ticket >> 32 == job && static_cast<uint32_t>(ticket) != 0) {
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1)) continue;
-            // The job cannot end, nor its description change, before this task is finished.
+            // The job cannot end, nor its description change, before this thread has reported what it finished.
             function_(context_, tasks_ - static_cast<long>(static_cast<uint32_t>(ticket)));
             ++finished;
             ticket = ticket_.load();

@@ -92,8 +92,7 @@ void linear(const LinearArgs<T>& args) {
 // silu(gate) * up, for a result that is rounded to T.
 template <class T>
 inline F silu_times(F gate, F up) {
-    const F inverse = power<T>(mul(gate, set1(-LOG_OF_E<T>)));
-    return mul(div(gate, add(set1(1.0f), inverse)), up);
+    return mul(div(gate, add(set1(1.0f), scaled_exp<T>(gate, -1.0f))), up);
 }
 
 template <class T>

@@ -63,12 +63,11 @@ inline F times_power_of_2(F x, F n) {
     return BOTH(_mm256_mul_ps(_mm256_mul_ps(x.v[i], power(first.v[i])), power(second.v[i])));
 }
 
-// x times 2^floor(n).
-inline F times_power_of_floor(F x, F n) { return times_power_of_2(x, floor(n)); }
-// x - floor(x); of an infinite x some number in [0, 1].
-inline F fraction(F x) {
-    const F held = max(set1(-250.0f), min(set1(250.0f), x));
-    return sub(held, floor(held));
+// Cuts x into a fraction in [0, 1] and what `times_power_of_2` takes for floor(x). Beyond +-250 the fraction is any.
+inline F split(F x, F& fraction) {
+    const F held = max(set1(-250.0f), min(set1(250.0f), x)), whole = floor(held);
+    fraction = sub(held, whole);
+    return whole;
 }
 
 inline bool any_greater(F a, F b) {

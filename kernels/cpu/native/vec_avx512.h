@@ -19,10 +19,11 @@ inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F round(F x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F times_power_of_2(F x, F n) { return {_mm512_scalef_ps(x.v, n.v)}; }
-// x times 2^floor(n).
-inline F times_power_of_floor(F x, F n) { return times_power_of_2(x, n); }
-// x - floor(x); of an infinite x some number in [0, 1].
-inline F fraction(F x) { return {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+// Cuts x into a fraction in [0, 1] and what `times_power_of_2`, which takes the floor itself, takes for floor(x).
+inline F split(F x, F& fraction) {
+    fraction.v = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return x;
+}
 
 inline U set1(uint32_t x) { return {_mm512_set1_epi32(static_cast<int>(x))}; }
 inline U load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }

@@ -22,7 +22,7 @@ inline F div(F a, F b) { EACH_LANE(F, a.v[i] / b.v[i]); }
 inline F fma(F a, F b, F c) { EACH_LANE(F, a.v[i] * b.v[i] + c.v[i]); }
 inline F max(F a, F b) { EACH_LANE(F, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
 inline F min(F a, F b) { EACH_LANE(F, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-// Exact for |x| < 2^22, which is all that exp asks for.
+// Exact for |x| < 2^22, which is all that is asked for.
 inline F round(F x) { EACH_LANE(F, (x.v[i] + 12582912.0f) - 12582912.0f); }
 inline F floor(F x) {
     const F nearest = round(x);
@@ -67,12 +67,11 @@ inline F times_power_of_2(F x, F n) {
     return mul(mul(x, power(first)), power(second));
 }
 
-// x times 2^floor(n).
-inline F times_power_of_floor(F x, F n) { return times_power_of_2(x, floor(n)); }
-// x - floor(x); of an infinite x some number in [0, 1].
-inline F fraction(F x) {
-    const F held = max(set1(-250.0f), min(set1(250.0f), x));
-    return sub(held, floor(held));
+// Cuts x into a fraction in [0, 1] and what `times_power_of_2` takes for floor(x). Beyond +-250 the fraction is any.
+inline F split(F x, F& fraction) {
+    const F held = max(set1(-250.0f), min(set1(250.0f), x)), whole = floor(held);
+    fraction = sub(held, whole);
+    return whole;
 }
 
 inline bool any_greater(F a, F b) {

@@ -178,8 +178,8 @@ struct Run {
     }
 
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
-    // but the last. Only in the last call below is the fifth one task of many rows, which tasks of few rows follow. In the
-    // end two layers run, which have the same weights and caches.
+    // but the last. Tasks of few rows follow those of many; only in the last call below, where a block is one panel, is
+    // what they read fetched ahead. At the end two layers run, with the same weights and caches.
     void layer(long block_size, long heads, long kv_heads, long size, bool extras) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 40, 60};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
