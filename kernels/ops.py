@@ -56,7 +56,7 @@ class AttentionBatch:
 
 
 def _int64(values: Sequence[int]) -> Tensor:
-    """They as a tensor. `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer."""
+    """`values` as a tensor. `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
 
 

@@ -162,8 +162,8 @@ inline Best greedy_in_chunk(const float* x, long n, long first) {
 //
 // `bound` is a value that some id of the row is known to reach; ids that cannot reach it are passed over, which changes
 // what a chunk finds but never the best of the row. As -ln(1 - u) >= u, a value x + noise can only reach b if
-// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding
-// and for the exponential for bfloat16, which is exact enough here.
+// u <= exp(x - b); and since u >= 2^-33, never if x < b - 22.9. The margin makes up for rounding, and for
+// the exponential for bfloat16, which is exact enough here.
 inline Best sample_in_chunk(const float* x, long n, uint64_t seed, uint64_t position, long first, float* bound) {
     constexpr float MOST_NOISE = 23.0f;
     const Padded padded(x, n);
