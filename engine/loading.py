@@ -13,7 +13,8 @@ import torch
 from ..kernels.ops import SelectedBackend, select_backend
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
-from .models.dense import DenseConfig, DenseModel
+from .models.dense import DenseModel
+from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config
 from .models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
 from .weights import WeightStore

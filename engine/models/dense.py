@@ -7,120 +7,14 @@ memory is given to it. Owns no KV cache and keeps no state between calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...kernels.ops import AttentionBatch, Backend, DenseLayer, Qkv, Weight
-from ..errors import ModelError
+from .dense_config import DenseConfig
 
 Empty: TypeAlias = Callable[..., Tensor]
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class DenseConfig:
-    """Shapes and constants of a dense decoder. `inv_freq`: float32 [head_dim / 2], with the rope variant applied."""
-
-    architecture: str
-    dtype: torch.dtype
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    qkv_bias: bool
-    qk_norm: bool
-    tie_word_embeddings: bool
-    inv_freq: Tensor
-    rope_scale: float
-
-    @classmethod
-    def from_folder(cls, folder: Path, raw: dict[str, Any]) -> DenseConfig:
-        """Reads `folder`, whose config.json holds `raw`. Raise ModelError for what this decoder does not compute."""
-        architecture = _architecture(folder, raw)
-        config = _read_config(folder)
-        _check_supported(folder, config)
-        inv_freq, rope_scale = _rope(folder, config)
-        return cls(
-            architecture=architecture,
-            dtype=config.dtype or torch.float32,
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=_head_dim(config),
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
-            qkv_bias=architecture == "Qwen2ForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            tie_word_embeddings=config.tie_word_embeddings,
-            inv_freq=inv_freq,
-            rope_scale=rope_scale,
-        )
-
-
-def _architecture(folder: Path, raw: dict[str, Any]) -> str:
-    name = (raw.get("architectures") or ["none"])[0]
-    if name not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
-        raise ModelError(f"{folder}: expected an architecture of {supported}, found {name}; serve another model")
-    return name
-
-
-def _read_config(folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:
-        raise ModelError(
-            f"{folder}/config.json: expected what transformers can read, found a fault: {error}"
-        ) from error
-
-
-def _check_supported(folder: Path, config: Any) -> None:
-    faults = {
-        "hidden_act": (config.hidden_act, "silu"),
-        "attention_bias": (getattr(config, "attention_bias", False), False),
-        "mlp_bias": (getattr(config, "mlp_bias", False), False),
-        "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), False),
-    }
-    for name, (found, expected) in faults.items():
-        if found != expected:
-            raise ModelError(
-                f"{folder}: expected {name} = {expected!r} in config.json, found {found!r}; serve another model"
-            )
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _rope(folder: Path, config: Any) -> tuple[Tensor, float]:
-    """(inv_freq, scale) of the checkpoint's rope variant."""
-    parameters = config.rope_parameters
-    kind = parameters["rope_type"]
-    if kind not in SUPPORTED_ROPE:
-        raise ModelError(
-            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)}, found {kind}; serve another model"
-        )
-    if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    size = _head_dim(config)
-    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
 
 def _new_layer(config: DenseConfig, backend: Backend, empty: Empty) -> DenseLayer:

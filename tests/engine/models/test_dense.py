@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.engine.errors import ModelError
+from trueroll.engine.models.dense_config import DenseConfig
 
 from ..drive import make_engine, score, tokens
 
@@ -86,7 +89,11 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(attention_bias=True), "attention_bias"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found dynamic"),
         (dict(architectures=None), "found none"),
-        (dict(num_attention_heads="many"), "config.json"),
+        (dict(num_attention_heads="many"), r"config.json: .*'num_attention_heads' expected int, got str"),
+        (dict(num_attention_heads=0), "config.json: .*'num_attention_heads'.* expected at least 1, found 0"),
+        (dict(vocab_size=None), r"config.json: .*'vocab_size' expected int, got NoneType"),
+        (dict(head_dim=15), "head_dim"),
+        (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads = 0 .*found 1"),
         (dict(vocab_size=2**50), "fit into memory"),
     ],
 )
@@ -95,3 +102,52 @@ def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, c
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         make_engine(tmp_path)
+
+
+OLD_FILES: dict[str, dict[str, Any]] = {
+    "nothing optional": {},
+    "theta beside null": dict(rope_theta=5e5, rope_scaling=None),
+    "linear": dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=1e5),
+    "llama3": dict(
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
+    ),
+    "yarn": dict(rope_scaling=dict(type="yarn", factor=4.0)),
+    "torch_dtype": dict(torch_dtype="bfloat16", tie_word_embeddings=True, rms_norm_eps=1e-5, pad_token_id=-1),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_files_that_older_transformers_saved_are_read_as_it_reads_them(tmp_path: Path, family: str, name: str) -> None:
+    architecture = f"{family.capitalize()}ForCausalLM"
+    raw = dict(architectures=[architecture], model_type=family, vocab_size=99, hidden_size=64, intermediate_size=77)
+    raw |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=None, max_position_embeddings=512)
+    (tmp_path / "config.json").write_text(json.dumps(raw | OLD_FILES[name]))
+    found = DenseConfig.from_folder(tmp_path, raw | OLD_FILES[name])
+    expected = AutoConfig.from_pretrained(tmp_path)
+    rope = AutoModelForCausalLM.from_config(expected).model.rotary_emb
+    assert torch.equal(found.inv_freq, rope.inv_freq) and found.rope_scale == rope.attention_scaling
+    assert (found.num_kv_heads, found.head_dim) == (4, 16) and found.dtype == (expected.dtype or torch.float32)
+    same = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "vocab_size", "intermediate_size")
+    assert [getattr(found, key) for key in same] == [getattr(expected, key) for key in same]
+
+
+LOAD = """
+import sys
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.loading import load_model
+assert load_model(EngineConfig(model=sys.argv[1], device="cpu")).model
+print(sorted({"transformers.modeling_utils", "torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()))
+"""
+
+
+def test_a_model_is_loaded_without_the_modelling_code_of_transformers(tiny_llama: Path) -> None:
+    """It would take more memory than the rest of the worker's Python."""
+    printed = subprocess.run([sys.executable, "-c", LOAD, str(tiny_llama)], check=True, capture_output=True, text=True)
+    assert printed.stdout == "[]\n"
