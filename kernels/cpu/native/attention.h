@@ -319,13 +319,14 @@ class AttentionPlan {
   public:
     explicit AttentionPlan(const AttentionArgs<T>& args)
         : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)),
-          first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
+          shared_(scratch<long>(SHARED, args.sequences)), first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
         long tasks = 0;
-        for (long i = 0; i < args_.sequences; ++i) first_parts_[i] = 1;  // `members` reads them
+        for (long i = 0; i < args_.sequences; ++i) shared_[i] = shared_with_last(i), first_parts_[i] = 1;
         for (long i = 0, count; i < args_.sequences; i += count) {
             count = members(i, 0);
             if (count == 1 || !is_large({i, count, 0, 0, queries(i)})) continue;
-            const long end = shared_splits(i, count);
+            long end = shared_[i + 1];
+            for (long j = i + 2; j < i + count; ++j) end = smaller(end, shared_[j]);
             tasks += args_.caches.kv_heads;
             for (long j = i; j < i + count; ++j) first_parts_[j] = end;
         }
@@ -373,33 +374,31 @@ class AttentionPlan {
 
     // How many sequences from i on have a task that begins with a split in common; 1 if i has none.
     long members(long i, long split) const {
-        const auto joins = [&](long j) { return j < args_.sequences && begins_task(j, split) && share(i, j, split); };
+        if (!begins_task(i, split)) return 1;
+        const auto joins = [&](long j) { return j < args_.sequences && shared_[j] > split && begins_task(j, split); };
         long count = 1;
-        while (begins_task(i, split) && count * queries(i) < most_ && joins(i + count)) ++count;
+        while (count * queries(i) < most_ && joins(i + count)) ++count;
         return count;
     }
 
-    // How many splits the `count` sequences from i on share, which share the first one.
-    long shared_splits(long i, long count) const {
-        long split = 1;
-        while (members(i, split) == count) ++split;
-        return split;
-    }
-
-    // Whether two sequences have the same blocks in a split, all of which all their queries see.
-    bool share(long i, long j, long split) const {
-        const long end = (split + 1) * KV_SPLIT, block_size = args_.caches.block_size;
-        if (queries(i) != queries(j) || end > args_.context_lens[i] - queries(i) + 1) return false;
-        if (end > args_.context_lens[j] - queries(j) + 1) return false;
-        const int64_t *left = args_.tables + i * args_.max_blocks, *right = args_.tables + j * args_.max_blocks;
-        const long first = split * KV_SPLIT / block_size, last = (end - 1) / block_size;
-        return memcmp(left + first, right + first, static_cast<size_t>(last + 1 - first) * sizeof(*left)) == 0;
+    // How many splits, from the first one on, a sequence shares with the one before it: both have the same blocks there,
+    // and all queries of both see all of the split.
+    long shared_with_last(long i) const {
+        if (i == 0 || queries(i - 1) != queries(i)) return 0;
+        const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
+        const long context = smaller(args_.context_lens[i - 1], args_.context_lens[i]), block_size = args_.caches.block_size;
+        for (long split = 0;; ++split) {
+            const long end = (split + 1) * KV_SPLIT, first = split * KV_SPLIT / block_size;
+            if (end > context - queries(i) + 1) return split;
+            const size_t bytes = static_cast<size_t>((end - 1) / block_size + 1 - first) * sizeof(*here);
+            if (memcmp(here + first, before + first, bytes) != 0) return split;
+        }
     }
 
     const AttentionArgs<T>& args_;
     const Attention<T> op_;
     const long most_;
-    long* const first_parts_;
+    long *const shared_, *const first_parts_;
 };
 
 // Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for

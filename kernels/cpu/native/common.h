@@ -169,8 +169,8 @@ class Call {
 
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
-    INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, FIRST_PARTS, RESULTS,
-    BOUNDS, HIDDEN, NUM_PURPOSES
+    INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
+    RESULTS, BOUNDS, HIDDEN, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

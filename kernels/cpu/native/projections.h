@@ -108,7 +108,8 @@ void silu_mul(const T* gate, const T* up, long count, T* out) {
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
-    const long N = args.gate.rows, panels = args.gate.panels(), width = panels_in_group(args.x.count) / 2;
+    // Of each matrix: 32 columns, whole cache lines of the output, so that no two threads write to the same one.
+    const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;
         const T* b[MAX_PANELS];
