@@ -20,17 +20,17 @@ from .backends import Served, for_served
 from .inputs import Paged, randn, same_bits, stored
 
 
-def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor) -> None:
-    """Errors are not larger than those of torch's op.
+def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor, of_float32: float = 1.05) -> None:
+    """Errors are not larger than those of torch's op; in float32 their mean at most `of_float32` times as large, as
+    torch has other orders on other machines.
 
-    16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, mean error
-    over torch's: products and norms 1.000, activation 0.87 to 0.90, attention 0.68 to 0.99.
-    float32: the error is that of the order in which terms are summed, and torch's own mean error differs by 10% between
-    its orders for 1 and for 64 rows. Measured: products 0.82 to 1.02, norms 0.91 to 1.09 (16 partial sums; torch has
-    more), activation 0.81 to 1.00, attention 0.95 to 0.99, log-softmax 0.87 to 1.10, heads of 16-bit weights 0.74 to
-    1.14. The largest of some thousand errors is left more to chance: 0.49 to 1.95.
+    16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, over torch's:
+    products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
+    float32: the error is that of the order in which terms are summed. Measured: products 0.76 to 0.86, norms 0.79 to
+    0.94, activation 0.81 to 0.83, attention 0.96 to 0.98, log-softmax 0.69 to 0.80. The largest of some thousand errors
+    is left more to chance: 0.45 to 1.0.
     """
-    most, mean = (3.0, 1.25) if found.dtype == torch.float32 else (1.1, 1.01)
+    mean, most = (of_float32, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
     error, torch_error = ((x.double() - expected).abs() for x in (found, torch_found))
     assert error.mean() <= mean * torch_error.mean(), f"{error.mean() / torch_error.mean():.3f} times as large"
     assert error.max() <= most * torch_error.max(), f"{error.max() / torch_error.max():.3f} times as large"
@@ -51,10 +51,17 @@ def test_linear(served: Served, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("n,k", [(700, 576), (300, 1536), (513, 130)])
 def test_lm_head_against_torch(quick: Served, n: int, k: int) -> None:
-    """Not in an interpreter: it adds the terms of a product one by one, and the error of that order is its own."""
+    """Not in an interpreter: it adds the terms of a product one by one, and the error of that order is its own.
+
+    Of 16-bit weights too this is next to torch's float32 product, whose orders for 1 and for 64 rows differ by 10% in
+    their own mean errors. Measured: 0.75 to 1.13; next to a 16-bit product of torch far below.
+    """
     x, weight = randn(64, k, dtype=quick.dtype), randn(n, k, dtype=quick.dtype, seed=1)
     exact = x.double() @ weight.double().T
-    check_against_torch(quick.ops.lm_head(x, stored(quick.ops, weight)), F.linear(x.float(), weight.float()), exact)
+    found, torch_found = quick.ops.lm_head(x, stored(quick.ops, weight)), F.linear(x.float(), weight.float())
+    check_against_torch(found, torch_found, exact, 1.05 if quick.dtype == torch.float32 else 1.25)
+    if quick.dtype != torch.float32:
+        check_against_torch(found, F.linear(x, weight).float(), exact, 0.01)
 
 
 @pytest.mark.parametrize("size", [16, 577, 4096])

@@ -475,7 +475,7 @@ EXPORT void trueroll_log_probs(long threads, const float* logits, long count, lo
     parallel(count, [&](long row) {
         float peak, total;
         chosen->log_sum_exp(logits + row * n, n, &peak, &total);
-        out[row] = (logits[row * n + tokens[row]] - peak) - std::log(total);
+        out[row] = log_prob(logits[row * n + tokens[row]], peak, total);
     });
 }
 

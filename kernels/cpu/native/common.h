@@ -6,6 +6,7 @@
 // a multiple of 16 and columns to one of COLUMN_MULTIPLE, with zeros.
 #pragma once
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -143,6 +144,11 @@ struct InstructionSet {
     const Ops<bf16>& ops(bf16) const { return bfloat16; }
     const Ops<float>& ops(float) const { return float32; }
 };
+
+// The log-prob of a logit, rounded once; `peak` and `total` as above.
+inline float log_prob(float logit, float peak, float total) {
+    return static_cast<float>((static_cast<double>(logit) - peak) - ::log(static_cast<double>(total)));
+}
 
 extern const InstructionSet portable, avx2, avx512, avx512_bf16, amx_bf16;
 

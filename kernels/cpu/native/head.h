@@ -263,7 +263,7 @@ void head(const HeadArgs<T>& args) {
             if (result[i].best.value > best->best.value) best = result + i;
         }
         args.tokens[row] = best->best.id;
-        args.logprobs[row] = (best->basis - all.peak) - logf(all.total);
+        args.logprobs[row] = log_prob(best->basis, all.peak, all.total);
         args.finite[row] = isfinite(best->scaled) && all.total == all.total;
     }
 }

@@ -4,12 +4,15 @@
 // n values of x over their root mean square, rounded, times weight; x and out may be the same.
 template <class T>
 void normalize(const T* x, long n, const T* weight, float eps, T* out) {
-    F squares = set1(0.0f);
-    for (long i = 0; i < n; i += LANES) {
-        const F value = load(x + i, n - i);
-        squares = fma(value, value, squares);
-    }
-    const F scale = set1(1.0f / sqrtf(sum(squares) / static_cast<float>(n) + eps));
+    constexpr int SUMS = 4;
+    F sums[SUMS] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
+    long start = 0;
+    const auto add_square = [&](int i, F value) { sums[i] = fma(value, value, sums[i]); };
+    for (; start + SUMS * LANES <= n; start += SUMS * LANES)
+        for (int i = 0; i < SUMS; ++i) add_square(i, load(x + start + i * LANES));
+    for (; start < n; start += LANES) add_square(0, load(x + start, n - start));
+    const double squares = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    const F scale = set1(static_cast<float>(1.0 / sqrt(squares / static_cast<double>(n) + eps)));
     for (long i = 0; i < n; i += LANES) {
         const F normed = rounded<T>(mul(load(x + i, n - i), scale));
         store(out + i, mul(normed, load(weight + i, n - i)), n - i);
