@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +24,7 @@ _LOWEST_TEMPERATURE = 1e-30
 _LOGITS_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One token to be drawn at absolute `position` from hidden state `row`. `banned` ids cannot be drawn."""
 
     row: int
@@ -41,8 +39,7 @@ class Draw:
         return not (self.banned or self.params.has_filters)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A drawn token. `logprob` is None if none was asked for; `is_finite` is false if its logit is no number."""
 
     token_id: int
@@ -76,13 +73,13 @@ class Sampler:
 
     def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
         """One token for each draw. hidden: [M, hidden_size]."""
-        plain = [i for i, draw in enumerate(draws) if draw.is_plain]
         processed = [i for i, draw in enumerate(draws) if not draw.is_plain]
+        if not processed:
+            return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         results = [self._draw_processed(hidden, [draws[i] for i in part]) for part in _cut(processed)]
+        plain = [i for i, draw in enumerate(draws) if draw.is_plain]
         if plain:
             results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
-        if len(results) == 1:
-            return Drawing(draws, *results[0])
         order = _tensor(np.argsort(processed + plain), hidden)
         return Drawing(draws, *(torch.cat(column)[order] for column in zip(*results, strict=True)))
 
@@ -141,13 +138,8 @@ class Sampler:
 
 def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
     """What `next_tokens` needs to know of plain draws."""
-    params = [draw.params for draw in draws]
-    columns = [
-        [draw.row for draw in draws],
-        [GREEDY if p.is_greedy else SAMPLE for p in params],
-        [_as_signed(draw.seed) for draw in draws],
-        [draw.position for draw in draws],
-    ]
+    rows, params, seeds, positions, _ = zip(*draws, strict=True)
+    columns = [rows, [GREEDY if p.is_greedy else SAMPLE for p in params], list(map(_as_signed, seeds)), positions]
 
     def send(values: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values), device)

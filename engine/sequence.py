@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .prefix_cache import Chain
 
@@ -53,8 +53,7 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, end) of a sequence, to be computed in one step; [0, start) are computed by then."""
 
     sequence: Sequence
