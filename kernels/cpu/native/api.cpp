@@ -405,18 +405,21 @@ EXPORT void trueroll_layers(
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Ops<T>& ops = chosen->ops(type);
         const long width = heads * head_dim;
+        std::vector<LayerArgs<T>> args;
+        args.reserve(static_cast<size_t>(num_layers));
         for (const LayerPointers* layer = layers; layer != layers + num_layers; ++layer, ++caches) {
             const Matrix<T> o = {as<T>(layer->o), k, width}, down = {as<T>(layer->down), k, n};
             const Matrix<T> gate = {as<T>(layer->gate), n, k}, up = {as<T>(layer->up), n, k};
-            ops.qkv(qkv_args<T>(layer->qkv, x, count, k, eps, *caches, sizes, {cosines, sines, slots}, q));
-            ops.attention(attention_args<T>(q, *caches, sizes, batch, scale, attended));
-            ops.linear({input<T>(attended, count, width), o, nullptr, as<const T>(x), as<T>(middle)});
-            ops.gate_up({input<T>(middle, count, k, layer->post_norm, eps), gate, up, as<T>(active)});
-            ops.linear({input<T>(active, count, n), down, nullptr, as<const T>(middle), as<T>(out)});
+            args.push_back({
+                qkv_args<T>(layer->qkv, x, count, k, eps, *caches, sizes, {cosines, sines, slots}, q),
+                {input<T>(attended, count, width), o, nullptr, as<const T>(x), as<T>(middle)},
+                {input<T>(middle, count, k, layer->post_norm, eps), gate, up, as<T>(active)},
+                {input<T>(active, count, n), down, nullptr, as<const T>(middle), as<T>(out)},
+            });
             x = out;
         }
+        chosen->ops(type).layers(args.data(), num_layers, attention_args<T>(q, {}, sizes, batch, scale, attended));
     });
 }
 

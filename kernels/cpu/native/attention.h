@@ -381,12 +381,13 @@ class AttentionPlan {
         return count;
     }
 
-    // How many splits, from the first one on, a sequence shares with the one before it: both have the same blocks there,
-    // and all queries of both see all of the split.
+    // How many splits, from the first one on, a sequence shares with the one before it: both have the same blocks
+    // there, and all queries of both see all of the split.
     long shared_with_last(long i) const {
         if (i == 0 || queries(i - 1) != queries(i)) return 0;
         const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
-        const long context = smaller(args_.context_lens[i - 1], args_.context_lens[i]), block_size = args_.caches.block_size;
+        const long context = smaller(args_.context_lens[i - 1], args_.context_lens[i]);
+        const long block_size = args_.caches.block_size;
         for (long split = 0;; ++split) {
             const long end = (split + 1) * KV_SPLIT, first = split * KV_SPLIT / block_size;
             if (end > context - queries(i) + 1) return split;
@@ -403,7 +404,8 @@ class AttentionPlan {
 
 // Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for
 // long and reads little, a small one the other way round. So up to MOST_FOLLOWERS small ones follow each split of a
-// large one on its thread, which fetches their keys and values while it computes the split.
+// large one on its thread, which fetches their keys and values while it computes the split. An eighth of them is left
+// for the end, so that all threads finish at the same time.
 template <class T>
 class AttentionRun {
   public:
@@ -411,8 +413,8 @@ class AttentionRun {
 
     // `splits`: of all large tasks.
     AttentionRun(const Attention<T>& op, const AttentionTask* tasks, long large, long splits, long small)
-        : op_(op), tasks_(tasks), large_(large), splits_(splits), followers_(smaller(small, splits * MOST_FOLLOWERS)),
-          units_(large + small - followers_) {}
+        : op_(op), tasks_(tasks), large_(large), splits_(splits),
+          followers_(smaller(small - small / 8, splits * MOST_FOLLOWERS)), units_(large + small - followers_) {}
 
     void run() const {
         parallel(units_, [&](long unit) {
@@ -469,47 +471,71 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
+// The attention of a batch, planned once. It may run again with other caches in the same `args`, as those of the next
+// layer. Its plan lies in the scratch memory of the thread that made it.
 template <class T>
-void attention(const AttentionArgs<T>& args) {
-    const AttentionPlan<T> plan(args);
-    const Attention<T>& op = plan.op();
-    const long D = args.caches.head_dim, kv_heads = args.caches.kv_heads;
-    long large = 0, large_splits = 0, small = 0, memory = 0, splits = 0;
-    plan.visit_tasks([&](const QueryTile& tile, long first, long end) {
-        const bool is_large = plan.is_large(tile);
-        large += is_large, small += !is_large, large_splits += is_large ? end - first : 0;
-        splits = larger(splits, end);
-        if (plan.fits_tile(tile.sequence)) memory += Partial::size(op.rows(tile), D);
-    });
-    AttentionTask* tasks = scratch<AttentionTask>(TASKS, large + small);
-    float* partials = scratch<float>(RESULTS, memory);
+class PlannedAttention {
+  public:
+    explicit PlannedAttention(const AttentionArgs<T>& args) : args_(args), plan_(args) {
+        const Attention<T>& op = plan_.op();
+        long memory = 0;
+        plan_.visit_tasks([&](const QueryTile& tile, long first, long end) {
+            const bool is_large = plan_.is_large(tile);
+            large_ += is_large, small_ += !is_large, large_splits_ += is_large ? end - first : 0;
+            splits_ = larger(splits_, end);
+            if (plan_.fits_tile(tile.sequence)) memory += Partial::size(op.rows(tile), op.head_dim());
+        });
+        tasks_ = scratch<AttentionTask>(TASKS, large_ + small_);
+        parts_ = scratch<Partial>(PARTS, args.sequences * args.caches.kv_heads * splits_);
+        float* partials = scratch<float>(RESULTS, memory);
+        AttentionTask *next_large = tasks_, *next_small = tasks_ + large_;
+        long place = 0;
+        plan_.visit_tasks([&](const QueryTile& tile, long first, long end) {
+            const bool is_large = plan_.is_large(tile), is_whole = !plan_.fits_tile(tile.sequence);
+            *(is_large ? next_large : next_small)++ = {tile, first, end, is_whole ? nullptr : partials, place};
+            place += is_large ? end - first : 0;
+            if (is_whole) return;
+            const long rows = op.rows(tile);
+            for (long i = 0; i < tile.members; ++i)
+                parts(tile.sequence + i, tile.kv_head)[first] =
+                    Partial(partials, rows).from(i * rows / tile.members, op.head_dim());
+            partials += Partial::size(rows, op.head_dim());
+        });
+    }
+
+    void run() const {
+        AttentionRun<T>(plan_.op(), tasks_, large_, large_splits_, small_).run();
+        parallel(args_.sequences, [&](long sequence) {
+            if (plan_.fits_tile(sequence) && plan_.queries(sequence) > 0) fold_parts(sequence);
+        });
+    }
+
+  private:
     // For every sequence, key-value head and split that begins a part: where its rows of that part begin.
-    Partial* parts = scratch<Partial>(PARTS, args.sequences * kv_heads * splits);
-    AttentionTask *next_large = tasks, *next_small = tasks + large;
-    long place = 0;
-    plan.visit_tasks([&](const QueryTile& tile, long first, long end) {
-        const bool is_large = plan.is_large(tile), is_whole = !plan.fits_tile(tile.sequence);
-        *(is_large ? next_large : next_small)++ = {tile, first, end, is_whole ? nullptr : partials, place};
-        place += is_large ? end - first : 0;
-        if (is_whole) return;
-        const long rows = op.rows(tile);
-        for (long i = 0; i < tile.members; ++i)
-            parts[((tile.sequence + i) * kv_heads + tile.kv_head) * splits + first] =
-                Partial(partials, rows).from(i * rows / tile.members, D);
-        partials += Partial::size(rows, D);
-    });
-    AttentionRun<T>(op, tasks, large, large_splits, small).run();
-    parallel(args.sequences, [&](long sequence) {
-        if (!plan.fits_tile(sequence) || plan.queries(sequence) == 0) return;
-        QueryTile tile = {sequence, 1, 0, 0, plan.queries(sequence)};
-        const long rows = op.rows(tile);
-        for (; tile.kv_head < kv_heads; ++tile.kv_head) {
-            const Partial* part = parts + (sequence * kv_heads + tile.kv_head) * splits;
+    Partial* parts(long sequence, long kv_head) const {
+        return parts_ + (sequence * args_.caches.kv_heads + kv_head) * splits_;
+    }
+
+    void fold_parts(long sequence) const {
+        const Attention<T>& op = plan_.op();
+        QueryTile tile = {sequence, 1, 0, 0, plan_.queries(sequence)};
+        const long rows = op.rows(tile), D = op.head_dim();
+        for (; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) {
+            const Partial* part = parts(sequence, tile.kv_head);
             const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
             copy(part[0], state, rows, D);
-            for (long split = plan.first_part(sequence); plan.has_split(sequence, split); ++split)
+            for (long split = plan_.first_part(sequence); plan_.has_split(sequence, split); ++split)
                 fold(state, part[split], rows, D);
             op.finish(tile, state);
         }
-    });
-}
+    }
+
+    const AttentionArgs<T>& args_;
+    const AttentionPlan<T> plan_;
+    long large_ = 0, large_splits_ = 0, small_ = 0, splits_ = 0;
+    AttentionTask* tasks_;
+    Partial* parts_;
+};
+
+template <class T>
+void attention(const AttentionArgs<T>& args) { PlannedAttention<T>(args).run(); }

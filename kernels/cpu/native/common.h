@@ -101,6 +101,15 @@ struct AttentionArgs {
     float scale;  // positive: the largest score is found before it is scaled
 };
 
+// The ops of a layer but for its attention; their inputs are the outputs of those before.
+template <class T>
+struct LayerArgs {
+    QkvArgs<T> qkv;
+    LinearArgs<T> o;
+    GateUpArgs<T> gate_up;
+    LinearArgs<T> down;
+};
+
 // As in kernels/ops.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
@@ -128,6 +137,7 @@ struct Ops {
     void (*qkv)(const QkvArgs<T>&);
     void (*write_kv)(const Caches<T>&, const T* keys, const T* values, const int64_t* slots, long count);
     void (*attention)(const AttentionArgs<T>&);
+    void (*layers)(const LayerArgs<T>*, long count, AttentionArgs<T>);
     void (*head)(const HeadArgs<T>&);
     void (*rmsnorm)(const Input<T>&, T* out, long stride);
     void (*silu_mul)(const T* gate, const T* up, long count, T* out);

@@ -10,9 +10,10 @@
 #include "products.h"
 #include "projections.h"
 #include "attention.h"
+#include "layers.h"
 #include "head.h"
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
-    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, head<T>, rmsnorm<T>, silu_mul<T>,
+    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head<T>, rmsnorm<T>, silu_mul<T>,
 };
