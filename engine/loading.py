@@ -126,7 +126,7 @@ def _allocate(config: EngineConfig, find_folder: Callable[[str], Path]) -> Loade
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
-    model_config = DenseConfig.from_folder(folder, raw)
+    model_config = DenseConfig.from_json(raw, folder)
     eos_token_ids = read_eos_token_ids(folder, raw)
     _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
     dtype = _dtype(config, folder, model_config.dtype)

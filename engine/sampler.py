@@ -72,7 +72,7 @@ class Sampler:
         self.ops, self.head = backend, head
 
     def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
-        """One token for each draw. hidden: [M, hidden_size]."""
+        """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
         processed = [i for i, draw in enumerate(draws) if not draw.is_plain]
         if not processed:
             return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
@@ -137,9 +137,9 @@ class Sampler:
 
 
 def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
-    """What `next_tokens` needs to know of plain draws."""
-    rows, params, seeds, positions, _ = zip(*draws, strict=True)
-    columns = [rows, [GREEDY if p.is_greedy else SAMPLE for p in params], list(map(_as_signed, seeds)), positions]
+    """What `next_tokens` needs to know of draws, of which there is at least one: all but filters and banned tokens."""
+    row_ids, params, unsigned, places, _ = zip(*draws, strict=True)
+    columns = [row_ids, [GREEDY if p.is_greedy else SAMPLE for p in params], list(map(_as_signed, unsigned)), places]
 
     def send(values: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(values), device)

@@ -1,11 +1,13 @@
 """The shapes and constants of a dense decoder, from the config.json of a Llama, Qwen2 or Qwen3 checkpoint.
 
-Promises that what the decoder does not compute is refused. transformers reads and checks the file, but its own classes
-for the architectures are not used: they import its modelling code, which takes 150 MB.
+Promises that what the decoder does not compute is refused. The base class of transformers' configurations checks the
+values and brings old files up to date. Its classes for the architectures are not used: importing one imports torch's
+compiler too, which takes 150 MB.
 """
 
-# Without `from __future__ import annotations`: of annotations that are strings `strict` checks no types.
+# No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,8 +47,11 @@ class DenseConfig:
     rope_scale: float
 
     @classmethod
-    def from_folder(cls, folder: Path, raw: dict[str, Any]) -> "DenseConfig":
-        """Reads `raw`, what config.json of `folder` holds. Raise ModelError for what the decoder does not compute."""
+    def from_json(cls, raw: dict[str, Any], folder: Path) -> "DenseConfig":
+        """The configuration in `raw`, the content of config.json. `folder` is named in errors.
+
+        Raise ModelError for a file that is broken or describes what the decoder does not compute.
+        """
         architecture = _architecture(folder, raw)
         file = _parse(folder, raw)
         _check_supported(folder, file)
@@ -81,7 +86,9 @@ _size = partial(validated_field, _check_size)
 
 @strict
 class _ConfigFile(PreTrainedConfig):
-    """What config.json says of the decoder, in the names of transformers, which fills in `dtype`, `rope_parameters`."""
+    """The settings of config.json that the decoder needs, by transformers' names. The base class fills in `dtype` and
+    `rope_parameters`, from the keys of older files too (`torch_dtype`, `rope_theta`, `rope_scaling`).
+    """
 
     vocab_size: int = _size()
     hidden_size: int = _size()
@@ -115,12 +122,14 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
 
 def _parse(folder: Path, raw: dict[str, Any]) -> Any:
     try:
-        return _ConfigFile(**raw)
+        return _ConfigFile(**deepcopy(raw))  # it fills in the dicts that it is given
     except Exception as error:
-        cause = " ".join(str(error).split())
-        raise ModelError(
-            f"{folder}/config.json: expected what transformers can read, found a fault: {cause}; correct the file"
-        ) from error
+        raise _broken(folder, error) from error
+
+
+def _broken(folder: Path, error: Exception) -> ModelError:
+    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    return ModelError(f"{folder}/config.json: expected a model's settings, found a fault: {cause}; correct the file")
 
 
 def _check_supported(folder: Path, file: Any) -> None:
@@ -129,6 +138,7 @@ def _check_supported(folder: Path, file: Any) -> None:
         "attention_bias": (file.attention_bias, False),
         "mlp_bias": (file.mlp_bias, False),
         "use_sliding_window": (file.use_sliding_window, False),
+        "partial_rotary_factor": (file.rope_parameters.get("partial_rotary_factor", 1.0), 1.0),
         "head_dim % 2": (file.head_dim % 2, 0),
         "num_attention_heads % num_key_value_heads": (file.num_attention_heads % file.num_key_value_heads, 0),
     }
@@ -142,12 +152,15 @@ def _check_supported(folder: Path, file: Any) -> None:
 def _rope(folder: Path, file: Any) -> tuple[Tensor, float]:
     """(inv_freq, scale) of the checkpoint's rope variant."""
     parameters = file.rope_parameters
-    kind = parameters["rope_type"]
+    kind = parameters.get("rope_type")
     if kind not in SUPPORTED_ROPE:
         raise ModelError(
             f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)}, found {kind}; serve another model"
         )
-    if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](file, torch.device("cpu"))
-    exponents = torch.arange(0, file.head_dim, 2, dtype=torch.int64).float() / file.head_dim
-    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    try:
+        if kind != "default":
+            return ROPE_INIT_FUNCTIONS[kind](file, torch.device("cpu"))
+        exponents = torch.arange(0, file.head_dim, 2, dtype=torch.int64).float() / file.head_dim
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    except Exception as error:
+        raise _broken(folder, error) from error

@@ -20,9 +20,9 @@ from .backends import Served, for_served
 from .inputs import Paged, randn, same_bits, stored
 
 
-def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor, of_float32: float = 1.05) -> None:
-    """Errors are not larger than those of torch's op; in float32 their mean at most `of_float32` times as large, as
-    torch has other orders on other machines.
+def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor, most_mean: float = 1.05) -> None:
+    """Errors are hardly larger than those of torch's op: of 16-bit results the mean at most 1.001 and the largest 1.1
+    times as large, of float32 results `most_mean` and 3 times, as torch sums in other orders on other machines.
 
     16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, over torch's:
     products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
@@ -30,7 +30,7 @@ def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor, of
     0.94, activation 0.81 to 0.83, attention 0.96 to 0.98, log-softmax 0.69 to 0.80. The largest of some thousand errors
     is left more to chance: 0.45 to 1.0.
     """
-    mean, most = (of_float32, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
+    mean, most = (most_mean, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
     error, torch_error = ((x.double() - expected).abs() for x in (found, torch_found))
     assert error.mean() <= mean * torch_error.mean(), f"{error.mean() / torch_error.mean():.3f} times as large"
     assert error.max() <= most * torch_error.max(), f"{error.max() / torch_error.max():.3f} times as large"
@@ -51,10 +51,10 @@ def test_linear(served: Served, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("n,k", [(700, 576), (300, 1536), (513, 130)])
 def test_lm_head_against_torch(quick: Served, n: int, k: int) -> None:
-    """Not in an interpreter: it adds the terms of a product one by one, and the error of that order is its own.
+    """Next to torch's product in float32, for 16-bit weights too; torch's own mean error differs by 10% there between 1
+    and 64 rows. Measured for 16-bit weights: 0.75 to 1.13. Next to torch's 16-bit product errors are under 1%.
 
-    Of 16-bit weights too this is next to torch's float32 product, whose orders for 1 and for 64 rows differ by 10% in
-    their own mean errors. Measured: 0.75 to 1.13; next to a 16-bit product of torch far below.
+    Not in an interpreter, which adds the terms of a product one by one and so has another error.
     """
     x, weight = randn(64, k, dtype=quick.dtype), randn(n, k, dtype=quick.dtype, seed=1)
     exact = x.double() @ weight.double().T

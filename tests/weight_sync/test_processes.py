@@ -99,8 +99,7 @@ with WeightPublisher(transport, folder=folder or None, timeout=60.0) as publishe
     except PushError as error:
         print("refused", error, flush=True)
 dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # torch's caches of DTensors keep gloo's threads running, and those may abort what finalises beside them
+os._exit(0)  # DTensor's caches keep gloo's threads alive, which can abort a normal exit of the interpreter
 """
 
 

@@ -425,8 +425,8 @@ EXPORT void trueroll_layers(
 
 EXPORT void trueroll_head(
     long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
-    const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions, const int64_t* targets, int64_t* tokens,
-    float* logprobs, uint8_t* finite
+    const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
+    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
@@ -473,7 +473,9 @@ EXPORT void trueroll_rotation(
 }
 
 // Log-probs of one token of each row of float32 logits [count, n].
-EXPORT void trueroll_log_probs(long threads, const float* logits, long count, long n, const int64_t* tokens, float* out) {
+EXPORT void trueroll_log_probs(
+    long threads, const float* logits, long count, long n, const int64_t* tokens, float* out
+) {
     const Call call(threads);
     parallel(count, [&](long row) {
         float peak, total;

@@ -272,7 +272,8 @@ class Attention {
         }
     }
 
-    // The largest of a row's scores for `seen` keys. Fills up to a pair of panels with -inf, which `weigh` takes at once.
+    // The largest of a row's scores for `seen` keys. Fills up to a pair of panels with -inf, as `weigh` takes two at
+    // once.
     float highest(float* scores, long seen) const {
         for (long i = seen; i < round_up(seen, 2 * LANES); ++i) scores[i] = -INFINITY;
         F most = set1(-INFINITY);
@@ -310,10 +311,10 @@ struct AttentionTask {
 };
 
 // Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
-// each split is a task of its own, so that a long sequence keeps all threads busy; sequences that follow each other and
-// hold the same blocks there share the task, and read them once. The splits that such sequences share from the first one
-// on are one task, which leaves a single part to fold, if it has many rows (`is_large`) and such tasks divide evenly
-// among the threads, or are four or more for each.
+// each split is a task of its own, so that a long sequence keeps all threads busy; neighbouring sequences with equally
+// many queries and the same blocks up to the end of a split share its task, and read it once. The splits that such
+// sequences share are one task, which leaves a single part to fold, if it has many rows (`is_large`) and such tasks
+// divide evenly among the threads, or are four or more for each.
 template <class T>
 class AttentionPlan {
   public:
@@ -321,7 +322,8 @@ class AttentionPlan {
         : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)),
           shared_(scratch<long>(SHARED, args.sequences)), first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
         long tasks = 0;
-        for (long i = 0; i < args_.sequences; ++i) shared_[i] = shared_with_last(i), first_parts_[i] = 1;
+        // `members` reads both.
+        for (long i = 0; i < args_.sequences; ++i) shared_[i] = shared_with_previous(i), first_parts_[i] = 1;
         for (long i = 0, count; i < args_.sequences; i += count) {
             count = members(i, 0);
             if (count == 1 || !is_large({i, count, 0, 0, queries(i)})) continue;
@@ -370,7 +372,9 @@ class AttentionPlan {
         for (tile.kv_head = 0; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) visit(tile, first, end);
     }
 
-    bool begins_task(long i, long split) const { return has_split(i, split) && (split == 0 || split >= first_parts_[i]); }
+    bool begins_task(long i, long split) const {
+        return has_split(i, split) && (split == 0 || split >= first_parts_[i]);
+    }
 
     // How many sequences from i on have a task that begins with a split in common; 1 if i has none.
     long members(long i, long split) const {
@@ -383,7 +387,7 @@ class AttentionPlan {
 
     // How many splits, from the first one on, a sequence shares with the one before it: both have the same blocks
     // there, and all queries of both see all of the split.
-    long shared_with_last(long i) const {
+    long shared_with_previous(long i) const {
         if (i == 0 || queries(i - 1) != queries(i)) return 0;
         const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
         const long context = smaller(args_.context_lens[i - 1], args_.context_lens[i]);
@@ -399,13 +403,14 @@ class AttentionPlan {
     const AttentionArgs<T>& args_;
     const Attention<T> op_;
     const long most_;
+    // By sequence: the splits it shares with the one before it, and those its first task joins.
     long *const shared_, *const first_parts_;
 };
 
 // Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for
 // long and reads little, a small one the other way round. So up to MOST_FOLLOWERS small ones follow each split of a
-// large one on its thread, which fetches their keys and values while it computes the split. An eighth of them is left
-// for the end, so that all threads finish at the same time.
+// large one on its thread, which fetches their keys and values while it computes the split. At least an eighth of them,
+// rounded down, follows none and comes last, so that the threads finish close together.
 template <class T>
 class AttentionRun {
   public:
@@ -471,23 +476,41 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once. It may run again with other caches in the same `args`, as those of the next
-// layer. Its plan lies in the scratch memory of the thread that made it.
+// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, in which only
+// the memory of q, out and the caches may change between runs. The plan lies in scratch memory of the thread that made
+// it, and holds until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {
   public:
     explicit PlannedAttention(const AttentionArgs<T>& args) : args_(args), plan_(args) {
+        count();
+        tasks_ = scratch<AttentionTask>(TASKS, large_ + small_);
+        parts_ = scratch<Partial>(PARTS, args.sequences * args.caches.kv_heads * splits_);
+        fill();
+    }
+
+    void run() const {
+        AttentionRun<T>(plan_.op(), tasks_, large_, large_splits_, small_).run();
+        parallel(args_.sequences, [&](long sequence) {
+            if (plan_.fits_tile(sequence) && plan_.queries(sequence) > 0) fold_parts(sequence);
+        });
+    }
+
+  private:
+    void count() {
         const Attention<T>& op = plan_.op();
-        long memory = 0;
         plan_.visit_tasks([&](const QueryTile& tile, long first, long end) {
             const bool is_large = plan_.is_large(tile);
             large_ += is_large, small_ += !is_large, large_splits_ += is_large ? end - first : 0;
             splits_ = larger(splits_, end);
-            if (plan_.fits_tile(tile.sequence)) memory += Partial::size(op.rows(tile), op.head_dim());
+            if (plan_.fits_tile(tile.sequence)) memory_ += Partial::size(op.rows(tile), op.head_dim());
         });
-        tasks_ = scratch<AttentionTask>(TASKS, large_ + small_);
-        parts_ = scratch<Partial>(PARTS, args.sequences * args.caches.kv_heads * splits_);
-        float* partials = scratch<float>(RESULTS, memory);
+    }
+
+    // Fills in the tasks and where their results go.
+    void fill() {
+        const Attention<T>& op = plan_.op();
+        float* partials = scratch<float>(RESULTS, memory_);
         AttentionTask *next_large = tasks_, *next_small = tasks_ + large_;
         long place = 0;
         plan_.visit_tasks([&](const QueryTile& tile, long first, long end) {
@@ -503,14 +526,6 @@ class PlannedAttention {
         });
     }
 
-    void run() const {
-        AttentionRun<T>(plan_.op(), tasks_, large_, large_splits_, small_).run();
-        parallel(args_.sequences, [&](long sequence) {
-            if (plan_.fits_tile(sequence) && plan_.queries(sequence) > 0) fold_parts(sequence);
-        });
-    }
-
-  private:
     // For every sequence, key-value head and split that begins a part: where its rows of that part begin.
     Partial* parts(long sequence, long kv_head) const {
         return parts_ + (sequence * args_.caches.kv_heads + kv_head) * splits_;
@@ -532,7 +547,7 @@ class PlannedAttention {
 
     const AttentionArgs<T>& args_;
     const AttentionPlan<T> plan_;
-    long large_ = 0, large_splits_ = 0, small_ = 0, splits_ = 0;
+    long large_ = 0, large_splits_ = 0, small_ = 0, splits_ = 0, memory_ = 0;
     AttentionTask* tasks_;
     Partial* parts_;
 };

@@ -101,7 +101,8 @@ struct AttentionArgs {
     float scale;  // positive: the largest score is found before it is scaled
 };
 
-// The ops of a layer but for its attention; their inputs are the outputs of those before.
+// The arguments of a layer's ops in their order, but for the attention, which comes after qkv. Each op reads what those
+// before it wrote.
 template <class T>
 struct LayerArgs {
     QkvArgs<T> qkv;
@@ -113,8 +114,8 @@ struct LayerArgs {
 // As in kernels/ops.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
-// What is asked for, `count` times. `rows`: which row of `hidden` it reads. `targets`: SAMPLE, GREEDY, or the token whose
-// log-prob is asked for. `raw`: the log-prob is of the logits as they are, not over the temperature.
+// What is asked for, `count` times. `rows`: which row of `hidden` it reads. `targets`: SAMPLE, GREEDY, or the token
+// whose log-prob is asked for. `raw`: the log-prob is of the logits as they are, not over the temperature.
 template <class T>
 struct HeadArgs {
     const T* hidden;
@@ -155,7 +156,7 @@ struct InstructionSet {
     const Ops<float>& ops(float) const { return float32; }
 };
 
-// The log-prob of a logit, rounded once; `peak` and `total` as above.
+// The log-prob of a logit, from what `log_sum_exp` gives for its row; computed in double and rounded once.
 inline float log_prob(float logit, float peak, float total) {
     return static_cast<float>((static_cast<double>(logit) - peak) - ::log(static_cast<double>(total)));
 }

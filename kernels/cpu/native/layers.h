@@ -1,10 +1,10 @@
 // A run of layers. A part of kernels.h.
 
-// One layer after the other. `args`: of each one's attention, but for the place of its caches.
+// Runs layers one after the other. `args`: the attention of all of them; the memory of its caches is each layer's own.
 template <class T>
-void layers(const LayerArgs<T>* layers, long count, AttentionArgs<T> args) {
+void layers(const LayerArgs<T>* first, long count, AttentionArgs<T> args) {
     const PlannedAttention<T> attention(args);
-    for (const LayerArgs<T>* layer = layers; layer != layers + count; ++layer) {
+    for (const LayerArgs<T>* layer = first; layer != first + count; ++layer) {
         qkv(layer->qkv);
         args.caches = layer->qkv.caches;
         attention.run();

@@ -4,6 +4,7 @@
 // n values of x over their root mean square, rounded, times weight; x and out may be the same.
 template <class T>
 void normalize(const T* x, long n, const T* weight, float eps, T* out) {
+    // Several partial sums: fewer roundings in each.
     constexpr int SUMS = 4;
     F sums[SUMS] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
     long start = 0;
@@ -111,7 +112,8 @@ void silu_mul(const T* gate, const T* up, long count, T* out) {
 template <class T>
 void gate_up(const GateUpArgs<T>& args) {
     const Left<T> left(args.x);
-    // Of each matrix: 32 columns, whole cache lines of the output, so that no two threads write to the same one.
+    // 32 columns of each matrix: whole cache lines of the output if N is a multiple of 32, so that no two threads write
+    // to the same line.
     const long N = args.gate.rows, panels = args.gate.panels(), width = 2;
     for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
         const long first = group * width, n = smaller(width, panels - first), ldc = 2 * n * LANES;

@@ -88,6 +88,12 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(hidden_act="gelu"), "hidden_act = 'silu'.*found 'gelu'"),
         (dict(attention_bias=True), "attention_bias"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found dynamic"),
+        (
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
+            "partial_rotary_factor",
+        ),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta="x")), "config.json: .* found a fault: TypeError"),
+        (dict(rope_parameters=dict(rope_type="linear", factor=None)), "config.json: .* found a fault: TypeError"),
         (dict(architectures=None), "found none"),
         (dict(num_attention_heads="many"), r"config.json: .*'num_attention_heads' expected int, got str"),
         (dict(num_attention_heads=0), "config.json: .*'num_attention_heads'.* expected at least 1, found 0"),
@@ -124,12 +130,14 @@ OLD_FILES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", OLD_FILES)
-def test_files_that_older_transformers_saved_are_read_as_it_reads_them(tmp_path: Path, family: str, name: str) -> None:
+def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, family: str, name: str) -> None:
+    """Qwen3 is left out: its files have always said their head_dim."""
     architecture = f"{family.capitalize()}ForCausalLM"
     raw = dict(architectures=[architecture], model_type=family, vocab_size=99, hidden_size=64, intermediate_size=77)
     raw |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=None, max_position_embeddings=512)
-    (tmp_path / "config.json").write_text(json.dumps(raw | OLD_FILES[name]))
-    found = DenseConfig.from_folder(tmp_path, raw | OLD_FILES[name])
+    raw |= OLD_FILES[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = DenseConfig.from_json(raw, tmp_path)
     expected = AutoConfig.from_pretrained(tmp_path)
     rope = AutoModelForCausalLM.from_config(expected).model.rotary_emb
     assert torch.equal(found.inv_freq, rope.inv_freq) and found.rope_scale == rope.attention_scaling
@@ -143,11 +151,11 @@ import sys
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.loading import load_model
 assert load_model(EngineConfig(model=sys.argv[1], device="cpu")).model
-print(sorted({"transformers.modeling_utils", "torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()))
+print(sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()))
 """
 
 
-def test_a_model_is_loaded_without_the_modelling_code_of_transformers(tiny_llama: Path) -> None:
-    """It would take more memory than the rest of the worker's Python."""
+def test_a_model_is_loaded_without_torchs_compiler(tiny_llama: Path) -> None:
+    """transformers' configuration classes would import it: 150 MB in each worker."""
     printed = subprocess.run([sys.executable, "-c", LOAD, str(tiny_llama)], check=True, capture_output=True, text=True)
     assert printed.stdout == "[]\n"

@@ -36,7 +36,7 @@ def test_shipped_configurations(
     name: str, architecture: str, num_parameters: int, heads: tuple[int, int, int], max_position_embeddings: int
 ) -> None:
     folder = find_config(name)
-    config = DenseConfig.from_folder(folder, read_config(folder))
+    config = DenseConfig.from_json(read_config(folder), folder)
     assert (config.architecture, config.dtype) == (architecture, torch.bfloat16)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == heads
     assert (config.max_position_embeddings, config.rms_norm_eps) == (max_position_embeddings, 1e-6)
