@@ -23,6 +23,14 @@ from ..errors import ModelError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+# What transformers takes for settings that a file leaves out, where the architectures differ.
+_DEFAULTS: dict[str, dict[str, int]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+# What `_ConfigFile` understands beside its fields.
+_OTHER_KEYS = {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class DenseConfig:
         Raise ModelError for a file that is broken or describes what the decoder does not compute.
         """
         architecture = _architecture(folder, raw)
-        file = _parse(folder, raw)
+        file = _parse(folder, _DEFAULTS[architecture] | raw)
         _check_supported(folder, file)
         inv_freq, rope_scale = _rope(folder, file)
         return cls(
@@ -77,8 +85,13 @@ class DenseConfig:
 
 
 def _check_size(size: int | None) -> None:
-    if size is not None and size < 1:
-        raise ValueError(f"expected at least 1, found {size}")
+    if size is not None and not 1 <= size < 2**60:
+        raise ValueError(f"expected at least 1 and less than 2**60, found {size}")
+
+
+def _check_eps(eps: float) -> None:
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"expected a finite number of at least 0, found {eps}")
 
 
 _size = partial(validated_field, _check_size)
@@ -99,12 +112,12 @@ class _ConfigFile(PreTrainedConfig):
     num_key_value_heads: int | None = _size(default=None)
     head_dim: int | None = _size(default=None)
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = validated_field(_check_eps, default=1e-6)
     rope_parameters: Any = None
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    use_sliding_window: bool = False
+    attention_bias: Any = False
+    mlp_bias: Any = False
+    use_sliding_window: Any = False
 
     def __post_init__(self, **others: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -112,8 +125,12 @@ class _ConfigFile(PreTrainedConfig):
         super().__post_init__(**others)
 
 
+_KEYS = _OTHER_KEYS | set(_ConfigFile.__annotations__)
+
+
 def _architecture(folder: Path, raw: dict[str, Any]) -> str:
-    name = (raw.get("architectures") or ["none"])[0]
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
     if name not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
         raise ModelError(f"{folder}: expected an architecture of {supported}, found {name}; serve another model")
@@ -122,7 +139,8 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
 
 def _parse(folder: Path, raw: dict[str, Any]) -> Any:
     try:
-        return _ConfigFile(**deepcopy(raw))  # it fills in the dicts that it is given
+        # A copy, as it fills in the dicts that it is given.
+        return _ConfigFile(**deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
     except Exception as error:
         raise _broken(folder, error) from error
 
@@ -135,9 +153,9 @@ def _broken(folder: Path, error: Exception) -> ModelError:
 def _check_supported(folder: Path, file: Any) -> None:
     faults = {
         "hidden_act": (file.hidden_act, "silu"),
-        "attention_bias": (file.attention_bias, False),
-        "mlp_bias": (file.mlp_bias, False),
-        "use_sliding_window": (file.use_sliding_window, False),
+        "attention_bias": (bool(file.attention_bias), False),
+        "mlp_bias": (bool(file.mlp_bias), False),
+        "use_sliding_window": (bool(file.use_sliding_window), False),
         "partial_rotary_factor": (file.rope_parameters.get("partial_rotary_factor", 1.0), 1.0),
         "head_dim % 2": (file.head_dim % 2, 0),
         "num_attention_heads % num_key_value_heads": (file.num_attention_heads % file.num_key_value_heads, 0),
@@ -153,14 +171,22 @@ def _rope(folder: Path, file: Any) -> tuple[Tensor, float]:
     """(inv_freq, scale) of the checkpoint's rope variant."""
     parameters = file.rope_parameters
     kind = parameters.get("rope_type")
-    if kind not in SUPPORTED_ROPE:
+    if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
         raise ModelError(
-            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)}, found {kind}; serve another model"
+            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)} for all layers, found {parameters}; "
+            "serve another model"
         )
     try:
-        if kind != "default":
-            return ROPE_INIT_FUNCTIONS[kind](file, torch.device("cpu"))
-        exponents = torch.arange(0, file.head_dim, 2, dtype=torch.int64).float() / file.head_dim
-        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+        inv_freq, scale = _inv_freq(file, kind)
     except Exception as error:
         raise _broken(folder, error) from error
+    if not (inv_freq.isfinite() & (inv_freq > 0)).all():
+        raise ModelError(f"{folder}: expected rope parameters that rotate, found {parameters}; correct config.json")
+    return inv_freq, scale
+
+
+def _inv_freq(file: Any, kind: str) -> tuple[Tensor, float]:
+    if kind != "default":
+        return ROPE_INIT_FUNCTIONS[kind](file, torch.device("cpu"))
+    exponents = torch.arange(0, file.head_dim, 2, dtype=torch.int64).float() / file.head_dim
+    return 1.0 / file.rope_parameters["rope_theta"] ** exponents, 1.0

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..errors import ModelError
 
@@ -81,6 +80,9 @@ def _gguf_file() -> Path:
 
 
 def _convert(folder: Path) -> None:
+    # Here, as it may import torch's compiler: 150 MB that no later start needs.
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     source = _gguf_file()
     _log.info("converting %s to %s, once", source.name, folder.parent)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)

@@ -87,16 +87,21 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
     [
         (dict(hidden_act="gelu"), "hidden_act = 'silu'.*found 'gelu'"),
         (dict(attention_bias=True), "attention_bias"),
-        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found dynamic"),
+        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found .*dynamic"),
         (
             dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
             "partial_rotary_factor",
         ),
         (dict(rope_parameters=dict(rope_type="default", rope_theta="x")), "config.json: .* found a fault: TypeError"),
         (dict(rope_parameters=dict(rope_type="linear", factor=None)), "config.json: .* found a fault: TypeError"),
-        (dict(architectures=None), "found none"),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=-5.0)), "rope parameters that rotate"),
+        (dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0))), "for all layers"),
+        (dict(rms_norm_eps=float("nan")), "config.json: .*'rms_norm_eps'.* expected a finite number"),
+        (dict(hidden_size=2**63), "config.json: .*'hidden_size'.* less than"),
+        (dict(architectures=None), "found None"),
+        (dict(architectures=5), "found None"),
         (dict(num_attention_heads="many"), r"config.json: .*'num_attention_heads' expected int, got str"),
-        (dict(num_attention_heads=0), "config.json: .*'num_attention_heads'.* expected at least 1, found 0"),
+        (dict(num_attention_heads=0), "config.json: .*'num_attention_heads'.* expected at least 1 .* found 0"),
         (dict(vocab_size=None), r"config.json: .*'vocab_size' expected int, got NoneType"),
         (dict(head_dim=15), "head_dim"),
         (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads = 0 .*found 1"),
@@ -112,6 +117,7 @@ def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, c
 
 OLD_FILES: dict[str, dict[str, Any]] = {
     "nothing optional": {},
+    "null": dict(num_key_value_heads=None, max_position_embeddings=512),
     "theta beside null": dict(rope_theta=5e5, rope_scaling=None),
     "linear": dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=1e5),
     "llama3": dict(
@@ -128,20 +134,19 @@ OLD_FILES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("name", OLD_FILES)
 def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, family: str, name: str) -> None:
-    """Qwen3 is left out: its files have always said their head_dim."""
     architecture = f"{family.capitalize()}ForCausalLM"
-    raw = dict(architectures=[architecture], model_type=family, vocab_size=99, hidden_size=64, intermediate_size=77)
-    raw |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=None, max_position_embeddings=512)
-    raw |= OLD_FILES[name]
+    raw = dict(architectures=[architecture], model_type=family, vocab_size=99, hidden_size=1024, intermediate_size=77)
+    raw |= dict(num_hidden_layers=2, num_attention_heads=64, num_labels=3, use_sliding_window=False) | OLD_FILES[name]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found = DenseConfig.from_json(raw, tmp_path)
     expected = AutoConfig.from_pretrained(tmp_path)
     rope = AutoModelForCausalLM.from_config(expected).model.rotary_emb
     assert torch.equal(found.inv_freq, rope.inv_freq) and found.rope_scale == rope.attention_scaling
-    assert (found.num_kv_heads, found.head_dim) == (4, 16) and found.dtype == (expected.dtype or torch.float32)
+    assert found.num_kv_heads == expected.num_key_value_heads
+    assert found.head_dim == getattr(expected, "head_dim", 16) and found.dtype == (expected.dtype or torch.float32)
     same = ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "vocab_size", "intermediate_size")
     assert [getattr(found, key) for key in same] == [getattr(expected, key) for key in same]
 
