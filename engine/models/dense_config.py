@@ -21,16 +21,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import ModelError
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-# What transformers takes for settings that a file leaves out, where the architectures differ.
+# For each architecture what transformers takes for settings that a file leaves out, where they differ.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
 # What `_ConfigFile` understands beside its fields.
-_OTHER_KEYS = {"dtype", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DenseConfig:
         """
         architecture = _architecture(folder, raw)
         file = _parse(folder, _DEFAULTS[architecture] | raw)
-        _check_supported(folder, file)
+        _check_supported(folder, raw, file)
         inv_freq, rope_scale = _rope(folder, file)
         return cls(
             architecture=architecture,
@@ -125,14 +125,14 @@ class _ConfigFile(PreTrainedConfig):
         super().__post_init__(**others)
 
 
-_KEYS = _OTHER_KEYS | set(_ConfigFile.__annotations__)
+_KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(_ConfigFile.__annotations__)
 
 
 def _architecture(folder: Path, raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    if name not in SUPPORTED_ARCHITECTURES:
-        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+    if not isinstance(name, str) or name not in _DEFAULTS:
+        supported = ", ".join(_DEFAULTS)
         raise ModelError(f"{folder}: expected an architecture of {supported}, found {name}; serve another model")
     return name
 
@@ -150,13 +150,14 @@ def _broken(folder: Path, error: Exception) -> ModelError:
     return ModelError(f"{folder}/config.json: expected a model's settings, found a fault: {cause}; correct the file")
 
 
-def _check_supported(folder: Path, file: Any) -> None:
+def _check_supported(folder: Path, raw: dict[str, Any], file: Any) -> None:
     faults = {
         "hidden_act": (file.hidden_act, "silu"),
         "attention_bias": (bool(file.attention_bias), False),
         "mlp_bias": (bool(file.mlp_bias), False),
         "use_sliding_window": (bool(file.use_sliding_window), False),
         "partial_rotary_factor": (file.rope_parameters.get("partial_rotary_factor", 1.0), 1.0),
+        "per_layer_config": (raw.get("per_layer_config") or None, None),
         "head_dim % 2": (file.head_dim % 2, 0),
         "num_attention_heads % num_key_value_heads": (file.num_attention_heads % file.num_key_value_heads, 0),
     }

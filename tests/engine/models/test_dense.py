@@ -19,21 +19,12 @@ from trueroll.engine.models.dense_config import DenseConfig
 
 from ..drive import make_engine, score, tokens
 
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
-    "llama3": (
-        "llama",
-        dict(
-            rope_parameters=dict(
-                rope_type="llama3",
-                rope_theta=5e5,
-                factor=8.0,
-                low_freq_factor=1.0,
-                high_freq_factor=4.0,
-                original_max_position_embeddings=64,
-            )
-        ),
-    ),
+    "llama3": ("llama", dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5))),
     "yarn": (
         "qwen3",
         dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=256)),
@@ -103,6 +94,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(num_attention_heads="many"), r"config.json: .*'num_attention_heads' expected int, got str"),
         (dict(num_attention_heads=0), "config.json: .*'num_attention_heads'.* expected at least 1 .* found 0"),
         (dict(vocab_size=None), r"config.json: .*'vocab_size' expected int, got NoneType"),
+        (dict(per_layer_config={"1": {"rms_norm_eps": 1e-3}}), "expected per_layer_config = None"),
         (dict(head_dim=15), "head_dim"),
         (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads = 0 .*found 1"),
         (dict(vocab_size=2**50), "fit into memory"),
@@ -120,16 +112,9 @@ OLD_FILES: dict[str, dict[str, Any]] = {
     "null": dict(num_key_value_heads=None, max_position_embeddings=512),
     "theta beside null": dict(rope_theta=5e5, rope_scaling=None),
     "linear": dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=1e5),
-    "llama3": dict(
-        rope_scaling=dict(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        )
-    ),
+    "llama3": dict(rope_scaling=LLAMA3),
     "yarn": dict(rope_scaling=dict(type="yarn", factor=4.0)),
+    "yarn of another length": dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=256),
     "torch_dtype": dict(torch_dtype="bfloat16", tie_word_embeddings=True, rms_norm_eps=1e-5, pad_token_id=-1),
 }
 
