@@ -6,6 +6,8 @@ torch, so that clients share these types with the engine.
 
 from __future__ import annotations
 
+import hashlib
+import reprlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -19,9 +21,16 @@ LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
 InFlight: TypeAlias = Literal["drain", "recompute", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+"""Of one stop string."""
+MAX_STOP_TOKEN_IDS = 4096
+_MAX_SHOWN_FAULTS = 4
+
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
 CacheSalt: TypeAlias = Annotated[str, Field(max_length=1024)]
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class Distribution(BaseModel):
@@ -68,19 +77,23 @@ class Distribution(BaseModel):
 class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded.
 
-    `seed` None lets the worker draw one; sample i uses `derive_seed(seed, i)`. A sample ends at an end-of-sequence
-    token of the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop`, none of them before
-    `min_tokens`; the tokens that ended it are part of it. `logprobs` says of which distribution: `processed` (after
-    temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw` (the model's own) or
-    None. `cache_salt` keeps prefix reuse among requests with the same salt.
+    `seed` None lets the worker take `seed_of` the request; sample i uses `derive_seed(seed, i)`. A sample ends at an
+    end-of-sequence token of the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop`, none of
+    them before `min_tokens`; the tokens that ended it are part of it. `logprobs` says of which distribution:
+    `processed` (after temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw`
+    (the model's own) or None. `cache_salt` keeps prefix reuse among requests with the same salt.
     """
 
     n: int = Field(default=1, ge=1)
     max_tokens: int = Field(default=128, ge=1)
     min_tokens: int = Field(default=0, ge=0)
     seed: Seed | None = None
-    stop_token_ids: Annotated[tuple[TokenId, ...], FailFast()] = Field(default=(), strict=False)
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], FailFast()] = Field(default=(), strict=False)
+    stop_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(
+        default=(), strict=False
+    )
+    stop: Annotated[tuple[StopString, ...], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(
+        default=(), strict=False
+    )
     ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
     cache_salt: CacheSalt | None = None
@@ -93,17 +106,39 @@ class SamplingParams(Distribution):
 
 
 def describe_validation_error(error: ValidationError) -> str:
-    """One line for all faults of a pydantic error: which field, what was expected, what was found."""
-    return "; ".join(_describe_fault(fault) for fault in error.errors())
+    """One line for the first faults of a pydantic error: which field, what was expected, what was found."""
+    shown = [_describe_fault(fault) for fault in error.errors()[:_MAX_SHOWN_FAULTS]]
+    hidden = error.error_count() - len(shown)
+    return "; ".join(shown + [f"and {hidden} more"] * bool(hidden))
 
 
 def _describe_fault(fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"])
+    where = ".".join(str(part)[:80] for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         return f"{where}: unknown parameter; remove it or check its spelling"
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
-    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {fault['input']!r:.80}"
+    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {brief(fault['input'])}"
+
+
+class _Brief(reprlib.Repr):
+    """Python's own `repr` walks through all of a value, however long, and raises where it is deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = 80
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[: self.maxother])
+
+    def repr_int(self, value: int, level: int) -> str:
+        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
+
+
+def brief(value: object) -> str:
+    """What was found, for the text of an error: at most 80 characters of any value, and the work that they take."""
+    return _Brief().repr(value)[:80]
 
 
 @dataclass(frozen=True)
@@ -190,3 +225,11 @@ def derive_seed(seed: int, index: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def seed_of(id: str, prompt: bytes) -> int:
+    """The 63-bit seed of a request that names none: its id's and its prompt's, so that the same request asked again,
+    of any worker, draws the same samples.
+    """
+    digest = hashlib.blake2b(len(id).to_bytes(8, "little") + id.encode() + prompt, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

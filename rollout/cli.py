@@ -99,6 +99,9 @@ def serve(
     max_queued_requests: Annotated[int, typer.Option(help="Most requests accepted and not finished.")] = WORKER[
         "max_queued_requests"
     ],
+    max_queued_samples: Annotated[int, typer.Option(help="Most samples of them that are not finished.")] = WORKER[
+        "max_queued_samples"
+    ],
     max_kept_results: Annotated[int, typer.Option(help="Most results kept until a client acknowledges them.")] = WORKER[
         "max_kept_results"
     ],

@@ -5,18 +5,18 @@ Owns the meaning of the calls. The connection below owns sending, reconnecting a
 the messages. Imports neither torch nor transformers.
 
 Promises: a call returns when all its requests have ended, or raises the first error that one of them met; then the
-others are aborted on the worker, as they are when the call is cancelled, interrupted, or its stream closed early. The
+others are given up, as they are when the call is cancelled, interrupted, or its stream closed early: the worker aborts
+what nobody else waits for. A worker that is lost is told nothing, so that its requests can be asked for again. The
 worker is told when results have arrived, so that it keeps them no longer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
+import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -25,10 +25,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from ..engine.errors import InvalidRequestError, TruerollError
-from ..engine.request import Distribution, InFlight, SampleOutput, SamplingParams, describe_validation_error
+from ..engine.request import Distribution, InFlight, SampleOutput, SamplingParams, brief, describe_validation_error
 from . import protocol
 from .connection import Connection, Inbox
-from .errors import RequestAbortedError
+from .errors import RequestAbortedError, WorkerLostError
+from .loop_thread import LoopThread
 
 T = TypeVar("T")
 M = TypeVar(
@@ -76,9 +77,11 @@ class AsyncRolloutClient:
         """Samples of every prompt, one Group each, in order.
 
         `params`: one for all prompts, or a list with one for each; None: the defaults. A seed is used as it is for
-        every prompt, so the same prompt given twice gives the same samples. `request_ids`: the ids to submit under;
-        asking again with the same id and content gives the same result without computing it again. `progress` shows a
-        bar on a terminal.
+        every prompt, so the same prompt given twice gives the same samples. `request_ids`: the ids to submit under, new
+        ones if not given. Where `params` has no seed, the id and the prompt give it: asking again with the same id and
+        content, of any worker with the same weights, gives the same samples, also after a crash of either side. While
+        the first asking is unfinished, or its end was lost, nothing is computed twice. `progress` shows a bar on a
+        terminal.
         """
         requests = _generate_messages(prompts, params, request_ids)
         samples: list[dict[int, SampleOutput]] = [{} for _ in requests]
@@ -117,8 +120,9 @@ class AsyncRolloutClient:
         aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        fields = dict(distribution=distribution, cache_salt=cache_salt, call=_new_id())
         requests = [
-            _message(protocol.Score, id=_new_id(), token_ids=tokens, distribution=distribution, cache_salt=cache_salt)
+            _message(protocol.Score, id=_new_id(), token_ids=tokens, **fields)
             for tokens in _token_arrays(sequences, "sequences")
         ]
         scores: dict[int, np.ndarray] = {}
@@ -221,8 +225,9 @@ class AsyncRolloutClient:
         self._check_ids([request.id for request in requests])
         inbox: Inbox = asyncio.Queue()
         positions = {request.id: position for position, request in enumerate(requests)}
-        unfinished, unwanted = set(positions), set(positions)
+        unfinished, finished = set(positions), set()
         seen: set[tuple[str, int]] = set()
+        is_lost = False
         try:
             for request in requests:
                 self._connection.call(request, inbox)
@@ -230,10 +235,11 @@ class AsyncRolloutClient:
                 id, reply = await inbox.get()
                 if isinstance(reply, TruerollError):
                     unfinished.discard(id)
-                    unwanted.discard(id)  # it left no result, and an id in conflict names somebody else's
+                    is_lost = isinstance(reply, WorkerLostError)
                     raise reply
                 if not isinstance(reply, protocol.Sample):
                     unfinished.discard(id)
+                    finished.add(id)
                 elif (id, reply.index) in seen:
                     continue  # the worker repeats what it sent when a request is sent again after a reconnect
                 else:
@@ -241,9 +247,22 @@ class AsyncRolloutClient:
                 yield positions[id], reply
         finally:
             self._connection.give_up(unfinished)
-            for id in unfinished:
-                self._connection.notify(protocol.Abort(id=_new_id(), request_id=id))
-            self._connection.notify(protocol.Ack(ids=tuple(unwanted)))
+            if not is_lost:
+                self._settle(requests, unfinished, finished)
+
+    def _settle(
+        self,
+        requests: Sequence[protocol.Generate] | Sequence[protocol.Score],
+        unfinished: Collection[str],
+        finished: Collection[str],
+    ) -> None:
+        """Tell the worker what is not waited for any more, and what has arrived."""
+        for request in requests:
+            if request.id in unfinished:
+                self._connection.notify(protocol.Abort(id=_new_id(), request_id=request.id, call=request.call))
+        ids = list(finished)
+        for start in range(0, len(ids), protocol.MAX_ACK_IDS):
+            self._connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))
 
     def _check_ids(self, ids: list[str]) -> None:
         for id, count in Counter(ids).items():
@@ -255,14 +274,14 @@ class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
     The asynchronous client runs on a thread of its own. Make the client in the process that uses it: it does not
-    survive a fork. An interrupt (Ctrl-C) during a call aborts the call's requests on the worker.
+    survive a fork. An interrupt (Ctrl-C) during a call gives up the call's requests. A client that is not closed is
+    when nobody has it any more or the interpreter ends, and then gives up what its streams left unfinished.
     """
 
     def __init__(self, address: str, timeout: float = 30.0, server_public_key: str | None = None) -> None:
         self._client = AsyncRolloutClient(address, timeout, server_public_key)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout-client")
+        self._abandon = weakref.finalize(self, _give_up, self._client, self._thread)
 
     def generate(
         self,
@@ -284,8 +303,8 @@ class RolloutClient:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
         finally:
-            if not self._loop.is_closed():
-                self._wait(samples.aclose())
+            # Not waited for: this also runs when the interpreter ends, and wherever the garbage collector does.
+            self._thread.submit(samples.aclose())
 
     def score(
         self,
@@ -344,12 +363,8 @@ class RolloutClient:
 
     def close(self) -> None:
         """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
-        if self._loop.is_closed():
-            return
-        self._wait(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._abandon.detach():
+            self._thread.end(self._client.close(), cancel=False)
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -358,10 +373,9 @@ class RolloutClient:
         self.close()
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._loop.is_closed():
-            coroutine.close()
+        future = self._thread.submit(coroutine)
+        if future is None:
             raise TruerollError("client: closed; make a new one")
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -373,6 +387,10 @@ async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tupl
     return await anext(samples, None)
 
 
+def _give_up(client: AsyncRolloutClient, thread: LoopThread) -> None:
+    thread.end(client.close(), cancel=True)
+
+
 def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] | None) -> list[protocol.Generate]:
     arrays = _token_arrays(prompts, "prompts")
     all_params = _one_each(params or SamplingParams(), len(arrays))
@@ -382,10 +400,13 @@ def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] |
     for id in all_ids:
         if not (isinstance(id, str) and 1 <= len(id) <= protocol.MAX_ID_CHARS):
             raise InvalidRequestError(
-                f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {id!r:.80}"
+                f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {brief(id)}"
             )
-    triples = zip(all_ids, arrays, all_params, strict=True)
-    return [_message(protocol.Generate, id=id, prompt_token_ids=tokens, params=each) for id, tokens, each in triples]
+    call, triples = _new_id(), zip(all_ids, arrays, all_params, strict=True)
+    return [
+        _message(protocol.Generate, id=id, prompt_token_ids=tokens, params=each, call=call)
+        for id, tokens, each in triples
+    ]
 
 
 def _message(kind: type[M], **fields: Any) -> M:
@@ -404,7 +425,7 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence):
-        raise InvalidRequestError(f"params: expected SamplingParams, or a sequence of them, found {params!r:.80}")
+        raise InvalidRequestError(f"params: expected SamplingParams, or a sequence of them, found {brief(params)}")
     if len(params) != count:
         raise InvalidRequestError(f"params: expected one, or one for each of {count} prompts, found {len(params)}")
     return list(params)

@@ -20,12 +20,12 @@ class WorkerConfig(BaseModel):
 
     `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free one); None: an ipc socket in a new private folder.
     A tcp address beyond loopback needs `curve_secret_key_file`, a file of `zmq.auth.create_certificates`.
-    `max_message_bytes`: the longest message that is read. `max_n`: samples per request. `max_queued_requests`:
-    requests accepted and not finished. Results wait for their acknowledgement within `max_kept_results` and
-    `max_kept_bytes`, the oldest dropped first. `drain_seconds`: how long running requests may go on once the worker is
-    told to end. `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is
-    paused, draining, asleep, waking, updating or dirty. `metrics_port`: where 127.0.0.1 serves `/metrics` and
-    `/healthz`; None: nowhere.
+    `max_message_bytes`: the longest message that is read. `max_n`: samples per request. `max_queued_requests`,
+    `max_queued_samples`: requests accepted and not finished, and their samples. Results wait for their acknowledgement
+    within `max_kept_results` and `max_kept_bytes`, the oldest dropped first. `drain_seconds`: how long running requests
+    may go on once the worker is told to end. `while_unavailable`: whether new requests wait (`queue`) or are refused
+    (`reject`) while the worker is paused, draining, asleep, waking, updating or dirty. `metrics_port`: where 127.0.0.1
+    serves `/metrics` and `/healthz`; None: nowhere.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -35,6 +35,7 @@ class WorkerConfig(BaseModel):
     max_message_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
     max_n: int = Field(1024, ge=1)
     max_queued_requests: int = Field(16384, ge=1)
+    max_queued_samples: int = Field(2**18, ge=1)
     max_kept_results: int = Field(16384, ge=0)
     max_kept_bytes: int = Field(256 * 2**20, ge=0)
     drain_seconds: float = Field(30.0, ge=0.0)
@@ -62,6 +63,14 @@ class WorkerConfig(BaseModel):
     def _address_is_safe(self) -> WorkerConfig:
         if self.address is not None:
             check_address(self.address, encrypted=self.curve_secret_key_file is not None)
+        return self
+
+    @model_validator(mode="after")
+    def _a_request_fits(self) -> WorkerConfig:
+        if self.max_n > self.max_queued_samples:
+            raise ValueError(
+                f"max_n: expected at most max_queued_samples = {self.max_queued_samples}, found {self.max_n}"
+            )
         return self
 
     def limits(self) -> dict[str, int]:

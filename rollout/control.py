@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +22,9 @@ from ..engine.errors import TruerollError
 from ..engine.request import InFlight, Output
 from ..weight_sync.events import Broken, PushEvent, Reached
 from . import protocol
+from .calls import Calls
 from .engine_thread import Engine, Ran, Run
-from .errors import DeadlineError, IdConflictError, IllegalStateError, PushError, UnavailableError, VersionGapError
+from .errors import DeadlineError, IllegalStateError, PushError, UnavailableError, VersionGapError
 from .lifecycle import Lifecycle, Standing
 from .protocol import State
 from .timings import Timings
@@ -39,8 +40,6 @@ class Host(Protocol):
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
-    def reply_error(self, identity: bytes, id: str, error: TruerollError) -> None: ...
-
     def command(self, command: Run) -> None: ...
 
     def publish_event(self, event: PushNews) -> None:
@@ -51,12 +50,14 @@ class Host(Protocol):
         """Gives the engine the requests that wait, if `Control.takes_requests`."""
         ...
 
-    def unfinished_requests(self) -> Collection[str]:
-        """Of the requests that the engine was given, those that have not ended."""
+    @property
+    def num_unfinished(self) -> int:
+        """Of the requests that the engine was given, how many have not ended."""
         ...
 
-    def begun_requests(self) -> Collection[str]:
-        """Of those, the ones that the engine may have computed something for."""
+    @property
+    def num_begun(self) -> int:
+        """Of those, how many the engine may have computed something for."""
         ...
 
     def weight_version(self) -> int: ...
@@ -111,15 +112,15 @@ _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPus
 class Control:
     """Takes control calls by `handle`; `follow` is to be called whenever something may have changed."""
 
-    def __init__(self, host: Host, timings: Timings) -> None:
+    def __init__(self, host: Host, calls: Calls, timings: Timings) -> None:
         self.lifecycle = Lifecycle()
         self._host = host
+        self._calls = calls
         self._timings = timings
         self._weights: Any = None
         self._device = "cpu"
         self._gpu: str | None = None
         self._served_push: str | None = None
-        self._callers: dict[str, tuple[protocol.LifecycleCall | protocol.PushCall, list[bytes]]] = {}
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
         self._operation: _Operation | None = None
         self._push: _Push | None = None
@@ -172,24 +173,31 @@ class Control:
     # Calls.
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        """Take a call. Raises what refuses it at once; anything else is answered later."""
-        if self._weights is None:
-            raise IllegalStateError(
-                f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready"
-            )
-        if call.id in self._callers:
-            self._join(identity, call)
-            return
-        self.lifecycle.check(call.type)
+        """Take a call, and answer it now or later. Raises IdConflictError."""
         if isinstance(call, protocol.GetWeights):
+            self._check(call)
             self._host.reply(identity, self._describe_weights(call))
+        elif self._calls.is_new(identity, call):
+            self._take(call)
+
+    def _take(self, call: protocol.LifecycleCall | protocol.PushCall) -> None:
+        try:
+            self._check(call)
+        except TruerollError as error:
+            self._refuse(call.id, error)
             return
-        self._callers[call.id] = call, [identity]
         if isinstance(call, _NEEDS_NO_ENGINE):
             self._try(call)
         else:
             self._waiting.append(call)
             self.follow()
+
+    def _check(self, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
+        if self._weights is None:
+            raise IllegalStateError(
+                f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready"
+            )
+        self.lifecycle.check(call.type)
 
     def follow(self) -> None:
         """Go on with the operation under way, and begin what waits."""
@@ -227,15 +235,6 @@ class Control:
             case protocol.AbortPush():
                 self._abort_push(call)
 
-    def _join(self, identity: bytes, call: protocol.Call) -> None:
-        """Answer a call that was sent again, as after a reconnect, along with the first one."""
-        known, identities = self._callers[call.id]
-        if known != call:
-            raise IdConflictError(
-                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again"
-            )
-        identities.append(identity)
-
     def _describe_weights(self, call: protocol.GetWeights) -> protocol.Weights:
         return protocol.Weights(
             id=call.id,
@@ -248,26 +247,22 @@ class Control:
             gpu=self._gpu,
         )
 
-    def _reply(self, id: str, message: protocol.FromWorker) -> None:
-        for identity in self._callers.pop(id)[1]:
-            self._host.reply(identity, message)
-
     def _reply_status(self, id: str) -> None:
         state = self.lifecycle.state
-        self._reply(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
+        self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def _refuse(self, id: str, error: TruerollError) -> None:
-        for identity in self._callers.pop(id)[1]:
-            self._host.reply_error(identity, id, error)
+        self._calls.answer(id, protocol.error_message(id, error))
 
     # Operations.
 
     def _begin(self, operation: _Operation) -> None:
         if operation.in_flight == "drain" and self.lifecycle.standing.is_held:
-            if count := len(self._host.begun_requests()):
+            if count := self._host.num_begun:
                 raise IllegalStateError(
                     f"{operation.call.type}: cannot drain in state {self.lifecycle.state}, found {count} unfinished "
-                    "requests that nothing computes; choose in_flight recompute or abort, or resume first"
+                    "requests that nothing computes; resume first, or choose in_flight recompute or abort if it is not "
+                    "a drain"
                 )
             operation.in_flight = "recompute"  # of nothing: what is there has not begun
         self._operation = operation
@@ -278,7 +273,7 @@ class Control:
         operation = self._operation
         if operation is None or operation.run is not None:
             return
-        if operation.in_flight != "drain" or not self._host.unfinished_requests():
+        if operation.in_flight != "drain" or self._host.num_unfinished == 0:
             if operation.breaks_push is not None:
                 self._break_push(operation.breaks_push)
             operation.run = Run(
@@ -286,7 +281,7 @@ class Control:
             )
             self._host.command(operation.run)
         elif time.monotonic() >= operation.deadline:
-            count = len(self._host.unfinished_requests())
+            count = self._host.num_unfinished
             self._cancel_operation(
                 DeadlineError(
                     f"{operation.call.type}: expected running requests to end within its timeout, found {count} "
@@ -366,9 +361,6 @@ class Control:
 
     def _start_push(self, call: protocol.BeginPush) -> None:
         self.lifecycle.check_weights_awake(call.type)
-        if self._push is not None and self._push.begin == call:  # sent again after its reply was lost
-            self._reply_push(call.id, call.push_id, "begun")
-            return
         self._check_begin(call)
         superseded = PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
         if not call.in_place:
@@ -431,7 +423,7 @@ class Control:
 
     def _start_commit(self, call: protocol.CommitPush) -> None:
         if self._push is None and call.push_id == self._served_push:
-            self._reply_push(call.id, call.push_id, "committed")  # sent again after its reply was lost
+            self._reply_push(call.id, call.push_id, "committed")
             return
         push = self._find_push(call.push_id)
         if push.staging is None:
@@ -441,6 +433,14 @@ class Control:
         def commit(engine: Engine, in_flight: InFlight) -> list[Output]:
             return engine.commit_weights(push.staging, push.begin.weight_version, in_flight)
 
+        if push.begin.weight_version <= (served := self._host.weight_version()):
+            log.warning(
+                "push %s: version %d takes the place of version %d, though it is not later; whoever compares the "
+                "versions of samples will take some for what they are not",
+                call.push_id,
+                push.begin.weight_version,
+                served,
+            )
         then = self.lifecycle.standing.overwritten(is_whole=True)
         self._begin(_Operation(call, "updating", then, commit, call.in_flight, call.timeout))
         push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
@@ -507,7 +507,7 @@ class Control:
             weight_version=version,
             pause_seconds=pause_seconds,
         )
-        self._reply(id, reply)
+        self._calls.answer(id, reply)
 
     # The end.
 
@@ -518,13 +518,12 @@ class Control:
         self._refuse_waiting(_ending())
         self.lifecycle.start_ending()
 
-    def fail(self, error: TruerollError) -> None:
+    def fail_calls(self, error: TruerollError) -> None:
         """Answer every call with `error`."""
         if self._operation is not None:
             self._refuse(self._operation.call.id, error)
             self._operation = None
         self._refuse_waiting(error)
-        self.lifecycle.fail()
 
     def _refuse_waiting(self, error: TruerollError) -> None:
         if not self._is_committing:

@@ -4,39 +4,62 @@ Owns: which request ids are in use, for which content, who waits for them, and w
 Does not own: sockets, the engine, or the decision to accept. It holds replies as encoded frames and sends none.
 
 Promises: an id stands for one content for as long as it is known. An open entry is never dropped. Finished entries are
-kept, in the order in which they finished, until acknowledged or until the bounds push the oldest out.
+kept, in the order in which they finished, until acknowledged or until the bounds push the oldest out. What was aborted
+goes to those alone who had asked for it by then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..engine.request import FinishReason, SamplingParams
 from .errors import IdConflictError
 from .protocol import Generate, Score
+
+Caller: TypeAlias = tuple[bytes, str | None]
+"""Who submitted: the identity of its connection, and which of its calls it was."""
+Submission: TypeAlias = tuple[bytes, Generate | Score]
 
 
 @dataclass
 class Entry:
     """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
 
-    `subscribers` has an identity once for each submission, as each is owed its own replies. `params` are as resolved,
-    None for a score. `num_unfinished` counts samples still to come.
+    `subscribers` has a caller once for each submission, as each is owed its own replies. `params` are as resolved,
+    None for a score. `num_unfinished` counts samples still to come. `calls`: all that asked for it; `num_aborts`:
+    aborts that the engine has not answered. `successors`: submissions that are not to get what is aborted; they wait
+    until it has ended.
     """
 
     message: Generate | Score
     params: SamplingParams | None
     num_unfinished: int
-    subscribers: list[bytes] = field(default_factory=list)
+    subscribers: list[Caller] = field(default_factory=list)
+    calls: set[str | None] = field(default_factory=set)
     replies: list[bytes] = field(default_factory=list)
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
+    num_aborts: int = 0
+    successors: list[Submission] = field(default_factory=list)
     is_wanted: bool = True
 
     @property
     def num_bytes(self) -> int:
         tokens = self.message.prompt_token_ids if isinstance(self.message, Generate) else self.message.token_ids
         return len(tokens) + sum(map(len, self.replies))
+
+    def serves(self, call: str | None) -> bool:
+        """Whether a submission by `call` may join: an abort is only for the calls that had asked before it came."""
+        return call in self.calls or not (self.num_aborts or self.finish_reasons["abort"])
+
+    def withdraw(self, call: str) -> bool:
+        """`call` waits no more. Returns whether nobody else does either."""
+        self.calls.discard(call)
+        self.subscribers = [caller for caller in self.subscribers if caller[1] != call]
+        self.successors = [submission for submission in self.successors if submission[1].call != call]
+        self.is_wanted = bool(self.subscribers)
+        return not self.subscribers
 
 
 @dataclass
@@ -53,11 +76,12 @@ class ServiceStats:
 
 
 class Ledger:
-    """Requests by id: `open` ones and `kept` ones."""
+    """Requests by id: `open` ones and `kept` ones. `num_unfinished` counts the samples of the open ones to come."""
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
         self.open: dict[str, Entry] = {}
         self.kept: dict[str, Entry] = {}
+        self.num_unfinished = 0
         self.stats = ServiceStats()
         self._max_kept_results = max_kept_results
         self._max_kept_bytes = max_kept_bytes
@@ -66,27 +90,37 @@ class Ledger:
     def find(self, message: Generate | Score) -> Entry | None:
         """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
         entry = self.open.get(message.id) or self.kept.get(message.id)
-        if entry is None:
-            return None
-        if entry.message != message:
+        if entry is not None and entry.message != _without_call(message):
             raise IdConflictError(
                 f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
             )
-        self.stats.joined += 1
-        entry.is_wanted = True
         return entry
 
     def add(self, message: Generate | Score, params: SamplingParams | None) -> Entry:
         """Open an entry for a new id."""
         self.stats.accepted += 1
-        entry = Entry(message, params, num_unfinished=1 if params is None else params.n)
+        entry = Entry(_without_call(message), params, num_unfinished=1 if params is None else params.n)
+        self.num_unfinished += entry.num_unfinished
         self.open[message.id] = entry
         return entry
+
+    def join(self, entry: Entry) -> None:
+        """Somebody else asks for a known request."""
+        self.stats.joined += 1
+        entry.is_wanted = True
+
+    def count(self, entry: Entry, reason: FinishReason) -> None:
+        """One sample (or the score) of an open entry has ended."""
+        entry.finish_reasons[reason] += 1
+        entry.num_unfinished -= 1
+        self.num_unfinished -= 1
 
     def fail(self, id: str) -> Entry:
         """Close an open entry that gets no result; its id is free again."""
         self.stats.failed += 1
-        return self.open.pop(id)
+        entry = self.open.pop(id)
+        self.num_unfinished -= entry.num_unfinished
+        return entry
 
     def finish(self, id: str) -> None:
         """Move an open entry to the kept ones, and push out the oldest of those while the bounds are exceeded."""
@@ -96,7 +130,7 @@ class Ledger:
             self.kept[id] = entry
             self._kept_bytes += entry.num_bytes
         while len(self.kept) > self._max_kept_results or self._kept_bytes > self._max_kept_bytes:
-            self._drop(next(iter(self.kept)))
+            self.forget(next(iter(self.kept)))
             self.stats.dropped += 1
 
     def acknowledge(self, id: str) -> None:
@@ -104,9 +138,15 @@ class Ledger:
         nothing.
         """
         if id in self.kept:
-            self._drop(id)
+            self.forget(id)
         elif id in self.open:
             self.open[id].is_wanted = False
 
-    def _drop(self, id: str) -> None:
+    def forget(self, id: str) -> None:
+        """Drop a kept result."""
         self._kept_bytes -= self.kept.pop(id).num_bytes
+
+
+def _without_call(message: Generate | Score) -> Generate | Score:
+    """What makes a request: the same for whoever submits it."""
+    return message.model_copy(update={"call": None})

@@ -30,7 +30,7 @@ _BUSY: frozenset[State] = frozenset({"draining", "updating"})
 LEGAL_CALLS: dict[str, frozenset[State]] = {
     "pause": frozenset({"ready", "paused"}),
     "resume": frozenset({"ready", "paused"}),
-    "drain": frozenset({"ready"}),
+    "drain": frozenset({"ready", "paused"}),
     "sleep": _STANDING,
     "wake_up": _STANDING,
     "invalidate": _STANDING,

@@ -8,14 +8,23 @@ module meets a field that is missing, unknown, mistyped or out of its range. Kno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgpack
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
-from ..engine.errors import InvalidRequestError
+from ..engine.errors import InvalidRequestError, TruerollError
 from ..engine.request import (
     CacheSalt,
     Distribution,
@@ -26,6 +35,7 @@ from ..engine.request import (
     ScoreOutput,
     Tag,
     WeightSpan,
+    brief,
     describe_validation_error,
 )
 from ..weight_sync.manifest import Bucket, Gpu, PushId, Source
@@ -34,6 +44,14 @@ from .errors import ProtocolError
 PROTOCOL_VERSION = 1
 MAX_ID_CHARS = 128
 MAX_ERROR_CHARS = 2000
+MAX_DEPTH = 6
+"""How deep maps and arrays of a message lie within each other. The deepest: message, bucket, pieces, piece, shape."""
+MAX_ELEMENTS = 2**18
+"""Of all the maps and arrays in a client's message together."""
+MAX_FIELDS = 32
+"""Of a map in a client's message."""
+MAX_ACK_IDS = 1024
+_ID_WITHIN_BYTES = 1024
 
 State: TypeAlias = Literal["loading", "ready", "paused", "draining", "asleep", "waking", "updating", "dirty", "failed"]
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -50,6 +68,7 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Count = Annotated[int, Field(ge=0)]
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
+DtypeName = Annotated[str, Field(max_length=80)]
 Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
 Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 
@@ -59,38 +78,55 @@ class _Message(BaseModel):
 
 
 class Generate(_Message):
-    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array."""
+    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array.
+
+    `call`: a name for this submission, the same when it is sent again for want of its reply. Nobody else's abort of
+    what the id names is an answer to it.
+    """
 
     type: Literal["generate"] = "generate"
     id: Id
     prompt_token_ids: Array
     params: SamplingParams
+    call: Id | None = None
 
 
 class Score(_Message):
-    """Asks for the log-probs of given tokens. `token_ids`: int32 array, at least two tokens."""
+    """Asks for the log-probs of given tokens. `token_ids`: int32 array, at least two tokens. `call`: see `Generate`."""
 
     type: Literal["score"] = "score"
     id: Id
     token_ids: Array
     distribution: Distribution = Distribution()
     cache_salt: CacheSalt | None = None
+    call: Id | None = None
 
 
 class Abort(_Message):
-    """Asks to end request `request_id`, or only its sample `index`, keeping what was generated so far."""
+    """Asks to end request `request_id`, or only its sample `index`, keeping what was generated so far.
+
+    With `call`, that call alone gives the request up: it gets no more replies to it, and the request ends, and is not
+    kept, unless somebody else waits for it.
+    """
 
     type: Literal["abort"] = "abort"
     id: Id
     request_id: Id
     index: Count | None = None
+    call: Id | None = None
+
+    @model_validator(mode="after")
+    def _a_call_gives_up_all_samples(self) -> Abort:
+        if self.call is not None and self.index is not None:
+            raise ValueError("abort: expected call or index, found both; leave one of them out")
+        return self
 
 
 class Ack(_Message):
     """Says that the results of these requests are needed no more. Has no reply."""
 
     type: Literal["ack"] = "ack"
-    ids: Annotated[tuple[Id, ...], FailFast()]
+    ids: Annotated[tuple[Id, ...], FailFast(), Field(max_length=MAX_ACK_IDS)]
 
 
 class GetHealth(_Message):
@@ -173,7 +209,7 @@ class BeginPush(_Message):
     push_id: PushId
     weight_version: Count
     base: PushId | None = None
-    dtype: str
+    dtype: DtypeName
     source: Source
     in_place: bool = False
     in_flight: InFlight = "recompute"
@@ -381,11 +417,30 @@ def encode(message: FromClient | FromWorker) -> bytes:
     return msgpack.Packer().pack({"version": PROTOCOL_VERSION, **message.model_dump()})
 
 
-def unpack(frame: bytes) -> dict[str, Any]:
-    """The map in a frame, its fields unchecked. Raises ProtocolError."""
+def unpack_from_client(frame: bytes) -> dict[str, Any]:
+    """The map in a client's frame, its fields unchecked. Raises ProtocolError, also beyond `MAX_ELEMENTS` in all,
+    `MAX_FIELDS` in a map or `MAX_DEPTH`, so that no frame takes much more time and memory than its bytes.
+    """
+    return _unpack(frame, MAX_ELEMENTS, MAX_FIELDS)
+
+
+def unpack_from_worker(frame: bytes) -> dict[str, Any]:
+    """The map in a worker's frame, its fields unchecked. Raises ProtocolError."""
+    return _unpack(frame, len(frame), len(frame))
+
+
+def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
+    count = _element_counter(max_elements)
     try:
         fields = msgpack.unpackb(
-            frame, use_list=False, strict_map_key=True, max_ext_len=0, object_hook=_with_string_keys
+            frame,
+            use_list=False,
+            strict_map_key=True,
+            max_ext_len=0,
+            max_array_len=max_elements,
+            max_map_len=max_fields,
+            list_hook=count,
+            object_hook=lambda fields: _with_string_keys(count(fields)),
         )
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(
@@ -393,21 +448,61 @@ def unpack(frame: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(fields, dict):
         raise ProtocolError(f"message: expected a MessagePack map, found {type(fields).__name__}")
+    _check_depth(fields)
     return fields
+
+
+def _element_counter(limit: int) -> Callable[[Any], Any]:
+    """A function to call with every map and array that was read, which raises ValueError beyond `limit` elements."""
+    num_elements = 0
+
+    def count(values: Any) -> Any:
+        nonlocal num_elements
+        num_elements += 1 + len(values)
+        if num_elements > limit:
+            raise ValueError(f"more than {limit} elements of maps and arrays")
+        return values
+
+    return count
 
 
 def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
     """MessagePack also has bytes as keys, which no message has."""
     for key in fields:
         if not isinstance(key, str):
-            raise ValueError(f"{key!r:.80} is no string, as a key must be")
+            raise ValueError(f"{brief(key)} is no string, as a key must be")
     return fields
 
 
-def id_in(fields: dict[str, Any]) -> str | None:
-    """The id of an unchecked message, so that even its rejection can name it; None if it has no valid one."""
-    id = fields.get("id")
-    return id if isinstance(id, str) and 1 <= len(id) <= MAX_ID_CHARS else None
+def _check_depth(fields: dict[str, Any]) -> None:
+    level: list[Any] = [fields]
+    for _ in range(MAX_DEPTH):
+        level = [value for values in level for value in _values(values) if isinstance(value, tuple | dict)]
+        if not level:
+            return
+    raise ProtocolError(f"message: expected maps and arrays at most {MAX_DEPTH} deep, found deeper ones")
+
+
+def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
+    return values.values() if isinstance(values, dict) else values
+
+
+def id_in(frame: bytes) -> str | None:
+    """The id of an unchecked message, so that even its rejection can name it; None if it has no valid one.
+
+    It is looked for among the first fields alone, within so few bytes that nothing there can cost much.
+    """
+    unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0)
+    unpacker.feed(memoryview(frame)[:_ID_WITHIN_BYTES])
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if unpacker.unpack() == "id":
+                id = unpacker.unpack()
+                return id if isinstance(id, str) and 1 <= len(id) <= MAX_ID_CHARS else None
+            unpacker.skip()
+    except Exception:  # whatever these bytes are, they hold no id
+        return None
+    return None
 
 
 def from_client(fields: dict[str, Any]) -> FromClient:
@@ -424,10 +519,10 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     version = fields.get("version")
     if version != PROTOCOL_VERSION or isinstance(version, bool):
         raise ProtocolError(
-            f"version: expected {PROTOCOL_VERSION}, found {version!r:.80}; use the same release on both sides"
+            f"version: expected {PROTOCOL_VERSION}, found {brief(version)}; use the same release on both sides"
         )
     if fields.get("type") not in types:
-        raise ProtocolError(f"type: expected one of {', '.join(types)}, found {fields.get('type')!r:.80}")
+        raise ProtocolError(f"type: expected one of {', '.join(types)}, found {brief(fields.get('type'))}")
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
@@ -441,7 +536,7 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:
     except ValueError:  # sequences of several lengths
         tokens = np.empty((0, 0))
     if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise InvalidRequestError(f"{what}: expected a flat sequence of token ids, found {token_ids!r:.80}")
+        raise InvalidRequestError(f"{what}: expected a flat sequence of token ids, found {brief(token_ids)}")
     if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
         raise InvalidRequestError(
             f"{what}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
@@ -477,6 +572,11 @@ def scores_message(output: ScoreOutput) -> Scores:
         finish_reason=output.finish_reason,
         weight_versions=_spans(output.weight_versions),
     )
+
+
+def error_message(id: str | None, error: TruerollError) -> Error:
+    """The message that says that `id` has no result."""
+    return Error(id=id, code=error.code, message=str(error)[:MAX_ERROR_CHARS])
 
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:

@@ -20,7 +20,7 @@ import queue
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -28,8 +28,9 @@ import zmq
 
 from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
-from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest
+from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest, seed_of
 from . import protocol
+from .calls import Calls
 from .config import WorkerConfig
 from .control import Control, PushNews
 from .engine_thread import (
@@ -84,14 +85,14 @@ class Worker:
         self._deadline = float("inf")
         self._drain_calls = 0
         self._aborts_sent = False
-        self._unanswered_aborts: list[tuple[bytes, str]] = []
+        self._calls = Calls(self._send)
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._waiting_room: dict[str, Request] = {}
         self._not_begun: set[str] = set()
         self._events: queue.SimpleQueue[Event | PushNews] = queue.SimpleQueue()
         self._timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
-        self._control = Control(self, self._timings)
+        self._control = Control(self, self._calls, self._timings)
         self._context = zmq.Context()
         self._socket, self.address, self._folder = bind_router(self._context, config)
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -174,7 +175,7 @@ class Worker:
         return self._control.lifecycle.is_ending and not self._has_unanswered()
 
     def _has_unanswered(self) -> bool:
-        return bool(self._ledger.open or self._unanswered_aborts or self._control.is_working)
+        return bool(self._ledger.open or self._calls.under_way or self._control.is_working)
 
     def _poll_ms(self) -> int | None:
         deadline = min(self._deadline, self._control.deadline)
@@ -203,7 +204,7 @@ class Worker:
 
     def reply_error(self, identity: bytes, id: str | None, error: TruerollError) -> None:
         """Tell a client that its message `id` has no result."""
-        self._send(identity, _error_frame(id, error))
+        self.reply(identity, protocol.error_message(id, error))
 
     def command(self, command: Run) -> None:
         """Give the engine thread a command."""
@@ -216,13 +217,15 @@ class Worker:
             for id in list(self._waiting_room):
                 self._give_to_engine(id)
 
-    def unfinished_requests(self) -> Set[str]:
-        """Of the requests that the engine was given, those that have not ended."""
-        return self._ledger.open.keys() - self._waiting_room.keys()
+    @property
+    def num_unfinished(self) -> int:
+        """Of the requests that the engine was given, how many have not ended."""
+        return len(self._ledger.open) - len(self._waiting_room)
 
-    def begun_requests(self) -> Collection[str]:
-        """Of those, the ones that it may have computed something for: the others came since it is held."""
-        return self.unfinished_requests() - self._not_begun
+    @property
+    def num_begun(self) -> int:
+        """Of those, how many it may have computed something for: the others came since it is held."""
+        return self.num_unfinished - len(self._not_begun & self._ledger.open.keys())
 
     def weight_version(self) -> int:
         """Of the weights that the engine had after its last step or command."""
@@ -241,14 +244,32 @@ class Worker:
             self._handle_message(identity, frames)
 
     def _handle_message(self, identity: bytes, frames: list[bytes]) -> None:
-        id = None
         try:
-            fields = protocol.unpack(self._check_frames(frames))
-            id = protocol.id_in(fields)
-            self._handle(identity, protocol.from_client(fields))
+            message = self._read(frames)
         except TruerollError as error:
             log.debug("refused a message: %s", error.code)
-            self.reply_error(identity, id, error)
+            self.reply_error(identity, protocol.id_in(frames[-1]), error)
+            return
+        if isinstance(message, protocol.Ack):
+            for id in message.ids:
+                self._ledger.acknowledge(id)
+            return
+        try:
+            self._handle(identity, message)
+        except TruerollError as error:
+            log.debug("refused a %s: %s", message.type, error.code)
+            self.reply_error(identity, message.id, error)
+
+    def _read(self, frames: list[bytes]) -> protocol.FromClient:
+        """The message in frames. Raises ProtocolError or MessageTooLargeError, whatever the bytes are."""
+        frame = self._check_frames(frames)
+        try:
+            return protocol.from_client(protocol.unpack_from_client(frame))
+        except TruerollError:
+            raise
+        except Exception as error:  # a fault of the libraries that read it, which must not become everybody's
+            log.exception("could not read a message of %d bytes", len(frame))
+            raise ProtocolError(f"message: expected one that can be read, found {type(error).__name__}") from None
 
     def _check_frames(self, frames: list[bytes]) -> bytes:
         if len(frames) != 1:
@@ -261,15 +282,13 @@ class Worker:
             )
         return frames[0]
 
-    def _handle(self, identity: bytes, message: protocol.FromClient) -> None:
+    def _handle(self, identity: bytes, message: protocol.Call) -> None:
         match message:
             case protocol.Generate() | protocol.Score():
                 self._submit(identity, message)
             case protocol.Abort():
-                self._abort(identity, message)
-            case protocol.Ack():
-                for id in message.ids:
-                    self._ledger.acknowledge(id)
+                if self._calls.is_new(identity, message):
+                    self._abort(message)
             case protocol.GetHealth():
                 self.reply(identity, self.health(message.id))
             case protocol.GetStats():
@@ -280,12 +299,29 @@ class Worker:
     def _submit(self, identity: bytes, message: protocol.Generate | protocol.Score) -> None:
         entry = self._ledger.find(message)
         if entry is None:
-            self._check_admission(message)
             entry = self._admit(message)
+        elif entry.serves(message.call):
+            self._ledger.join(entry)
+        elif message.id in self._ledger.open:
+            entry.successors.append((identity, message))
+            return
+        else:
+            self._ledger.forget(message.id)
+            entry = self._admit(message)
+        entry.calls.add(message.call)
         for frame in entry.replies:
             self._send(identity, frame)
         if message.id in self._ledger.open:
-            entry.subscribers.append(identity)
+            entry.subscribers.append((identity, message.call))
+
+    def _submit_successors(self, entry: Entry) -> None:
+        """An abort of the entry has been answered, or it has ended: look again at what came meanwhile."""
+        successors, entry.successors = entry.successors, []
+        for identity, message in successors:
+            try:
+                self._submit(identity, message)
+            except TruerollError as error:
+                self.reply_error(identity, message.id, error)
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -295,22 +331,30 @@ class Worker:
                 f"worker: expected state ready, found {self._state}; try again later, or start the worker with "
                 "while_unavailable = queue"
             )
-        limit = self._config.max_queued_requests
-        if len(self._ledger.open) >= limit:
+        config, num_samples = self._config, message.params.n if isinstance(message, protocol.Generate) else 1
+        if num_samples > config.max_n:
+            raise InvalidRequestError(f"n: expected at most max_n = {config.max_n}, found {num_samples}")
+        if len(self._ledger.open) >= config.max_queued_requests:
             raise QueueFullError(
-                f"queue: holds max_queued_requests = {limit} unfinished requests; wait for results and try again"
+                f"queue: holds max_queued_requests = {config.max_queued_requests} unfinished requests; wait for "
+                "results and try again"
             )
-        if isinstance(message, protocol.Generate) and message.params.n > self._config.max_n:
-            raise InvalidRequestError(f"n: expected at most max_n = {self._config.max_n}, found {message.params.n}")
+        if self._ledger.num_unfinished + num_samples > config.max_queued_samples:
+            raise QueueFullError(
+                f"queue: holds {self._ledger.num_unfinished} of max_queued_samples = {config.max_queued_samples} "
+                f"unfinished samples, no room for {num_samples} more; wait for results and try again"
+            )
 
     def _admit(self, message: protocol.Generate | protocol.Score) -> Entry:
+        self._check_admission(message)
         if isinstance(message, protocol.Score):
             tokens = protocol.bytes_to_tokens(message.token_ids)
             request = ScoreRequest(message.id, tokens, message.distribution, message.cache_salt)
             entry = self._ledger.add(message, None)
         else:
-            seed = message.params.seed
-            params = message.params.model_copy(update={"seed": secrets.randbits(63) if seed is None else seed})
+            params = message.params
+            if params.seed is None:
+                params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
             request = GenerateRequest(message.id, protocol.bytes_to_tokens(message.prompt_token_ids), params)
             entry = self._ledger.add(message, params)
         self._waiting_room[request.id] = request
@@ -320,16 +364,34 @@ class Worker:
     def _give_to_engine(self, id: str) -> None:
         self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))
 
-    def _abort(self, identity: bytes, message: protocol.Abort) -> None:
-        if message.request_id not in self._ledger.open:
-            raise UnknownRequestError(
-                f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
-            )
-        self._unanswered_aborts.append((identity, message.id))
-        if message.request_id in self._waiting_room:
-            self._not_begun.add(message.request_id)
-            self._give_to_engine(message.request_id)
-        self._engine_thread.commands.put(End(message.request_id, message.index, tag=(identity, message.id)))
+    def _abort(self, message: protocol.Abort) -> None:
+        if message.call is not None and self._withdraw(message.request_id, message.call):
+            self._finish_abort(message, 0)
+        elif (entry := self._ledger.open.get(message.request_id)) is None:
+            unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
+            self._refuse_abort(message.id, UnknownRequestError(unknown))
+        else:
+            entry.num_aborts += 1
+            if message.request_id in self._waiting_room:
+                self._not_begun.add(message.request_id)
+                self._give_to_engine(message.request_id)
+            self._engine_thread.commands.put(End(message.request_id, message.index, tag=message))
+
+    def _withdraw(self, id: str, call: str) -> bool:
+        """`call` wants nothing more of a request. Returns whether that is all there is to do."""
+        if entry := self._ledger.open.get(id):
+            return not entry.withdraw(call)
+        entry = self._ledger.kept.get(id)
+        if entry is not None and entry.calls == {call}:
+            self._ledger.forget(id)
+        return entry is not None
+
+    def _finish_abort(self, message: protocol.Abort, num_samples: int) -> None:
+        reply = protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
+        self._calls.answer(message.id, reply)
+
+    def _refuse_abort(self, id: str, error: TruerollError) -> None:
+        self._calls.answer(id, protocol.error_message(id, error))
 
     # Callable from any thread: they read what changes as a whole, and wait for nothing.
 
@@ -390,7 +452,7 @@ class Worker:
             case Refused(request_id, error):
                 self._publish_error(request_id, error)
             case Ended():
-                self._finish_abort(event)
+                self._publish_end(event)
             case Ran(outputs=outputs):
                 self._publish_outputs(outputs)
                 self._control.handle_ran(event)
@@ -414,36 +476,44 @@ class Worker:
                 self._publish_sample(entry, output)
             else:
                 self._publish(entry, protocol.scores_message(output))
-                self._ledger.finish(output.request_id)
+                self._ledger.count(entry, output.finish_reason)
+                self._finish(output.request_id, entry)
 
     def _publish_sample(self, entry: Entry, output: SampleOutput) -> None:
         self._publish(entry, protocol.sample_message(output))
-        entry.finish_reasons[output.finish_reason] += 1
-        entry.num_unfinished -= 1
+        self._ledger.count(entry, output.finish_reason)
         if entry.num_unfinished == 0:
             self._publish(entry, _done(entry))
-            self._ledger.finish(output.request_id)
+            self._finish(output.request_id, entry)
+
+    def _finish(self, id: str, entry: Entry) -> None:
+        self._ledger.finish(id)
+        self._submit_successors(entry)
 
     def _publish(self, entry: Entry, reply: protocol.FromWorker) -> None:
         frame = protocol.encode(reply)
         entry.replies.append(frame)
-        entry.subscribers = [subscriber for subscriber in entry.subscribers if self._send(subscriber, frame)]
+        entry.subscribers = [caller for caller in entry.subscribers if self._send(caller[0], frame)]
 
     def _publish_error(self, request_id: str, error: TruerollError) -> None:
-        for subscriber in self._ledger.fail(request_id).subscribers:
-            self.reply_error(subscriber, request_id, error)
+        entry = self._ledger.fail(request_id)
+        for identity, _ in entry.subscribers:
+            self.reply_error(identity, request_id, error)
+        self._submit_successors(entry)
 
-    def _finish_abort(self, event: Ended) -> None:
+    def _publish_end(self, event: Ended) -> None:
+        entry = self._ledger.open.get(event.command.request_id)
+        if entry is not None and event.command.tag is not None:
+            entry.num_aborts -= 1
         self._publish_outputs(event.outputs)
         if event.command.tag is None:
             return
-        self._unanswered_aborts.remove(event.command.tag)
-        identity, id = event.command.tag
         if event.error is not None:
-            self.reply_error(identity, id, event.error)
+            self._refuse_abort(event.command.tag.id, event.error)
         else:
-            reply = protocol.Aborted(id=id, request_id=event.command.request_id, num_samples=len(event.outputs))
-            self.reply(identity, reply)
+            self._finish_abort(event.command.tag, len(event.outputs))
+        if entry is not None:
+            self._submit_successors(entry)
 
     # Ending.
 
@@ -465,7 +535,18 @@ class Worker:
             self._give_to_engine(id)
         self._deadline = time.monotonic() + self._config.drain_seconds
 
+    def _fail_everything(self, error: TruerollError) -> None:
+        """Answer every open request and call with an error."""
+        for id in list(self._ledger.open):
+            self._publish_error(id, error)
+        self._control.fail_calls(error)
+        for id in self._calls.under_way:
+            self._refuse_abort(id, error)
+
     def _abort_open_requests(self) -> None:
+        if self._info is None:
+            self._fail_everything(UnavailableError("worker: it ended before its model was loaded; use another worker"))
+            return
         if self._aborts_sent:
             self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
             return
@@ -481,11 +562,8 @@ class Worker:
             return
         log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, TruerollError) else cause)
         self._failure = _explain(cause, was_loading=self._state == "loading")
-        for id in list(self._ledger.open):
-            self._publish_error(id, WorkerFailedError(str(self._failure)))
-        for identity, id in self._unanswered_aborts:
-            self.reply_error(identity, id, WorkerFailedError(str(self._failure)))
-        self._control.fail(WorkerFailedError(str(self._failure)))
+        self._control.lifecycle.fail()
+        self._fail_everything(WorkerFailedError(str(self._failure)))
         self._deadline = time.monotonic() + FAILED_SECONDS
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
@@ -507,11 +585,6 @@ def _done(entry: Entry) -> protocol.Done:
         num_prompt_tokens=len(entry.message.prompt_token_ids) // 4,
         finish_reasons=dict(entry.finish_reasons),
     )
-
-
-def _error_frame(id: str | None, error: TruerollError) -> bytes:
-    message = str(error)[: protocol.MAX_ERROR_CHARS]
-    return protocol.encode(protocol.Error(id=id, code=error.code, message=message))
 
 
 def _explain(cause: BaseException, was_loading: bool) -> TruerollError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,8 +48,10 @@ class WorkerOnThread:
 
 @contextmanager
 def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
-    """A worker in front of `engine`. At the end it must have drained, unless the test made it fail."""
+    """A worker in front of `engine` that is ready. At the end it must have drained, unless the test made it fail."""
     running = WorkerOnThread(WorkerConfig(**settings), lambda: engine)
+    while running.worker.health().state == "loading":
+        time.sleep(0.001)
     try:
         yield running
     finally:
@@ -106,6 +109,11 @@ class RawClient:
     def generate(self, id: str, prompt: list[int] | None = None, **params: Any) -> None:
         tokens = np.array([1, 2, 3] if prompt is None else prompt, "<i4").tobytes()
         self.send("generate", id=id, prompt_token_ids=tokens, params={"max_tokens": 4, "seed": 7, **params})
+
+    def submit(self, id: str, call: str, **params: Any) -> None:
+        """Send a generate of a named call."""
+        tokens = np.array([1, 2, 3], "<i4").tobytes()
+        self.send("generate", id=id, call=call, prompt_token_ids=tokens, params={"max_tokens": 4, "seed": 7, **params})
 
     def receive(self) -> dict[str, Any]:
         return msgpack.unpackb(self.socket.recv())

@@ -19,6 +19,9 @@ ALIGNMENT = 64
 MOST_UNDER_WAY = 2
 """How many buckets a trainer may have announced that are not answered yet."""
 MAX_NAME_CHARS = 512
+MAX_PATH_CHARS = 4096
+MOST_PIECES = 8192
+"""In one bucket, so that its message stays short."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Checksum = Annotated[int, Field(ge=0, lt=2**64)]
@@ -79,7 +82,7 @@ class Bucket(_Part):
 
     index: Count
     num_bytes: Count
-    pieces: Annotated[tuple[Piece, ...], FailFast()]
+    pieces: Annotated[tuple[Piece, ...], FailFast(), Field(max_length=MOST_PIECES)]
     word_sum: Checksum | None = None
 
 
@@ -94,7 +97,7 @@ class CollectiveSource(_Part):
 
     kind: Literal["collective"] = "collective"
     backend: CollectiveBackend = "gloo"
-    host: str
+    host: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
     port: Annotated[int, Field(ge=1, le=65535)]
     rank: Annotated[int, Field(ge=1, lt=2**16)]
     world_size: Annotated[int, Field(ge=2, le=2**16)]
@@ -123,7 +126,7 @@ class DiskSource(_Part):
     """A folder with a `MODEL_FILE` and a `MANIFEST_FILE`, readable where the worker runs. It has no buckets."""
 
     kind: Literal["disk"] = "disk"
-    folder: str
+    folder: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
 
 
 Source: TypeAlias = Annotated[CollectiveSource | SharedSource | CudaIpcSource | DiskSource, Field(discriminator="kind")]

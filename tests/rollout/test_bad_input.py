@@ -13,6 +13,9 @@ import zmq
 from fake_engine import MAX_MODEL_LEN, VOCAB_SIZE, FakeEngine, expected_tokens
 from serving import RawClient, WorkerOnThread, serving
 
+from trueroll.engine.errors import InvalidRequestError
+from trueroll.engine.request import SamplingParams, brief
+
 MAX_BYTES = 4096
 TOKENS = np.array([1, 2, 3], "<i4").tobytes()
 
@@ -44,6 +47,18 @@ def raw(worker: WorkerOnThread, engine: FakeEngine, request: pytest.FixtureReque
     for sample in samples:
         tokens = np.frombuffer(sample["token_ids"], "<i4").tolist()
         assert tokens == expected_tokens(11, sample["index"], 20 - sample["index"])
+
+
+def nested(depth: int) -> bytes:
+    """The MessagePack of a list in a list in a list."""
+    return b"\x91" * depth + b"\xc0"
+
+
+def with_value(field: str, value: bytes, **fields: Any) -> bytes:
+    """A message whose first fields are a version and an id, and whose last one has a value that is packed already."""
+    before = {"id": "bad", "version": 1, **fields}
+    before.pop(field, None)
+    return msgpack.packb({**before, field: 0})[:-1] + value
 
 
 def generate(prompt: list[int] | bytes = TOKENS, **params: Any) -> dict[str, Any]:
@@ -84,6 +99,18 @@ REFUSED = {
         "top_k: ",
     ),
     "abort of an unknown id": ({"type": "abort", "request_id": "nobody"}, "unknown_request", "'nobody'"),
+    "more fields than a message has": (
+        {**generate(), **{f"field {i}": 0 for i in range(50)}},
+        "invalid_message",
+        "max_map_len",
+    ),
+    "a handful of unknown fields": (
+        {**generate(), **{f"field {i}": 0 for i in range(20)}},
+        "invalid_message",
+        "and 16 more",
+    ),
+    "too many stop strings": (generate(stop=["a"] * 65), "invalid_request", "at most 64"),
+    "a long stop string": (generate(stop=["a" * 1025]), "invalid_request", "at most 1024"),
     "oversized": (generate([1] * (MAX_BYTES // 4)), "message_too_large", f"max_message_bytes = {MAX_BYTES}"),
 }
 
@@ -94,7 +121,7 @@ def test_a_bad_message_is_refused_by_name(raw: RawClient, name: str) -> None:
     raw.socket.send(msgpack.packb({"version": 1, "id": "bad", **fields}))
     reply = raw.receive()
     assert (reply["type"], reply["code"]) == ("error", code) and text in reply["message"]
-    assert reply["id"] == (None if code == "message_too_large" else "bad")
+    assert reply["id"] == "bad"
 
 
 @pytest.mark.parametrize("id", [None, 5, "", "x" * 129, b"bytes"])
@@ -102,6 +129,50 @@ def test_a_bad_id_is_refused(raw: RawClient, id: Any) -> None:
     raw.socket.send(msgpack.packb({"version": 1, "id": id, **generate()}))
     reply = raw.receive()
     assert (reply["code"], reply["id"]) == ("invalid_message", None) and "generate.id" in reply["message"]
+
+
+FIELDS = {
+    "version": {},
+    "type": {},
+    "field": {},
+    "prompt_token_ids": {"type": "generate"},
+    "params": {"type": "generate"},
+    "ids": {"type": "ack"},
+    "timeout": {"type": "drain"},
+    "bucket": {"type": "stage_bucket", "push_id": "0" * 32},
+}
+"""Where a value may lie, and what a message needs to be read as far as that."""
+
+
+@pytest.mark.parametrize("depth", [4, 5, 6, 7, 500, 1000, 1021, 3000])
+@pytest.mark.parametrize("field", FIELDS)
+def test_deeply_nested_values_are_refused(raw: RawClient, field: str, depth: int) -> None:
+    raw.socket.send(with_value(field, nested(depth), **FIELDS[field]))
+    reply = raw.receive()
+    assert (reply["type"], reply["code"], reply["id"]) == ("error", "invalid_message", "bad")
+
+
+@pytest.mark.parametrize("depth", [4, 1021])
+def test_a_deeply_nested_parameter_is_refused(raw: RawClient, depth: int) -> None:
+    params = b"\x81\xa1n" + nested(depth)
+    raw.socket.send(with_value("params", params, type="generate", prompt_token_ids=TOKENS))
+    reply = raw.receive()
+    assert reply["type"] == "error" and reply["id"] == "bad" and "1" not in reply["message"][:-80]
+
+
+def test_what_a_decoder_raises_is_an_error_of_that_message_alone(
+    raw: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(frame: bytes, **_: Any) -> None:
+        raise RecursionError("so deep")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trueroll.rollout.protocol.msgpack.unpackb", broken)
+        raw.socket.send(msgpack.packb({"version": 1, "id": "bad", **generate()}))
+        reply = msgpack.Unpacker()
+        reply.feed(raw.socket.recv())
+        fields = reply.unpack()
+    assert (fields["code"], fields["id"]) == ("invalid_message", "bad") and "RecursionError" in fields["message"]
 
 
 UNREADABLE = {
@@ -119,11 +190,15 @@ UNREADABLE = {
 }
 
 
+WITH_AN_ID = {"truncated": "bad", "two maps": "x", "extension type": "bad", "parameter whose name is no string": "bad"}
+
+
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_unreadable_bytes_get_an_error(raw: RawClient, name: str) -> None:
     raw.socket.send(UNREADABLE[name])
     reply = raw.receive()
-    assert (reply["type"], reply["code"], reply["id"]) == ("error", "invalid_message", None)
+    assert (reply["type"], reply["code"]) == ("error", "invalid_message")
+    assert reply["id"] == WITH_AN_ID.get(name), "an id that can be read is told"
 
 
 @pytest.mark.parametrize("frames", [[b""] * 2, [msgpack.packb({"version": 1, "type": "stats", "id": "x"})] * 3])
@@ -172,3 +247,34 @@ def _answers(client: RawClient) -> bool:
         return client.health()["state"] == "ready"
     except zmq.Again:
         return False
+
+
+def test_long_messages_of_many_small_values_are_refused_before_they_are_built() -> None:
+    """Each was within the limits of size, and took a quarter of a minute or gigabytes."""
+    many = 2_000_000
+    packed = msgpack.Packer()
+    head = packed.pack("version") + packed.pack(1) + packed.pack("id") + packed.pack("bad")
+    unknown = b"".join(b"\xa7" + b"%07d" % i + b"\xc0" for i in range(1_000_000))
+    messages = {
+        "unknown fields": b"\xdf" + (1_000_002).to_bytes(4, "big") + head + unknown,
+        "elements": b"\x83" + head + b"\xa3ids\xdd" + many.to_bytes(4, "big") + b"\xc0" * many,
+        "maps": b"\x83" + head + b"\xa3ids\xdd" + many.to_bytes(4, "big") + b"\x80" * many,
+        "lists of lists": b"\x83" + head + b"\xa3ids\xdc\x03\xe8" + (b"\xdc\x07\xd0" + b"\xc0" * 2000) * 1000,
+        "stop strings": b"\x83" + head + b"\xa6params\x81\xa4stop\xdd" + many.to_bytes(4, "big") + b"\xa1a" * many,
+    }
+    with serving(FakeEngine()) as worker, RawClient(worker.address) as raw:
+        for name, message in messages.items():
+            raw.socket.send(message)
+            reply = raw.receive()
+            assert (reply["code"], reply["id"]) == ("invalid_message", "bad"), name
+            assert "exceeds" in reply["message"] or "more than" in reply["message"], (name, reply)
+
+
+def test_a_value_that_is_shown_is_shown_in_short() -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = (deep,)
+    for value in (10**5000, deep, b"x" * 10**6, "x" * 10**6, {i: i for i in range(10**5)}):
+        assert 1 <= len(brief(value)) <= 80
+        with pytest.raises(InvalidRequestError, match="top_p: .*found"):
+            SamplingParams(top_p=value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import signal
 import subprocess
@@ -198,10 +199,30 @@ def test_the_demo_shows_samples_and_that_all_bits_agree(chat_model: Path) -> Non
     console = Console(record=True, width=160)
     assert demo.demo(console, str(chat_model), demo.Sizes(samples=2, max_tokens=4, greedy_tokens=6))
     text = console.export_text()
+    stages = [line.split()[0] for line in text.splitlines() if line.endswith(" ...")]
+    assert stages == ["Loading", "Starting", "Generating", "Now", "Now", "Starting", "Now"]
     assert "4 prompts x 2 samples" in text and "tokens/s" in text and "hit rate" in text
     assert all(question in text for question in demo.QUESTIONS)
     assert all(word in text for word in ("cache cold", "cache warm", "cache off", "in other company"))
     assert "All bits agree" in text
+
+
+def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "file"))
+    console = Console(record=True, width=40)
+    with pytest.raises(ModelError, match="set TRUEROLL_CACHE"):
+        demo.demo(console)
+    assert console.export_text() == f"Converting smollm2 into {tmp_path / 'file'}, once ...\n"
+
+
+def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, force_interactive=True, color_system=None, width=40)
+    with demo._stage(console, "Working ..."):
+        pass
+    printed = console.file.getvalue()
+    assert printed.startswith("Working ...\n") and "0:00:00" in printed, "the line and then what moves"
+    assert printed.endswith("\r\x1b[1A\x1b[2K"), "which is gone in the end"
 
 
 def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:

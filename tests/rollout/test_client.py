@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import signal
 import socket
 import subprocess
@@ -13,15 +15,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from fake_engine import FAIL_IN_STEP, FakeEngine, expected_tokens
-from serving import RawClient, WorkerOnThread, check_group, serving
+import zmq
+from fake_engine import FAIL_IN_STEP, SLOW_STEP, FakeEngine, expected_tokens
+from serving import RawClient, WorkerOnThread, check_group, fake_process, serving
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
 from trueroll.engine.request import GenerateRequest, Output, derive_seed
-from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams
+from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, SamplingParams, protocol
 from trueroll.rollout.errors import (
     IdConflictError,
     MessageTooLargeError,
+    ProtocolError,
+    QueueFullError,
     RequestAbortedError,
     WorkerFailedError,
     WorkerLostError,
@@ -288,6 +293,76 @@ def test_a_stream_closed_early_aborts_the_rest(client: RolloutClient, engine: Fa
     assert engine.stats().samples_finished["abort"] > 0
 
 
+@pytest.mark.parametrize("ending", ["", "for _ in stream: break", "raise ValueError('in the loop body')"])
+def test_a_script_that_leaves_a_stream_unfinished_ends_and_gives_it_up(
+    client: RolloutClient, engine: FakeEngine, ending: str
+) -> None:
+    stop_after_a_step(engine)
+    code = f"""
+import sys
+from trueroll.rollout import RolloutClient, SamplingParams
+client = RolloutClient(sys.argv[1])
+stream = client.stream([[1], [2]], SamplingParams(n=300, max_tokens=300))
+next(stream)
+{ending}
+"""
+    address = client._client._connection._address
+    script = subprocess.run([sys.executable, "-c", code, address], timeout=20, capture_output=True, text=True)
+    assert script.returncode == ("raise" in ending) and "ignored" not in script.stderr, script.stderr
+    while client.health().requests["open"]:
+        pass
+    finished = engine.stats().samples_finished
+    assert sum(finished.values()) == 600 and finished["abort"] >= 598
+
+
+def test_a_stream_collected_on_the_clients_own_thread_hangs_nothing(client: RolloutClient, engine: FakeEngine) -> None:
+    async def collect() -> int:
+        return gc.collect()
+
+    stop_after_a_step(engine)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list = [client.stream([[1]], SamplingParams(n=300, max_tokens=300))]
+        next(cycle[0])
+        cycle.append(cycle)
+        del cycle
+        assert client._wait(collect()) > 0
+    finally:
+        gc.enable()
+    while client.health().requests["open"]:
+        pass
+    assert engine.stats().samples_finished["abort"] == 299
+
+
+def test_a_client_that_nobody_has_ends_its_thread(worker: WorkerOnThread) -> None:
+    client = RolloutClient(worker.address)
+    client.health()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
+    del client
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
+def test_closing_while_others_call_hangs_nobody(worker: WorkerOnThread) -> None:
+    for _ in range(30):
+        client = RolloutClient(worker.address)
+
+        def call_until_closed(client: RolloutClient = client) -> None:
+            with pytest.raises(TruerollError, match="closed"):
+                while True:
+                    client.health()
+
+        threads = [threading.Thread(target=call_until_closed) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        client.health()
+        client.close()
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+
+
 def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> None:
     async def run() -> None:
         async with AsyncRolloutClient(worker.address) as client:
@@ -414,6 +489,93 @@ def test_silence_for_the_timeout_is_a_lost_worker(worker: WorkerOnThread, engine
         proxy.close()
         thread.join()
     assert isinstance(results[0], WorkerLostError)
+
+
+def test_a_retry_after_a_lost_worker_gets_whole_samples() -> None:
+    ids, params = [f"step-1-{i}" for i in range(8)], SamplingParams(n=2, max_tokens=60, seed=1)
+    prompts = [[SLOW_STEP]] + [[i] for i in range(1, 8)]
+    with fake_process() as process, RolloutClient(process.address, timeout=1.0) as client:
+        lost: list[TruerollError] = []
+
+        def generate() -> None:
+            try:
+                client.generate(prompts, params, request_ids=ids)
+            except TruerollError as error:
+                lost.append(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        while client.health().requests["open"] < len(ids):
+            pass
+        os.kill(process.pid, signal.SIGSTOP)
+        thread.join()
+        os.kill(process.pid, signal.SIGCONT)
+        assert isinstance(lost[0], WorkerLostError)
+        for group in client.generate(prompts, params, request_ids=ids):
+            check_group(group, 2)
+        assert client.stats().service["accepted"] == len(ids)
+
+
+def test_a_retry_after_a_refusal_gets_whole_samples(engine: FakeEngine) -> None:
+    with serving(engine, max_queued_requests=2) as worker, RolloutClient(worker.address) as client:
+        engine.gate.clear()
+        with pytest.raises(QueueFullError):
+            client.generate([[1], [2], [3]], LONG, request_ids=["a", "b", "c"])
+        retry = threading.Thread(
+            target=lambda: groups.extend(client.generate([[1], [2]], LONG, request_ids=["a", "b"]))
+        )
+        groups: list[Group] = []
+        retry.start()
+        while client.stats().service["joined"] + len(worker.worker._ledger.open["a"].successors) == 0:
+            pass
+        engine.gate.set()
+        retry.join()
+        for group in groups:
+            check_group(group, 1)
+        assert len(groups) == 2
+
+
+def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: RolloutClient, engine: FakeEngine) -> None:
+    params = SamplingParams(n=3, max_tokens=9)
+    (first,) = client.generate([[1, 2]], params, request_ids=["step-1-a"])
+    assert client.health().requests["kept"] == 0
+    with serving(FakeEngine()) as other, RolloutClient(other.address) as elsewhere:
+        for asked in (client, elsewhere):
+            (again,) = asked.generate([[1, 2]], params, request_ids=["step-1-a"])
+            assert again.params == first.params
+            for one, two in zip(first.samples, again.samples, strict=True):
+                assert np.array_equal(one.token_ids, two.token_ids)
+    assert len(engine.requests) == 2
+    (other_prompt,) = client.generate([[1, 3]], params, request_ids=["step-1-a"])
+    (other_id,) = client.generate([[1, 2]], params, request_ids=["step-1-b"])
+    (drawn,) = client.generate([[1, 2]], params)
+    assert len({group.params.seed for group in (first, other_prompt, other_id, drawn)}) == 4
+
+
+def test_an_error_that_names_no_message_ends_every_call() -> None:
+    """Whoever sent what could not be read must not wait for ever, and nobody can tell who that was."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        results: list[BaseException] = []
+
+        def call() -> None:
+            with pytest.raises(ProtocolError, match="unreadable") as raised:
+                client.health()
+            results.append(raised.value)
+
+        with RolloutClient(f"tcp://127.0.0.1:{port}") as client:
+            threads = [threading.Thread(target=call) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            identity, _ = router.recv_multipart()
+            while len(client._client._connection._calls) < 3:
+                pass
+            router.send_multipart(
+                [identity, protocol.encode(protocol.error_message(None, ProtocolError("unreadable")))]
+            )
+            for thread in threads:
+                thread.join(timeout=20)
+    assert len(results) == 3
 
 
 def test_nobody_at_the_address_is_a_lost_worker() -> None:

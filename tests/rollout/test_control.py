@@ -302,11 +302,35 @@ def test_draining_what_nothing_computes_is_refused(raw: RawClient, engine: FakeE
     assert raw.health()["state"] == "paused"
 
 
+def test_a_drain_of_a_paused_worker_asks_for_what_is_so(raw: RawClient, engine: FakeEngine) -> None:
+    ask(raw, "pause")
+    raw.generate("later")
+    assert ask(raw, "drain")["state"] == "paused" and not engine.requests
+    engine.flow.clear()
+    ask(raw, "resume")
+    wait_until(lambda: len(engine.requests) == 1)
+    ask(raw, "pause")
+    error = ask(raw, "drain")
+    assert error["code"] == "illegal_state" and "1 unfinished" in error["message"] and "resume" in error["message"]
+    engine.flow.set()
+    ask(raw, "resume")
+
+
 def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
     assert ask(raw, "invalidate")["state"] == "ready" and engine.actions == [("invalidate",)]
 
 
 # Pushes.
+
+
+@pytest.mark.parametrize(("version", "is_told"), [(4, False), (3, True), (1, True)])
+def test_a_version_that_is_not_later_is_told(
+    raw: RawClient, caplog: pytest.LogCaptureFixture, version: int, is_told: bool
+) -> None:
+    assert raw.health()["weight_version"] == 3
+    with HandPush(raw, NEW, version) as push:
+        assert push.run()["weight_version"] == version
+    assert (f"version {version} takes the place of version 3" in caplog.text) == is_told
 
 
 def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -> None:

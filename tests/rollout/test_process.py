@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -98,6 +99,21 @@ def test_sigterm_returns_partial_output_at_the_deadline() -> None:
         *samples, done = raw.receive_until("done", "error")
         assert done["finish_reasons"] == {"abort": 2} and all(sample["finish_reason"] == "abort" for sample in samples)
         assert wait_for_end(process) == 0
+
+
+def test_sigterm_during_a_long_load_ends_clean(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/worker.sock"
+    settings = {"worker": {"address": address, "drain_seconds": 0.2}, "engine": {"model": "slow"}}
+    command = (sys.executable, str(Path(__file__).parents[1] / "fake_worker.py"))
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process, RawClient(address) as raw:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.flush()
+        raw.generate("a")
+        assert raw.health()["state"] == "loading"
+        process.terminate()
+        assert raw.receive()["code"] == "unavailable"
+        assert process.wait(SECONDS) == 0
 
 
 def test_an_engine_that_hangs_cannot_keep_the_process() -> None:

@@ -74,12 +74,12 @@ from_worker = st.one_of(
 
 @given(from_client)
 def test_a_clients_message_survives_the_wire(message: Any) -> None:
-    assert protocol.from_client(protocol.unpack(protocol.encode(message))) == message
+    assert protocol.from_client(protocol.unpack_from_client(protocol.encode(message))) == message
 
 
 @given(from_worker)
 def test_a_workers_message_survives_the_wire(message: Any) -> None:
-    assert protocol.from_worker(protocol.unpack(protocol.encode(message))) == message
+    assert protocol.from_worker(protocol.unpack_from_worker(protocol.encode(message))) == message
 
 
 @given(st.data(), from_client)
@@ -98,7 +98,7 @@ def test_random_bytes_raise_our_errors(frame: bytes) -> None:
 
 def decode_or_raise(frame: bytes) -> None:
     try:
-        message = protocol.from_client(protocol.unpack(frame))
+        message = protocol.from_client(protocol.unpack_from_client(frame))
     except TruerollError as error:
         assert error.code in ("invalid_message", "invalid_request") and str(error)
     else:
@@ -110,7 +110,7 @@ def test_a_sample_comes_back_by_bits() -> None:
     logprobs = np.array([-0.0, -np.inf, 1e-45], np.float32)
     output = SampleOutput("a", 3, tokens, logprobs, "stop", 2**64 - 1, 17, (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3)))
     frame = protocol.encode(protocol.sample_message(output))
-    message = protocol.from_worker(protocol.unpack(frame))
+    message = protocol.from_worker(protocol.unpack_from_worker(frame))
     assert isinstance(message, protocol.Sample)
     back = protocol.sample_output(message)
     assert back.token_ids.tobytes() == tokens.tobytes() and back.token_ids.dtype == np.int32

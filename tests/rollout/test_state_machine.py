@@ -172,10 +172,8 @@ class Rules:
         return self.busy or self.standing
 
     def allow(self, call: str) -> bool:
-        if call in ("pause", "resume"):
+        if call in ("pause", "resume", "drain"):
             return self.state in ("ready", "paused")
-        if call == "drain":
-            return self.state == "ready"
         if call in ("begin_push", "commit_push"):
             return self.busy is None and "weights" not in self.sleeping
         return self.busy is None

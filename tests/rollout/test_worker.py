@@ -178,6 +178,118 @@ def test_abort_of_a_score(raw: RawClient, engine: FakeEngine) -> None:
     assert (scores["finish_reason"], scores["logprobs"]) == ("abort", b"") and aborted["num_samples"] == 1
 
 
+def test_a_call_that_gives_up_leaves_a_request_to_the_others(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with RawClient(worker.address) as first, RawClient(worker.address) as second:
+        for client, call in ((first, "x"), (second, "y")):
+            client.submit("a", call, n=2)
+            client.health()  # answered after the submission was taken
+        first.send("abort", id="give up", request_id="a", call="x")
+        assert first.receive() == dict(version=1, type="aborted", id="give up", request_id="a", num_samples=0)
+        engine.gate.set()
+        assert second.receive_until("done")[-1]["finish_reasons"] == {"length": 2}
+        requests = first.health()["requests"]
+        assert (requests["open"], requests["kept"]) == (0, 1)
+        second.send("abort", id="too late", request_id="a", call="y")
+        assert second.receive()["num_samples"] == 0 and second.health()["requests"]["kept"] == 0
+
+
+def test_a_request_ends_and_is_not_kept_when_the_last_call_gives_it_up(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.submit("a", "x", n=2)
+    raw.submit("a", "y", n=2)
+    raw.send("abort", id="x gives up", request_id="a", call="x")
+    assert raw.receive()["num_samples"] == 0
+    raw.send("abort", id="y gives up", request_id="a", call="y")
+    raw.health()
+    engine.gate.set()
+    assert raw.receive()["num_samples"] == 2  # and no samples came before
+    requests = raw.health()["requests"]
+    assert (requests["open"], requests["kept"]) == (0, 0)
+    raw.send("abort", id="again", request_id="a", call="x")
+    assert raw.receive()["code"] == "unknown_request"
+    raw.send("abort", id="both", request_id="a", call="x", index=1)
+    assert raw.receive()["code"] == "invalid_message"
+
+
+def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with RawClient(worker.address) as first, RawClient(worker.address) as second:
+        first.submit("a", "x", max_tokens=9)
+        first.send("abort", id="end", request_id="a")
+        first.health()
+        second.submit("a", "y", max_tokens=9)  # while the engine has yet to end it
+        second.generate("a", max_tokens=8)
+        assert second.receive()["code"] == "id_conflict"
+        engine.gate.set()
+        ended = first.receive_until("aborted")
+        assert [reply["type"] for reply in ended] == ["sample", "done", "aborted"]
+        assert ended[0]["finish_reason"] == "abort"
+        whole = second.receive_until("done")
+        assert whole[0]["finish_reason"] == "length" and len(whole[0]["token_ids"]) == 4 * 9
+        first.submit("a", "z", max_tokens=9)
+        assert first.receive_until("done") == whole
+    assert [request.id for request in engine.requests] == ["a", "a"]
+
+
+def test_an_aborted_result_that_is_kept_goes_to_those_who_had_asked(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.submit("a", "x")
+    raw.send("abort", id="end", request_id="a")
+    aborted = raw.receive_until("aborted")[:-1]
+    raw.submit("a", "x")  # sent again, as for want of a reply
+    assert raw.receive_until("done") == aborted
+    engine.flow.set()
+    raw.submit("a", "y")
+    assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+    raw.submit("a", "x")
+    assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+
+
+def test_an_abort_that_ended_nothing_keeps_nobody_from_joining(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.submit("a", "x", n=2)
+    raw.send("abort", id="end", request_id="a", index=9)
+    raw.submit("a", "y", n=2)
+    raw.health()
+    engine.gate.set()
+    ends = [raw.receive_until("done", "error")[-1] for _ in range(3)]
+    assert sorted(end["type"] for end in ends) == ["done", "done", "error"] and len(engine.requests) == 1
+
+
+def test_a_call_that_is_sent_again_is_done_once_and_answered_again(raw: RawClient, engine: FakeEngine) -> None:
+    raw.generate("a", max_tokens=400)
+    for call, fields in (("abort", dict(request_id="a")), ("drain", {}), ("resume", {}), ("resume", {"id": "2"})):
+        fields = {"id": call, **fields}
+        raw.send(call, **fields)
+        first = raw.receive_until("aborted", "status")[-1]
+        raw.send(call, **fields)
+        assert raw.receive() == first
+    raw.send("drain", id="resume")
+    assert raw.receive()["code"] == "id_conflict"
+    raw.send("abort", id="abort", request_id="b")
+    assert raw.receive()["code"] == "id_conflict"
+    raw.send("abort", id="unknown", request_id="b")
+    refusal = raw.receive()
+    raw.generate("b", max_tokens=400)
+    raw.send("abort", id="unknown", request_id="b")
+    assert raw.receive() == refusal and refusal["code"] == "unknown_request"
+    assert [action[0] for action in engine.actions] == []
+
+
+def test_the_oldest_answers_are_forgotten(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trueroll.rollout.calls.MAX_REMEMBERED", 2)
+    while raw.health()["state"] != "ready":
+        pass
+    for id in "abc":
+        raw.send("pause" if id == "a" else "resume", id=id)
+        raw.receive()
+    raw.send("resume", id="a")
+    assert raw.receive()["type"] == "status"
+    raw.send("pause", id="c")
+    assert raw.receive()["code"] == "id_conflict"
+
+
 def test_health_and_stats_answer_during_a_long_step(raw: RawClient, engine: FakeEngine) -> None:
     while raw.health()["state"] != "ready":
         pass
@@ -227,6 +339,25 @@ def test_a_full_queue_refuses_and_the_rest_goes_on(engine: FakeEngine) -> None:
         engine.gate.set()
         ends = [raw.receive_until("done", "error")[-1] for _ in range(3)]
     assert sorted((end["type"], end["id"]) for end in ends) == [("done", "a"), ("done", "a"), ("done", "b")]
+
+
+def test_unfinished_samples_are_limited_too(engine: FakeEngine) -> None:
+    with serving(engine, max_queued_samples=4, max_n=4) as worker, RawClient(worker.address) as raw:
+        engine.gate.clear()
+        raw.generate("a", n=3)
+        raw.generate("b", n=2)
+        refusal = raw.receive()
+        assert (refusal["id"], refusal["code"]) == ("b", "queue_full") and "3 of max_queued" in refusal["message"]
+        raw.send("score", id="s", token_ids=bytes(8))
+        raw.send("score", id="t", token_ids=bytes(8))
+        assert raw.receive()["code"] == "queue_full"
+        engine.gate.set()
+        for _ in range(2):
+            raw.receive_until("done", "scores")
+        raw.generate("b", n=4)
+        assert raw.receive_until("done", "error")[-1]["finish_reasons"] == {"length": 4}
+    with pytest.raises(ConfigError, match="max_n: expected at most max_queued_samples = 4, found 1024"):
+        WorkerConfig(max_queued_samples=4)
 
 
 @pytest.mark.parametrize("token", [FAIL_IN_STEP, FAIL_IN_ADD])
@@ -283,6 +414,22 @@ def test_draining_lets_running_requests_finish_and_refuses_new_ones(engine: Fake
         assert raw.receive_until("done", "error")[-1]["finish_reasons"] == {"length": 1}
         worker.join()
     assert worker.error is None
+
+
+def test_a_worker_that_loads_beyond_its_drain_deadline_refuses_what_waits(engine: FakeEngine) -> None:
+    may_load = threading.Event()
+    worker = WorkerOnThread(WorkerConfig(drain_seconds=0.1), lambda: (may_load.wait(), engine)[1])
+    with RawClient(worker.address) as raw:
+        raw.generate("a", n=2)
+        raw.generate("b", n=2)
+        raw.send("abort", id="end", request_id="b")
+        assert raw.health()["requests"]["open"] == 2
+        worker.worker.drain()
+        refused = [raw.receive() for _ in range(3)]
+    worker.join()
+    may_load.set()
+    assert {reply["id"] for reply in refused} == {"a", "b", "end"} and worker.error is None
+    assert {reply["code"] for reply in refused} == {"unavailable"}
 
 
 def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trueroll.weight_sync.manifest import ALIGNMENT, ROW_MULTIPLE
+from trueroll.weight_sync.manifest import ALIGNMENT, MOST_PIECES, ROW_MULTIPLE
 from trueroll.weight_sync.packing import Packer, row_layout, slot_bytes
 
 
@@ -34,6 +34,12 @@ def cuts(packer: Packer, count: int, unit_bytes: int, multiple: int = 1) -> list
 def test_pieces_lie_where_they_should(things: list[tuple[int, int, int]], expected: list[tuple[int, ...]]) -> None:
     packer = Packer(256)
     assert [cut for thing in things for cut in cuts(packer, *thing)] == expected
+
+
+def test_a_bucket_holds_a_bounded_number_of_pieces() -> None:
+    packer = Packer(2**30)
+    buckets = Counter(cut.bucket for count in (0, 1) for _ in range(MOST_PIECES) for cut in packer.place(count, 4))
+    assert buckets == {0: MOST_PIECES, 1: MOST_PIECES}
 
 
 def test_the_size_of_a_slot_is_that_of_the_largest_bucket() -> None:

@@ -1,0 +1,72 @@
+"""Calls that have one reply each: who waits for it, and the last replies given, for callers that lost theirs.
+
+Owns: which of these calls are under way, who sent them, and the replies that are remembered. Does not own: sockets, or
+what a call does.
+Promises: a call that is sent again, as after a reconnect, is done once and answered each time that it was sent, as long
+as it is under way or its reply is among the last `MAX_REMEMBERED`; under the id of another call it is refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from . import protocol
+from .errors import IdConflictError
+
+MAX_REMEMBERED = 1024
+
+
+@dataclass(eq=False)
+class _Known:
+    """`content`: the hash of a call, which may be long. `callers`: whoever waits. `reply`: once there is one."""
+
+    content: int
+    callers: list[bytes] = field(default_factory=list)
+    reply: bytes | None = None
+
+
+class Calls:
+    """Calls by id. `send` is called with a caller's identity and the frame for it."""
+
+    def __init__(self, send: Callable[[bytes, bytes], object]) -> None:
+        self._send = send
+        self._under_way: dict[str, _Known] = {}
+        self._answered: OrderedDict[str, _Known] = OrderedDict()
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """The ids of the calls that have no reply yet."""
+        return tuple(self._under_way)
+
+    def is_new(self, identity: bytes, call: protocol.Call) -> bool:
+        """Take a call; `answer` is due for it. False if it was sent before, and its reply with that, now or later.
+
+        Raises IdConflictError if its id is another call's.
+        """
+        content = hash(call)
+        known = self._under_way.get(call.id) or self._answered.get(call.id)
+        if known is None:
+            self._under_way[call.id] = _Known(content, [identity])
+            return True
+        if known.content != content:
+            raise IdConflictError(
+                f"id: {call.id!r} is in use for another call; expected a new id, or the same call again"
+            )
+        if known.reply is None:
+            known.callers.append(identity)
+        else:
+            self._send(identity, known.reply)
+        return False
+
+    def answer(self, id: str, reply: protocol.FromWorker) -> None:
+        """End a call that is under way."""
+        known = self._under_way.pop(id)
+        known.reply = protocol.encode(reply)
+        for identity in known.callers:
+            self._send(identity, known.reply)
+        known.callers.clear()
+        self._answered[id] = known
+        if len(self._answered) > MAX_REMEMBERED:
+            self._answered.popitem(last=False)

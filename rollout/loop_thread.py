@@ -1,0 +1,62 @@
+"""An event loop on a thread of its own, for code that has none.
+
+Promises: what `submit` took runs; after `end` nothing is taken. Neither waits for the loop's own thread, so that both
+may be called wherever the garbage collector runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines from now until `end`. Its thread keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._may_submit = threading.RLock()  # the garbage collector may submit while its thread does
+        self._has_ended = False
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
+        """Run a coroutine; None if the loop has ended."""
+        with self._may_submit:
+            if not self._has_ended:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        return None
+
+    def end(self, last: Coroutine[Any, Any, None], cancel: bool) -> None:
+        """Run `last`, wait for all that runs, and end the thread. `cancel`: cancel what runs first, and close all
+        asynchronous generators that were left unfinished.
+        """
+        with self._may_submit:
+            if self.submit(self._finish(last, cancel)) is None:
+                last.close()
+            self._has_ended = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    async def _finish(self, last: Coroutine[Any, Any, None], cancel: bool) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if cancel:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._loop.shutdown_asyncgens()
+        try:
+            await last
+            await asyncio.gather(*others, return_exceptions=True)
+        finally:
+            self._loop.stop()
