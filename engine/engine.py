@@ -315,6 +315,9 @@ class Engine:
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
         tokenizer = load_tokenizer(self._loaded.folder) if params.stop else None
         ending_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
+        if params.min_tokens > 0:
+            self._check_some_go_on(ending_tokens)
+        banned = array("q", ending_tokens)
         sequence, joined = self._prompt_sequence(request)
         samples = [
             Sample(
@@ -325,6 +328,7 @@ class Engine:
                 sequence,
                 joined,
                 ending_tokens,
+                banned,
                 StopStrings(tokenizer, params.stop) if tokenizer else None,
             )
             for i in range(params.n)
@@ -372,6 +376,13 @@ class Engine:
             raise InvalidRequestError(
                 f"{what}: expected ids in [0, {self.info.vocab_size}), found {outside[0]}; "
                 "use the model's own tokenizer"
+            )
+
+    def _check_some_go_on(self, ending_tokens: frozenset[int]) -> None:
+        if len(ending_tokens) == self.info.vocab_size:
+            raise InvalidRequestError(
+                f"min_tokens: expected one of the {self.info.vocab_size} token ids that does not end a sample, found "
+                "all of them in stop_token_ids and the model's own; give fewer of them, or set min_tokens to 0"
             )
 
     def _launch(self, chunks: list[Chunk]) -> _QueuedStep:
@@ -432,8 +443,7 @@ class Engine:
 
     def _next_draw(self, sample: Sample, row: int) -> Draw:
         params, sequence = sample.request.params, sample.sequence
-        too_early = sequence.num_decoded < params.min_tokens
-        banned = sample.ending_tokens if too_early else frozenset()
+        banned = sample.banned if sequence.num_decoded < params.min_tokens else ()
         return Draw(row, params, sample.seed, sequence.num_tokens, banned)
 
     def _extend(self, sequence: Sequence, drawn: list[tuple[Sample, Drawn]]) -> list[Output]:

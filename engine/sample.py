@@ -20,8 +20,9 @@ _NOT_FINITE = (
 class Sample:
     """One completion in the making.
 
-    `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `versions`: each version
-    of the weights that produced tokens of it, and how many tokens there were before.
+    `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `banned`: those again,
+    for draws before `min_tokens`. `versions`: each version of the weights that produced tokens of it, and how many
+    tokens there were before.
     """
 
     request: GenerateRequest
@@ -31,6 +32,7 @@ class Sample:
     sequence: Sequence
     joined: bool
     ending_tokens: frozenset[int]
+    banned: array[int]
     stop_strings: StopStrings | None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))

@@ -25,13 +25,16 @@ _LOGITS_ROWS = 64
 
 
 class Draw(NamedTuple):
-    """One token to be drawn at absolute `position` from hidden state `row`. `banned` ids cannot be drawn."""
+    """One token to be drawn at absolute `position` from hidden state `row`.
+
+    `banned` ids cannot be drawn; an `array("q")` of many costs least.
+    """
 
     row: int
     params: SamplingParams
     seed: int
     position: int
-    banned: frozenset[int] = frozenset()
+    banned: Sequence[int] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -89,7 +92,7 @@ class Sampler:
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
-        temperatures = torch.full(token_ids.shape, _divisor(distribution), dtype=torch.float32, device=hidden.device)
+        temperatures = _divisors([distribution], hidden.device).repeat(len(token_ids))
         if not distribution.has_filters:
             unused = torch.zeros_like(token_ids)
             rows = torch.arange(len(token_ids), device=hidden.device)
@@ -145,22 +148,23 @@ def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
         return to_device(torch.from_numpy(values), device)
 
     rows, targets, seeds, positions = send(np.array(columns, np.int64)).unbind()
-    # array("f") makes infinity of a temperature beyond float32; numpy would warn as well.
-    temperatures = send(np.asarray(array("f", [_divisor(p) for p in params])))
     raw = send(np.array([p.logprobs == "raw" for p in params], np.bool_))
-    return Wanted(rows, targets, temperatures, raw, seeds, positions)
+    return Wanted(rows, targets, _divisors(params, device), raw, seeds, positions)
 
 
-def _divisor(distribution: Distribution) -> float:
-    """What logits are divided by. Greedy rows keep theirs."""
-    return 1.0 if distribution.is_greedy else max(distribution.temperature, _LOWEST_TEMPERATURE)
+def _divisors(distributions: Sequence[Distribution], device: torch.device) -> Tensor:
+    """What logits are divided by, float32: infinity for a temperature beyond it. Greedy rows keep theirs."""
+    values = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
+    # array("f") makes that infinity; torch refuses such a number, and numpy warns.
+    return to_device(torch.from_numpy(np.asarray(array("f", values))), device)
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
-    cells = [(i, token) for i, draw in enumerate(draws) for token in draw.banned]
-    if not cells:
+    counts = [len(draw.banned) for draw in draws]
+    if not any(counts):
         return scaled
-    rows, tokens = _tensor(cells, scaled).unbind(1)
+    rows = _tensor(np.repeat(np.arange(len(draws)), counts), scaled)
+    tokens = _tensor(np.concatenate([np.asarray(draw.banned, np.int64) for draw in draws]), scaled)
     return scaled.index_put((rows, tokens), scaled.new_full((), -torch.inf))
 
 

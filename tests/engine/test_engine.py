@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -303,6 +304,46 @@ def test_what_can_never_be_served_is_rejected_at_once(tiny_llama: Path, prompt, 
         engine.add(generate("bad", np.array(prompt, np.int32), **params))
     [good] = drain(engine)
     assert good.request_id == "good" and good.finish_reason == "length"
+
+
+def test_a_ban_of_the_whole_vocabulary_is_rejected(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    assert engine.info.vocab_size == 512 and engine.info.eos_token_ids == (2,)
+    everything, all_but_the_end = range(512), [id for id in range(512) if id != 2]
+    for params in (
+        dict(stop_token_ids=everything),
+        dict(stop_token_ids=all_but_the_end, ignore_eos=False),
+        dict(stop_token_ids=[*everything, 7]),
+    ):
+        with pytest.raises(InvalidRequestError, match="min_tokens: expected one of the 512 .* found all of them"):
+            engine.add(generate("bad", tokens(20), min_tokens=1, **params))
+    assert not engine.has_unfinished and engine.stats().num_waiting == 0
+    requests = {
+        "one id is left": generate("one id is left", tokens(20), min_tokens=3, stop_token_ids=all_but_the_end),
+        "none is banned": generate("none is banned", tokens(20), stop_token_ids=everything),
+    }
+    samples = run(engine, requests.values())
+    assert samples["one id is left", 0].token_ids[:3].tolist() == [2, 2, 2]
+    assert samples["none is banned", 0].finish_reason == "stop" and len(samples["none is banned", 0].token_ids) == 1
+
+
+def test_what_min_tokens_bans_is_made_once_for_a_request(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, banned = make_engine(tiny_llama), []
+    draw = engine._sampler.draw
+    monkeypatch.setattr(
+        engine._sampler, "draw", lambda hidden, draws: banned.extend(d.banned for d in draws) or draw(hidden, draws)
+    )
+    run(engine, [generate("r", tokens(20), n=3, max_tokens=6, min_tokens=4, stop_token_ids=[7, 9], temperature=2.0)])
+    assert [len(ids) for ids in banned[: 3 * 4]] == [2] * 3 * 4 and not any(len(ids) for ids in banned[3 * 4 :])
+    assert len({id(ids) for ids in banned[: 3 * 4]}) == 1 and isinstance(banned[0], array)
+
+
+def test_any_temperature_can_be_scored(tiny_llama: Path, backend: str) -> None:
+    engine, prompt = make_engine(tiny_llama, backend=backend), tokens(20)
+    for temperature in (1e39, 1e300, 1e-320, 0.0):
+        [sample] = run(engine, [generate("r", prompt, temperature=temperature, logprobs="temperature")]).values()
+        found = score(engine, np.concatenate((prompt, sample.token_ids)), temperature=temperature)[19:]
+        assert found.tobytes() == bits(sample)[1], temperature
 
 
 def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:

@@ -6,6 +6,9 @@ The head is the identity, so that a hidden state is its own logits.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
+from typing import Never
 
 import pytest
 import torch
@@ -33,7 +36,7 @@ def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:
     return found
 
 
-def draw(row: int = 0, seed: int = 3, position: int = 9, banned: frozenset[int] = frozenset(), **params) -> Draw:
+def draw(row: int = 0, seed: int = 3, position: int = 9, banned: Sequence[int] = (), **params) -> Draw:
     return Draw(row, SamplingParams(**params), seed, position, banned)
 
 
@@ -45,7 +48,7 @@ MIXED = [
     draw(3, top_p=0.5, logprobs="raw"),
     draw(4, min_p=0.3, temperature=2.0, logprobs="temperature"),
     draw(4, top_k=2, top_p=0.9, min_p=0.1, logprobs=None),
-    draw(4, banned=frozenset((1, 2, 3))),
+    draw(4, banned=(1, 2, 3)),
 ]
 
 
@@ -100,7 +103,7 @@ def test_seed_and_position_both_matter(sampler: Sampler) -> None:
 
 
 def test_banned_tokens_are_not_drawn(sampler: Sampler) -> None:
-    everything_but_one = frozenset(range(50)) - {13}
+    everything_but_one = sorted(set(range(50)) - {13})
     [drawn] = sampler.draw(LOGITS, [draw(banned=everything_but_one)]).wait()
     assert (drawn.token_id, drawn.logprob, drawn.is_finite) == (13, 0.0, True)
 
@@ -123,6 +126,37 @@ def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> 
             assert (drawn.token_id, drawn.logprob) == (row.argmax(), 0.0)
         else:
             assert abs(drawn.logprob + math.log(50)) < 1e-6
+
+
+class Whole(array):
+    """Ids that cannot be taken one by one."""
+
+    def __iter__(self) -> Never:
+        pytest.fail("each id was taken by itself")
+
+
+def test_banned_ids_are_taken_as_a_whole(sampler: Sampler) -> None:
+    ids = [1, 2, 3, 30]
+    with pytest.raises(pytest.fail.Exception, match="by itself"):
+        list(Whole("q", ids))
+    rows = [draw(row, banned=Whole("q", ids), top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
+    plain = [draw(row, banned=ids, top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
+    assert not draw(banned=Whole("q", ids)).is_plain and draw(banned=Whole("q")).is_plain
+    assert sampler.draw(LOGITS, rows).wait() == sampler.draw(LOGITS, plain).wait()
+
+
+@pytest.mark.parametrize("filters", [{}, dict(top_k=4), dict(top_p=0.5, min_p=0.01)])
+@pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 0.0, 0.7])
+def test_a_score_takes_temperatures_as_a_draw_does(sampler: Sampler, temperature: float, filters: dict) -> None:
+    mode = "processed" if filters else "temperature"
+    drawn = sampler.draw(
+        LOGITS, [draw(row, temperature=temperature, logprobs=mode, **filters) for row in range(5)]
+    ).wait()
+    assert all(one.is_finite for one in drawn)
+    token_ids = torch.tensor([one.token_id for one in drawn])
+    scores = sampler.score(LOGITS, token_ids, Distribution(temperature=temperature, **filters))
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores.view(torch.int32), torch.tensor([one.logprob for one in drawn]).view(torch.int32))
 
 
 def test_score_equals_what_was_drawn(sampler: Sampler) -> None:
