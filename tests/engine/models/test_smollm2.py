@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from safetensors import safe_open
 
@@ -34,6 +38,23 @@ def test_the_model_answers_in_english_and_ends_its_turn(smollm2: Path) -> None:
     assert "Paris" in tokenizer.decode(token_ids)
     assert (token_ids[-1].item(),) == read_eos_token_ids(smollm2, read_config(smollm2))
     assert tokenizer.decode(token_ids[-1]) == "<|im_end|>"
+
+
+def test_the_weights_are_the_same_with_every_version_of_what_converts_them(smollm2: Path) -> None:
+    digest = hashlib.sha256()
+    with safe_open(smollm2 / "model.safetensors", framework="pt") as checkpoint:
+        for name in sorted(checkpoint.keys()):
+            digest.update(name.encode() + checkpoint.get_tensor(name).view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
+
+
+def test_the_conversion_prints_nothing(tmp_path: Path) -> None:
+    code = "from trueroll.engine.models.smollm2 import smollm2_folder; print(smollm2_folder())"
+    environment = os.environ | {"TRUEROLL_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (tmp_path / "smollm2-135m-instruct" / "model.safetensors").exists()
+    assert done.stdout == f"{tmp_path / 'smollm2-135m-instruct'}\n" and done.stderr == ""
 
 
 def test_the_second_call_converts_nothing(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
