@@ -4,20 +4,25 @@ sleep changes a bit, and that pushed weights are the ones that are served.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ..engine.models.loader import resolve_model
+from ..engine.models.smollm2 import smollm2_folder, smollm2_path
 from ..engine.request import SampleOutput, SamplingParams
 from ..weight_sync.publisher import PushResult, WeightPublisher
 from .client import Group, RolloutClient
@@ -66,27 +71,54 @@ class Repetition:
 
 def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool:
     """Generates groups of samples, shows some, repeats greedily under other circumstances; whether all bits agree."""
-    console.print(f"Starting a worker process for {model}; the first time, the model is converted ...")
-    text = TextModel(model)
-    prompts = [text.encode_chat(question, SYSTEM_PROMPT) for question in QUESTIONS]
-    with launch_worker(model) as worker, RolloutClient(worker.address) as client:
-        console.print(f"The worker listens at {worker.address}.")
+    if model == "smollm2" and not os.path.exists(smollm2_path()):
+        with _stage(console, f"Converting smollm2 into {smollm2_path().parent}, once ..."):
+            smollm2_folder()
+    with _stage(console, f"Loading the tokenizer of {model} ..."):
+        text = TextModel(model)
+        prompts = [text.encode_chat(question, SYSTEM_PROMPT) for question in QUESTIONS]
+    title = f"Starting a worker process for {model} ..."
+    with _start_worker(console, title, model) as worker, RolloutClient(worker.address) as client:
+        console.print(f"It listens at {worker.address}.", soft_wrap=True)
         groups = _generate_groups(console, client, prompts, sizes)
         _show_samples(console, text, groups)
-        console.print("Now the same prompts greedily, under other circumstances ...")
-        repetitions = _repeat(client, prompts, sizes)
-        console.print("Now the worker sleeps, and wakes up to other weights and then to the old ones ...")
-        changed, restored = _sleep_and_push(console, client, worker, _read_weights(model), prompts, sizes)
+        with _stage(console, "Now the same prompts greedily, under other circumstances ..."):
+            repetitions = _repeat(client, prompts, sizes)
+        with _stage(console, "Now the worker sleeps, and wakes up to other weights and then to the old ones ..."):
+            changed, restored = _sleep_and_push(console, client, worker, _read_weights(model), prompts, sizes)
         repetitions.append(Repetition("after a sleep and two pushes", False, restored))
-    with launch_worker(model, enable_prefix_caching=False) as worker, RolloutClient(worker.address) as client:
+    title = "Starting another worker, without a prefix cache ..."
+    with (
+        _start_worker(console, title, model, enable_prefix_caching=False) as worker,
+        RolloutClient(worker.address) as client,
+        _stage(console, "Now the same prompts greedily with it ..."),
+    ):
         repetitions.append(Repetition("cache off (another worker)", False, _greedy(client, prompts, sizes)))
     return _compare_changed(console, restored, changed) & compare(console, repetitions)
 
 
+@contextmanager
+def _stage(console: Console, title: str) -> Iterator[None]:
+    """A line that says what begins; below it, on a terminal, something that moves until it ends."""
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
+    if not console.is_interactive:
+        yield
+        return
+    with Progress(SpinnerColumn(), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
+        progress.add_task("", total=None)
+        yield
+
+
+def _start_worker(console: Console, title: str, model: str, **settings: Any) -> WorkerProcess:
+    with _stage(console, title):
+        return launch_worker(model, **settings)
+
+
 def _generate_groups(console: Console, client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Group]:
+    console.print(f"Generating {sizes.samples} samples of up to {sizes.max_tokens} tokens for each prompt ...")
     params = SamplingParams(n=sizes.samples, temperature=0.8, top_p=0.95, max_tokens=sizes.max_tokens, seed=7)
     start = time.perf_counter()
-    groups = client.generate(prompts, params, progress=True)
+    groups = client.generate(prompts, params, progress=console.is_interactive)
     seconds = time.perf_counter() - start
     engine = client.stats().engine
     num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
