@@ -306,8 +306,8 @@ class Worker:
             entry.successors.append((identity, message))
             return
         else:
-            self._ledger.forget(message.id)
             entry = self._admit(message)
+            self._ledger.forget(message.id)
         entry.calls.add(message.call)
         for frame in entry.replies:
             self._send(identity, frame)
