@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,8 +50,12 @@ from .sample import Sample, Score
 from .sampler import Draw, Drawing, Drawn, Sampler
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
-from .stop_strings import StopStrings, load_tokenizer
+from .stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
 from .weights import Staging
+
+_NOT_FINITE = (
+    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,14 @@ def _runs_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def _load_vocabulary(folder: Path) -> Vocabulary | str:
+    """The tokenizer of a model folder; without one, what to answer requests with stop strings."""
+    try:
+        return load_vocabulary(folder)
+    except InvalidRequestError as error:
+        return str(error)
+
+
 class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
@@ -117,6 +130,7 @@ class Engine:
             torch.cuda.set_device(device)  # of this thread: events and graphs belong to the current device
         self.weights = self._loaded.weights
         self.weight_version = 0
+        self._vocabulary = _load_vocabulary(self._loaded.folder)
         self.info = describe(config, self._loaded)
         has_graphs = config.cuda_graphs and self._loaded.backend.can_capture
         num_blocks = self.info.num_blocks
@@ -313,11 +327,11 @@ class Engine:
         num_tokens = len(request.prompt_token_ids) + params.max_tokens
         self._check_tokens(request.prompt_token_ids, 1, num_tokens)
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
-        tokenizer = load_tokenizer(self._loaded.folder) if params.stop else None
         ending_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         if params.min_tokens > 0:
             self._check_some_go_on(ending_tokens)
         banned = array("q", ending_tokens)
+        watches = [self._watch(params.stop) for _ in range(params.n)]
         sequence, joined = self._prompt_sequence(request)
         samples = [
             Sample(
@@ -329,12 +343,19 @@ class Engine:
                 joined,
                 ending_tokens,
                 banned,
-                StopStrings(tokenizer, params.stop) if tokenizer else None,
+                watch,
             )
-            for i in range(params.n)
+            for i, watch in enumerate(watches)
         ]
         sequence.samples += samples
         self._open[request.id] = dict(enumerate(samples))
+
+    def _watch(self, stops: tuple[str, ...]) -> StopStrings | None:
+        if not stops:
+            return None
+        if isinstance(self._vocabulary, str):
+            raise InvalidRequestError(self._vocabulary)
+        return StopStrings(self._vocabulary, stops)
 
     def _prompt_sequence(self, request: GenerateRequest) -> tuple[Sequence, bool]:
         """The sequence that computes the request's prompt: one that is under way already, and True, or a new one."""
@@ -475,10 +496,18 @@ class Engine:
     def _append(self, sample: Sample, drawn: Drawn) -> FinishReason | None:
         """Records a token; returns why the sample ends with it, if it does."""
         if not drawn.is_finite:
+            sample.error = _NOT_FINITE
             return "error"
         params = sample.request.params
         sample.append(drawn.token_id, drawn.logprob, self.weight_version)
-        matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
+        try:
+            matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
+        except TokenizerError as error:
+            sample.error = (
+                f"stop: expected the text of token {drawn.token_id}, found that the tokenizer failed: {error}; "
+                "use stop_token_ids instead"
+            )
+            return "error"
         if len(sample.token_ids) > params.min_tokens and (matched or drawn.token_id in sample.ending_tokens):
             return "stop"
         return "length" if len(sample.token_ids) == params.max_tokens else None

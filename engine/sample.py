@@ -11,10 +11,6 @@ from .request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, S
 from .sequence import Sequence
 from .stop_strings import StopStrings
 
-_NOT_FINITE = (
-    "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
-)
-
 
 @dataclass(eq=False, slots=True)
 class Sample:
@@ -22,7 +18,7 @@ class Sample:
 
     `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `banned`: those again,
     for draws before `min_tokens`. `versions`: each version of the weights that produced tokens of it, and how many
-    tokens there were before.
+    tokens there were before. `error` says what went wrong, if it ends with that.
     """
 
     request: GenerateRequest
@@ -37,6 +33,7 @@ class Sample:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     versions: list[tuple[int, int]] = field(default_factory=list)
+    error: str | None = None
 
     @property
     def num_cached_tokens(self) -> int:
@@ -62,7 +59,7 @@ class Sample:
             seed=self.seed,
             num_cached_tokens=self.num_cached_tokens,
             weight_versions=self._spans(),
-            error=_NOT_FINITE if reason == "error" else None,
+            error=self.error,
         )
 
     def _spans(self) -> tuple[WeightSpan, ...]:

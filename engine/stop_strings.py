@@ -1,4 +1,8 @@
-"""Stop strings: the one reason why a worker knows a tokenizer."""
+"""Stop strings: the one reason why a worker knows a tokenizer.
+
+Promises: watching costs the same for each token, whatever came before; whatever a tokenizer raises, `StopStrings` and
+`load_vocabulary` raise an Exception of ours, so that it harms no other sample.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,55 @@ from tokenizers import Tokenizer
 
 from .errors import InvalidRequestError
 
+# The last bytes of a text may belong to a character that is not complete: at most three, in as many tokens.
+_MOST_INCOMPLETE = 3
+_REPLACEMENT = "\ufffd"
+
+
+class TokenizerError(Exception):
+    """A tokenizer failed: the text says how."""
+
+
+class Vocabulary:
+    """A tokenizer, asked for text alone. Raises whatever that raises, be it no Exception."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the token adds no text, after whatever it stands: it is special, or unknown."""
+        return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens, without that of special ones."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
 
 class StopStrings:
     """Watches the text of one sample for any of `stops`, token by token."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
+        self._vocabulary, self._stops = vocabulary, stops
         self._longest = max(map(len, stops))
         self._window: list[int] = []
+        self._num_settled = 0
         self._num_read = 0
         self._tail = ""
 
     def feed(self, token_id: int) -> bool:
-        """Whether the text, with this token added, holds a stop string that ends in the token's text."""
-        old, text = self._tail, self._tail + self._read(token_id)
+        """Whether the text, with this token added, holds a stop string that ends in the token's text.
+
+        Raise TokenizerError if the tokenizer fails.
+        """
+        try:
+            new = self._read(token_id)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise TokenizerError(f"{type(error).__name__}: {error}") from error
+        old, text = self._tail, self._tail + new
         self._tail = text[max(0, len(text) - self._longest + 1) :]
         return any(text.find(stop, max(0, len(old) - len(stop) + 1)) >= 0 for stop in self._stops)
 
@@ -32,28 +71,40 @@ class StopStrings:
 
         It is what the token adds to the text of the tokens read just before, as a decoder may treat the first token of
         a text in a way of its own. (`tokenizers.decoders.DecodeStream` raises where tokens are no valid UTF-8.)
+        `_window` holds those tokens, `_num_settled` of them, and then the pending ones, which have not completed any
+        text; `_num_read` characters of its text were returned before.
         """
         self._window.append(token_id)
-        before, now = self._decode(self._window[: self._num_read]), self._decode(self._window)
-        if len(now) <= len(before) or now.endswith("\ufffd"):
-            return ""
-        self._window = self._window[self._num_read :]
-        self._num_read = len(self._window)
-        return now[len(before) :]
+        text = self._vocabulary.decode(self._window)
+        if len(text) > self._num_read and not text.endswith(_REPLACEMENT):
+            return self._advance(text, self._num_settled, unread=0)
+        if self._vocabulary.is_silent(token_id):
+            self._window.pop()
+        elif len(self._window) - self._num_settled > _MOST_INCOMPLETE:
+            # No character has so many tokens: only the last one of the text can still change.
+            return self._advance(text, len(self._window) - _MOST_INCOMPLETE, unread=text.endswith(_REPLACEMENT))
+        return ""
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _advance(self, text: str, num_dropped: int, unread: int) -> str:
+        """What is new in `text`, that of the window, but for its last `unread` characters; drops the first tokens."""
+        new = text[self._num_read : len(text) - unread]
+        self._window = self._window[num_dropped:]
+        self._num_settled = 0 if unread else len(self._window)
+        self._num_read = len(self._vocabulary.decode(self._window)) - unread
+        return new
 
 
 @cache
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_vocabulary(folder: Path) -> Vocabulary:
     """The tokenizer of a model folder. Raise InvalidRequestError if it has none that can be read."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InvalidRequestError(f"stop: expected {path}, found no such file; use stop_token_ids instead")
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # of no narrower class
+        return Vocabulary(Tokenizer.from_file(str(path)))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of no narrower class
         raise InvalidRequestError(
             f"stop: expected a tokenizer in {path}, found a fault: {error}; save it again, or use stop_token_ids"
         ) from error
