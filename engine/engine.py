@@ -46,7 +46,7 @@ from .request import (
     Tag,
     derive_seed,
 )
-from .sample import Sample, Score
+from .sample import Commit, Sample, Score
 from .sampler import Draw, Drawing, Drawn, Sampler
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
@@ -130,6 +130,7 @@ class Engine:
             torch.cuda.set_device(device)  # of this thread: events and graphs belong to the current device
         self.weights = self._loaded.weights
         self.weight_version = 0
+        self._commit = Commit(0)
         self._vocabulary = _load_vocabulary(self._loaded.folder)
         self.info = describe(config, self._loaded)
         has_graphs = config.cuda_graphs and self._loaded.backend.can_capture
@@ -221,7 +222,7 @@ class Engine:
         self._check_drained(in_flight)
         self.weights.commit(staging)
         outputs = self.settle()  # Its tokens were drawn with the old weights, and carry their version.
-        self.weight_version = version
+        self.weight_version, self._commit = version, Commit(version)
         return outputs + self.interrupt(in_flight)
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
@@ -499,7 +500,7 @@ class Engine:
             sample.error = _NOT_FINITE
             return "error"
         params = sample.request.params
-        sample.append(drawn.token_id, drawn.logprob, self.weight_version)
+        sample.append(drawn.token_id, drawn.logprob, self._commit)
         try:
             matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
         except TokenizerError as error:

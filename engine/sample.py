@@ -12,13 +12,20 @@ from .sequence import Sequence
 from .stop_strings import StopStrings
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Commit:
+    """One set of weights, from the commit that brought it to the next one; two may have the same version."""
+
+    version: int
+
+
 @dataclass(eq=False, slots=True)
 class Sample:
     """One completion in the making.
 
     `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `banned`: those again,
-    for draws before `min_tokens`. `versions`: each version of the weights that produced tokens of it, and how many
-    tokens there were before. `error` says what went wrong, if it ends with that.
+    for draws before `min_tokens`. `commits`: each set of weights that produced tokens of it, and how many tokens there
+    were before. `error` says what went wrong, if it ends with that.
     """
 
     request: GenerateRequest
@@ -32,17 +39,17 @@ class Sample:
     stop_strings: StopStrings | None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
 
     @property
     def num_cached_tokens(self) -> int:
         return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
 
-    def append(self, token_id: int, logprob: float | None, version: int) -> None:
-        """Records a token that the weights of `version` produced."""
-        if not self.versions or self.versions[-1][0] != version:
-            self.versions.append((version, len(self.token_ids)))
+    def append(self, token_id: int, logprob: float | None, commit: Commit) -> None:
+        """Records a token that the weights of `commit` produced."""
+        if not self.commits or self.commits[-1][0] is not commit:
+            self.commits.append((commit, len(self.token_ids)))
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
@@ -63,8 +70,9 @@ class Sample:
         )
 
     def _spans(self) -> tuple[WeightSpan, ...]:
-        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
-        return tuple(WeightSpan(*span, end) for span, end in zip(self.versions, ends, strict=False))
+        ends = [start for _, start in self.commits[1:]] + [len(self.token_ids)]
+        spans = zip(self.commits, ends, strict=False)
+        return tuple(WeightSpan(commit.version, start, end) for (commit, start), end in spans)
 
 
 @dataclass(eq=False, slots=True)

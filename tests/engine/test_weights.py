@@ -271,6 +271,28 @@ def test_a_sample_may_cross_several_commits(tiny_llama: Path, newer_llama: Path)
     assert np.array_equal(sample.token_ids[7:], continued(fresh, sample, tokens(20), 7).token_ids)
 
 
+def test_a_commit_begins_a_span_whatever_its_version(tiny_llama: Path, newer_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add(generate("r", tokens(20)))
+    commits = {2: (newer_llama, 3), 4: (tiny_llama, 3), 7: (newer_llama, 1)}
+    for i in range(9):
+        if i in commits:
+            model, version = commits[i]
+            engine.commit_weights(stage(engine, read_tensors(model)), version, "recompute")
+        engine.step()
+    [sample] = drain(engine)
+    assert spans(sample) == [(0, 0, 2), (3, 2, 4), (3, 4, 7), (1, 7, 12)]
+
+
+def test_a_commit_that_produced_no_token_leaves_no_span(tiny_llama: Path, newer_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add(generate("r", tokens(20)))
+    for model in (newer_llama, tiny_llama):
+        engine.commit_weights(stage(engine, read_tensors(model)), 3, "recompute")
+    [sample] = drain(engine)
+    assert spans(sample) == [(3, 0, 12)]
+
+
 def test_abort_ends_what_has_begun_and_lets_the_rest_wait(tiny_llama: Path, newer_llama: Path) -> None:
     engine = make_engine(tiny_llama, max_num_seqs=2, max_num_batched_tokens=40)
     expected = run(make_engine(newer_llama), [generate("waits", tokens(20, seed=3), n=2)])
