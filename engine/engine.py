@@ -289,7 +289,7 @@ class Engine:
         return EngineStats(
             steps=self._steps,
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             prefix_queries=scheduler.stats.prefix_queries + self._joined_tokens,
             prefix_hits=scheduler.stats.prefix_hits + self._joined_tokens,
             computed_tokens=scheduler.stats.computed_tokens,

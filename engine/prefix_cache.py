@@ -3,7 +3,9 @@
 | owned here                                             | owned elsewhere                                          |
 |--------------------------------------------------------|----------------------------------------------------------|
 | each block's reference count                           | the tensors that blocks are made of (`model_runner`)     |
-| the free list, in least-recently-released order        | which sequence holds which blocks (`sequence`)           |
+| free blocks in order of reuse: empty ones, the one     | which sequence holds which blocks (`sequence`)           |
+| released last first, then cached (published) ones, the |                                                          |
+| one released least recently first                      |                                                          |
 | the hash index: prefix -> block, and its epoch         | when to allocate, fork or preempt (`scheduler`)          |
 | claims: prefixes that a running sequence is computing  |                                                          |
 
@@ -11,9 +13,10 @@ A full block's identity is a chain: a 128-bit hash of its parent's hash, its tok
 cache salt), keyed by a secret of this process that changes with every epoch. On a hit the token ids, the extra identity
 and the parent are compared as well: a hash alone never decides.
 
-Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a free block
-can be hit until it is handed out again; `invalidate` drops the index, puts the free blocks that it emptied first in
-line, and changes nothing else; what was computed under an earlier epoch is never published afterwards.
+Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a cached
+block can be hit until it is handed out again; `invalidate` drops the index, puts the cached blocks next in line, and
+changes nothing else; what was computed under an earlier epoch is never published afterwards. Nothing but `invalidate`
+and `check_integrity` costs more the more blocks there are.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -69,7 +72,8 @@ class PrefixCache:
         self.evictions = 0
         self._key = secrets.token_bytes(32)
         self._references = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._empty = list(reversed(range(num_blocks)))  # a stack
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._index: dict[bytes, Entry] = {}
         self._published: dict[int, Entry] = {}
         self._claims: dict[bytes, Chain] = {}
@@ -77,12 +81,12 @@ class PrefixCache:
     @property
     def num_free(self) -> int:
         """Blocks without a reference, published or not."""
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
         """Free blocks that are still published."""
-        return len(self._free.keys() & self._published.keys())
+        return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold `num_tokens` tokens."""
@@ -105,37 +109,49 @@ class PrefixCache:
             hits.append(entry)
         return hits
 
-    def needs_claimed_block(self, chain: Chain, num_hits: int, limit: int) -> bool:
-        """Whether the block after the hits, if it lies within [0, limit) tokens, is being computed by another chain."""
-        if not self.enabled or num_hits >= limit // self.block_size:
-            return False
-        return self._claims.get(chain.hashes[num_hits], chain) is not chain
+    def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
+        """Of the blocks after the hits that lie within [0, limit) tokens and are being computed by other chains, the
+        hash of the last one in a row; None if the first one is not.
+        """
+        found = None
+        if self.enabled:
+            for key in chain.hashes[num_hits : limit // self.block_size]:
+                if self._claims.get(key, chain) is chain:
+                    break
+                found = key
+        return found
+
+    def is_claimed(self, key: bytes) -> bool:
+        """Whether the block with this hash is being computed."""
+        return key in self._claims
 
     def can_allocate(self, hits: Sequence[Entry], num_new: int) -> bool:
         """Whether `num_new` blocks are free beside the hits."""
-        return num_new <= len(self._free) - sum(entry.block in self._free for entry in hits)
+        return num_new <= self.num_free - sum(entry.block in self._cached for entry in hits)
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> list[int]:
         """References the hit blocks and `num_new` fresh ones, in this order. Raise RuntimeError if too few are free."""
         if not self.can_allocate(hits, num_new):
             raise RuntimeError(f"prefix cache: expected {num_new} free blocks, found {self.num_free} with the hits")
         self.share([entry.block for entry in hits])
-        return [entry.block for entry in hits] + [self._take_oldest() for _ in range(num_new)]
+        return [entry.block for entry in hits] + [self._take_free() for _ in range(num_new)]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each block; blocks that were free are in use again."""
+        """One more reference to each block, in use or cached; cached ones are in use again."""
         for block in blocks:
             self._references[block] += 1
-            self._free.pop(block, None)
+            self._cached.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Takes a reference from each block. The last blocks are reused first, unpublished ones before all."""
         for block in reversed(blocks):
             self._references[block] -= 1
-            if self._references[block] == 0:
-                self._free[block] = None
-                if block not in self._published:
-                    self._free.move_to_end(block, last=False)
+            if self._references[block] > 0:
+                continue
+            if block in self._published:
+                self._cached[block] = None
+            else:
+                self._empty.append(block)
 
     def claim(self, chain: Chain) -> None:
         """Announces that the owner of `chain` is about to compute all its known blocks that no one else has claimed."""
@@ -168,8 +184,8 @@ class PrefixCache:
         """
         self.epoch += 1
         self._key = secrets.token_bytes(32)
-        for block in reversed([block for block in self._free if block in self._published]):
-            self._free.move_to_end(block, last=False)
+        self._empty.extend(reversed(self._cached))
+        self._cached.clear()
         self._index.clear()
         self._published.clear()
         self._claims.clear()
@@ -181,7 +197,10 @@ class PrefixCache:
             for block in table:
                 counts[block] += 1
         wrong = [b for b in range(self.num_blocks) if counts[b] != self._references[b]]
-        wrong += [b for b in range(self.num_blocks) if (counts[b] == 0) != (b in self._free)]
+        free = Counter(self._empty + list(self._cached))
+        wrong += [b for b in range(self.num_blocks) if free[b] != (counts[b] == 0)]
+        wrong += [b for b in self._empty if b in self._published]
+        wrong += [b for b in self._cached if b not in self._published]
         wrong += [e.block for e in self._index.values() if self._published.get(e.block) is not e]
         wrong += [b for b, e in self._published.items() if self._index.get(e.hash) is not e]
         if wrong:
@@ -208,16 +227,25 @@ class PrefixCache:
         if existing := self._find(entry.hash, entry.parent, entry.tokens, entry.extra):
             return existing
         if other := self._index.get(entry.hash):
-            del self._published[other.block]
+            self._unpublish(other.block)
         self._index[entry.hash] = self._published[entry.block] = entry
         return entry
 
-    def _take_oldest(self) -> int:
-        block, _ = self._free.popitem(last=False)
-        self._references[block] = 1
-        if entry := self._published.pop(block, None):
-            del self._index[entry.hash]
+    def _unpublish(self, block: int) -> None:
+        """Takes the block's place in the index from it; another one has it."""
+        del self._published[block]
+        if block in self._cached:
+            del self._cached[block]
+            self._empty.append(block)
+
+    def _take_free(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            del self._index[self._published.pop(block).hash]
             self.evictions += 1
+        self._references[block] = 1
         return block
 
     def _drop_claim(self, key: bytes, chain: Chain) -> None:

@@ -4,24 +4,29 @@ One idea: each sequence has `num_tokens` and `num_computed`, and every step lets
 under a token budget. Prefill, chunked prefill, decode, a resumed prefix and the re-prefill after a preemption are that
 one case.
 
-Owns the waiting and the running sequences, both sorted by `order`. Does not know what is sampled or why one ends.
+Owns the waiting and the running sequences, of which the lowest `order` goes first. Does not know what is sampled or why
+one ends.
 
 A step takes running decodes first, then chunks of running prompts, then admissions, so that a prompt of any length
 delays a decode by one chunk at most. Blocks are reserved chunk by chunk. A sequence that lacks a block takes it from
 the newest running one, never from an older one; thus the oldest running one always advances, and everything that was
-accepted finishes. A waiting sequence whose next block is being computed by a running one waits for it.
+accepted finishes. A waiting sequence whose next blocks are being computed by running ones is set aside until the last
+of them is there; those after it may be admitted before. Planning a step costs no more the more sequences wait.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from .errors import InvalidRequestError
 from .prefix_cache import Entry, PrefixCache
 from .sequence import Chunk, Sequence
+
+# To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
+_MOST_LOOKUPS_IN_VAIN = 32
 
 
 class Admission(Enum):
@@ -71,9 +76,24 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # sorted, as `_ready` is
+        self._ready: list[Sequence] = []
+        self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
         self.stats = SchedulerStats()
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Those that wait, for whatever, sorted."""
+        return sorted(self._ready + [sequence for group in self._aside.values() for sequence in group], key=_order)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many wait."""
+        return len(self._ready) + self._num_aside
+
+    @property
+    def _num_aside(self) -> int:
+        return sum(map(len, self._aside.values()))
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
@@ -86,7 +106,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence that holds no blocks wait for its turn."""
-        insort(self.waiting, sequence, key=_order)
+        insort(self._ready, sequence, key=_order)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with blocks reserved for them.
@@ -143,7 +163,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, waiting or running, and gives its blocks back."""
-        (self.running if sequence.table else self.waiting).remove(sequence)
+        if sequence.claim is not None:
+            self._aside[sequence.claim].remove(sequence)
+        else:
+            _remove(self.running if sequence.table else self._ready, sequence)
         self._release(sequence)
 
     def recompute_running(self) -> None:
@@ -189,7 +212,7 @@ class Scheduler:
 
     def _suspend(self, sequence: Sequence) -> None:
         """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
-        self.running.remove(sequence)
+        _remove(self.running, sequence)
         self._release(sequence)
         self.add(sequence)
 
@@ -199,13 +222,25 @@ class Scheduler:
         sequence.table, sequence.num_computed = array("q"), 0
 
     def _admit_waiting(self, plan: _Plan) -> None:
-        for sequence in self.waiting.copy():
+        self._take_back()
+        lookups_in_vain = 0
+        while self._ready and lookups_in_vain < _MOST_LOOKUPS_IN_VAIN:
             if plan.budget == 0 or len(self.running) >= self.max_num_seqs:
-                return
-            outcome = self._admit(sequence, plan)
+                break
+            outcome = self._admit(self._ready[0], plan)
             if outcome is Admission.WAIT_FOR_BLOCKS:
-                return
-            self.stats.deferred_admissions += outcome is Admission.WAIT_FOR_PREFIX
+                break
+            lookups_in_vain += outcome is Admission.WAIT_FOR_PREFIX
+        self.stats.deferred_admissions += self._num_aside
+
+    def _take_back(self) -> None:
+        """Lets those be looked at again for whom there is nothing to wait for any more."""
+        over = [key for key in self._aside if not self.cache.is_claimed(key)]
+        for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
+            sequence.claim = None
+            self._ready.append(sequence)
+        if over:
+            self._ready.sort(key=_order)
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> Admission:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
@@ -215,12 +250,19 @@ class Scheduler:
         # The last token is always computed: its logits are needed. A score request needs the logits of every token.
         limit = sequence.num_tokens - 1 if sequence.scores is None else 0
         hits = cache.lookup(sequence.chain, sequence.tokens, limit)
-        if cache.needs_claimed_block(sequence.chain, len(hits), limit):
+        claim = cache.find_claim(sequence.chain, len(hits), limit)
+        if claim is not None:
+            self._set_aside(sequence, claim)
             return Admission.WAIT_FOR_PREFIX
         if not cache.can_allocate(hits, cache.blocks_for(sequence.num_tokens) - len(hits)):
             return Admission.WAIT_FOR_BLOCKS
         self._start(sequence, hits, plan)
         return Admission.ADMITTED
+
+    def _set_aside(self, sequence: Sequence, claim: bytes) -> None:
+        _remove(self._ready, sequence)
+        sequence.claim = claim
+        self._aside.setdefault(claim, set()).add(sequence)
 
     def _start(self, sequence: Sequence, hits: list[Entry], plan: _Plan) -> None:
         cache = self.cache
@@ -230,7 +272,7 @@ class Scheduler:
         sequence.table = array("q", cache.allocate(hits, num_new))
         sequence.chain.entries = hits
         cache.claim(sequence.chain)
-        self.waiting.remove(sequence)
+        _remove(self._ready, sequence)
         insort(self.running, sequence, key=_order)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
@@ -241,3 +283,10 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Takes a sequence out of a sorted list. No two sequences have one `order`."""
+    position = bisect_left(sequences, sequence.order, key=_order)
+    assert sequences[position] is sequence
+    del sequences[position]

@@ -14,7 +14,7 @@ class Sequence:
     """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`, or will have it when
     the steps under way are done.
 
-    The scheduler writes `num_computed`, `table`, `chain` and `num_cached_tokens`; the engine writes the rest.
+    The scheduler writes `num_computed`, `table`, `chain`, `claim` and `num_cached_tokens`; the engine writes the rest.
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `samples`: what is drawn from the logits after the last token; several while a group's prompt is computed.
@@ -22,6 +22,7 @@ class Sequence:
     `cache_salt`: the request's own, for a new chain after an invalidation.
     `unseen_row`: of the draws of the step under way, the one that gives the token after `tokens`; `num_tokens` counts
     that token already. None if no token is unseen.
+    `claim`: the hash of the block that it waits for while another sequence computes that; None if it waits for none.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     """
 
@@ -35,6 +36,7 @@ class Sequence:
     unseen_row: int | None = None
     num_computed: int = 0
     table: array[int] = field(default_factory=lambda: array("q"))
+    claim: bytes | None = None
     num_cached_tokens: int | None = None
 
     @property

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 
-from trueroll.engine.prefix_cache import PrefixCache
+from trueroll.engine.prefix_cache import Chain, Entry, PrefixCache
 
 
 class CountingCache(PrefixCache):
-    """Counts the hashes it computes."""
+    """Counts the hashes it computes and the prefixes it looks up."""
 
     digests = 0
+    lookups = 0
+
+    def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
+        self.lookups += 1
+        return super().lookup(chain, tokens, limit)
 
     def _digest(self, content: bytes) -> bytes:
         self.digests += 1

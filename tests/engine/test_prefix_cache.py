@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -90,10 +92,15 @@ class Model:
             self.free.insert(len(self.free) if block in published else 0, block)
 
 
+def free_blocks(cache: PrefixCache) -> list[int]:
+    """In order of reuse."""
+    return cache._empty[::-1] + list(cache._cached)
+
+
 def state_of(cache: PrefixCache) -> tuple[Any, ...]:
     """Everything a cache knows, as values that later changes do not reach."""
     claims = {key: (id(chain), list(chain.hashes), list(chain.entries)) for key, chain in cache._claims.items()}
-    containers = list(cache._references), list(cache._free), dict(cache._index), dict(cache._published), claims
+    containers = list(cache._references), free_blocks(cache), dict(cache._index), dict(cache._published), claims
     return *containers, cache.epoch, cache.evictions, cache._key
 
 
@@ -124,7 +131,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Looks a prefix up: nothing changes, what is found is what was asked for, and nothing findable is missed."""
         before = state_of(self.cache)
         hits = self.cache.lookup(chain, tokens, limit)
-        waits = self.cache.needs_claimed_block(chain, len(hits), limit)
+        claim = self.cache.find_claim(chain, len(hits), limit)
         assert state_of(self.cache) == before
         assert len(hits) * BLOCK_SIZE <= limit
         held = [content for hit in hits for content in self.kv[hit.block]]
@@ -134,17 +141,21 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.seen["collision refused"] += any(key in self.cache._index for key in missed[:1])
         else:
             assert [hit.block for hit in hits] == [node.block for node in self.model.find(salt, tokens, limit)]
-            next_key = salt, tuple(tokens[: (len(hits) + 1) * BLOCK_SIZE])
-            assert waits == (bool(missed) and self.model.claims.get(next_key, chain) is not chain)
+            ends = range((len(hits) + 1) * BLOCK_SIZE, limit + 1, BLOCK_SIZE)
+            owners = [self.model.claims.get((salt, tuple(tokens[:end])), chain) for end in ends]
+            claimed = [key for key, _ in takewhile(lambda pair: pair[1] is not chain, zip(missed, owners, strict=True))]
+            assert claim == (claimed[-1] if claimed else None)
+            self.seen["wait for several claims"] += len(claimed) > 1
+        assert claim is None or self.cache.is_claimed(claim)
         self.seen["hit"] += bool(hits)
-        self.seen["hit of a free block"] += any(hit.block in self.cache._free for hit in hits)
-        self.seen["wait for a claim"] += waits
+        self.seen["hit of a free block"] += any(hit.block in self.cache._cached for hit in hits)
+        self.seen["wait for a claim"] += claim is not None
         return hits
 
     def allocate(self, hits: list[Entry], num_new: int) -> list[int] | None:
         """Allocates: all or nothing, the oldest free blocks first, never a block in use."""
         blocks = [hit.block for hit in hits]
-        spare = [b for b in self.cache._free if b not in blocks]
+        spare = [b for b in free_blocks(self.cache) if b not in blocks]
         before = state_of(self.cache)
         assert self.cache.can_allocate(hits, num_new) == (num_new <= len(spare))
         if num_new > len(spare):
@@ -270,8 +281,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.check_integrity(tables)
         used = {block for table in tables for block in table}
         assert self.cache.num_free == NUM_BLOCKS - len(used)
-        assert used.isdisjoint(self.cache._free)
-        assert self.hashes_collide or list(self.cache._free) == self.model.free
+        assert used.isdisjoint(free_blocks(self.cache))
+        assert self.hashes_collide or free_blocks(self.cache) == self.model.free
+        assert self.cache.num_cached == len(set(self.cache._published) - used)
         self.seen["eviction"] += self.cache.evictions > 0
 
     @invariant()
@@ -307,7 +319,11 @@ EVENTS = {
 
 
 @pytest.mark.parametrize(
-    ("machine", "events"), [(PrefixCacheMachine, EVENTS), (CollidingMachine, EVENTS | {"collision refused"})]
+    ("machine", "events"),
+    [
+        (PrefixCacheMachine, EVENTS | {"wait for several claims"}),
+        (CollidingMachine, EVENTS | {"collision refused"}),
+    ],
 )
 def test_any_order_of_operations_agrees_with_the_model(machine: type[PrefixCacheMachine], events: set[str]) -> None:
     machine.seen.clear()
@@ -383,6 +399,29 @@ def test_a_hash_alone_never_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     cache.check_integrity([first, second])
 
 
+def test_a_free_block_that_another_one_takes_the_place_of_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PrefixCache(4, 2)
+    monkeypatch.setattr(cache, "_digest", lambda content: bytes(16))
+    first = publish(cache, [1, 2])
+    cache.release(first)
+    assert (cache.num_cached, cache.num_free) == (1, 4)
+    second = publish(cache, [3, 4])
+    cache.check_integrity([second])
+    assert (cache.num_cached, cache.num_free) == (0, 3)
+    assert cache.allocate([], 1) == first and cache.evictions == 0
+
+
+def test_how_much_is_cached_is_known_without_a_look_at_the_blocks() -> None:
+    cache, num_blocks = PrefixCache(20_000, 2), 20_000
+    table = publish(cache, list(range(2 * num_blocks)))
+    cache.release(table)
+    tracemalloc.start()
+    assert (cache.num_cached, cache.num_free) == (num_blocks, num_blocks)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < num_blocks
+
+
 def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
     cache = PrefixCache(4, 2)
     chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
@@ -415,7 +454,7 @@ def test_a_disabled_cache_finds_claims_and_hashes_nothing() -> None:
     chain = cache.new_chain(None)
     assert cache.lookup(chain, array("i", [1, 2, 3, 4]), 4) == []
     cache.claim(chain)
-    assert not cache.needs_claimed_block(cache.new_chain(None), 0, 4)
+    assert cache.find_claim(cache.new_chain(None), 0, 4) is None
     assert (cache.digests, cache.num_cached) == (0, 0)
 
 
@@ -427,17 +466,20 @@ def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> Non
         cache.lookup(chain, tokens, 4)
     table = cache.allocate([], 2)
     cache.claim(writer)
-    assert not cache.needs_claimed_block(writer, 0, 4)
-    assert cache.needs_claimed_block(reader, 0, 4)
-    assert not cache.needs_claimed_block(reader, 0, 1)  # a block that reaches beyond the limit is of no use
+    first, last = reader.hashes
+    assert cache.find_claim(writer, 0, 4) is None
+    assert cache.find_claim(reader, 0, 4) == last  # the one that is published last
+    assert cache.find_claim(reader, 0, 3) == first
+    assert cache.find_claim(reader, 0, 1) is None  # a block that reaches beyond the limit is of no use
     cache.publish(writer, tokens, table, 2)
-    assert not cache.needs_claimed_block(reader, 0, 4)
-    assert cache.needs_claimed_block(reader, 1, 4)
+    assert (cache.is_claimed(first), cache.is_claimed(last)) == (False, True)
+    assert cache.find_claim(reader, 0, 4) is None
+    assert cache.find_claim(reader, 1, 4) == last
     cache.claim(reader)  # comes too late, and so has nothing to give up
     cache.unclaim(reader)
-    assert cache.needs_claimed_block(reader, 1, 4)
+    assert cache.find_claim(reader, 1, 4) == last
     cache.unclaim(writer)
-    assert not cache.needs_claimed_block(reader, 1, 4)
+    assert cache.find_claim(reader, 1, 4) is None and not cache.is_claimed(last)
 
 
 def _count_a_reference_too_many(cache: PrefixCache, table: list[int]) -> None:
@@ -449,11 +491,25 @@ def _lose_a_reference(cache: PrefixCache, table: list[int]) -> None:
 
 
 def _lose_a_free_block(cache: PrefixCache, table: list[int]) -> None:
-    cache._free.popitem()
+    cache._empty.pop()
 
 
 def _free_a_block_in_use(cache: PrefixCache, table: list[int]) -> None:
-    cache._free[table[0]] = None
+    cache._empty.append(table[0])
+
+
+def _free_a_block_twice(cache: PrefixCache, table: list[int]) -> None:
+    cache._empty.append(cache._empty[0])
+
+
+def _keep_an_empty_block_among_the_cached(cache: PrefixCache, table: list[int]) -> None:
+    cache._cached[cache._empty.pop()] = None
+
+
+def _keep_a_cached_block_among_the_empty(cache: PrefixCache, table: list[int]) -> None:
+    cache.release(table)
+    table.clear()
+    cache._empty.append(cache._cached.popitem()[0])
 
 
 def _hold_a_block_twice(cache: PrefixCache, table: list[int]) -> None:
@@ -479,6 +535,9 @@ def _forget_an_entry(cache: PrefixCache, table: list[int]) -> None:
         _lose_a_reference,
         _lose_a_free_block,
         _free_a_block_in_use,
+        _free_a_block_twice,
+        _keep_an_empty_block_among_the_cached,
+        _keep_a_cached_block_among_the_empty,
         _hold_a_block_twice,
         _forget_a_table,
         _forget_where_an_entry_is,

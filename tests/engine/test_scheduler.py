@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -148,6 +149,8 @@ class Driver:
             assert len(sequence.table) == self.cache.blocks_for(sequence.num_computed)
             if sequence.chain.epoch == self.cache.epoch:
                 assert len(sequence.chain.entries) == sequence.num_computed // self.cache.block_size
+        waiting = self.scheduler.waiting
+        assert len(waiting) == self.scheduler.num_waiting and waiting == sorted(waiting, key=lambda s: s.order)
         owners = {id(sequence.chain) for sequence in self.scheduler.running}
         assert {id(chain) for chain in self.cache._claims.values()} <= owners
 
@@ -444,6 +447,72 @@ def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
     driver.drain()
 
 
+def schedule_unpublished(driver: Driver) -> tuple[list[Chunk], int]:
+    """A step that is planned before the one ahead of it is done, and how many prefixes it looked up."""
+    assert isinstance(driver.cache, CountingCache)
+    before = driver.cache.lookups
+    chunks = driver.scheduler.schedule()
+    driver.scheduler.advance(chunks)
+    return chunks, driver.cache.lookups - before
+
+
+def test_a_step_looks_up_few_of_those_that_wait_for_a_prefix_and_each_of_them_once() -> None:
+    count, most = 1000, 32
+    driver = Driver(num_blocks=4096, block_size=4, max_num_seqs=100, budget=2048, cache=CountingCache)
+    prefix = list(range(40))
+    writer = driver.add([*prefix, 100], [3])
+    readers = [driver.add([*prefix, 200 + i], [3]) for i in range(count)]
+    other = driver.add([7] * 5, [3])
+    steps = [schedule_unpublished(driver) for _ in range(count // most + 1)]
+    assert [chunk.sequence for chunks, _ in steps for chunk in chunks] == [writer, other], "none is starved"
+    lookups = [number for _, number in steps]
+    assert max(lookups) <= 1 + most and sum(lookups) == 1 + count + 1
+    assert driver.scheduler.waiting == readers
+    deferred = driver.scheduler.stats.deferred_admissions
+    assert schedule_unpublished(driver) == ([], 0), "until the prefix is there, nothing is looked up again"
+    assert driver.scheduler.stats.deferred_admissions == deferred + count
+    driver.scheduler.publish([chunk for chunks, _ in steps for chunk in chunks])
+    chunks, number = schedule_unpublished(driver)
+    assert [(c.sequence, c.start) for c in chunks] == [(reader, len(prefix)) for reader in readers[:98]]
+    assert number == 98
+
+
+def test_a_step_does_not_look_at_those_for_whom_there_is_no_room() -> None:
+    count = 16_000
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=2, budget=64, cache=CountingCache)
+    for i in range(count):
+        driver.add([i], [30])
+    driver.step()
+    assert (len(driver.scheduler.running), len(driver.scheduler.waiting)) == (2, count - 2)
+    tracemalloc.start()
+    chunks, lookups = schedule_unpublished(driver)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(chunks) == 2 and lookups == 0
+    assert peak < count, "nothing is made of each"
+
+
+class Sorted(list):
+    """A list that is not searched from its beginning."""
+
+    def remove(self, value: object) -> None:
+        pytest.fail("searched from the beginning")
+
+
+def test_a_sequence_is_taken_out_without_a_look_at_the_others() -> None:
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=4, budget=64)
+    driver.scheduler._ready, driver.scheduler.running = Sorted(), Sorted()
+    for i in range(12):
+        driver.add([i, i + 1], [3])
+    driver.step()
+    assert len(driver.scheduler.running) == 4 and len(driver.scheduler.waiting) == 8
+    for sample in [driver.open[9], driver.open[2], driver.open[11], driver.open[5]]:
+        driver.abort(sample)
+    driver.recompute()
+    assert [sequence.order[0] for sequence in driver.scheduler.waiting] == [0, 1, 3, 4, 6, 7, 8, 10]
+    driver.drain()
+
+
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
     driver.add([1, 2, 3, 4, 5], [4, 4, 4])
@@ -537,7 +606,7 @@ def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
 
 
 def _hold_blocks_while_waiting(driver: Driver) -> None:
-    driver.scheduler.waiting.append(driver.scheduler.running.pop())
+    driver.scheduler.add(driver.scheduler.running.pop())
 
 
 def _lose_a_block(driver: Driver) -> None:
