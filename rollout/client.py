@@ -363,8 +363,8 @@ class RolloutClient:
 
     def close(self) -> None:
         """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
-        if self._abandon.detach():
-            self._thread.end(self._client.close(), cancel=False)
+        self._abandon.detach()
+        self._thread.end(self._client.close())
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -374,8 +374,6 @@ class RolloutClient:
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         future = self._thread.submit(coroutine)
-        if future is None:
-            raise TruerollError("client: closed; make a new one")
         try:
             return future.result()
         except BaseException:

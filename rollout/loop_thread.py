@@ -1,7 +1,7 @@
 """An event loop on a thread of its own, for code that has none.
 
-Promises: what `submit` took runs; after `end` nothing is taken. Neither waits for the loop's own thread, so that both
-may be called wherever the garbage collector runs.
+Promises: what `submit` takes runs, until `end`. Neither waits for the loop's own thread, so that both may be called
+wherever the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from ..engine.errors import TruerollError
+
 T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines from now until `end`. Its thread keeps no process alive."""
+    """Runs coroutines from now until `end`. Its thread, of that `name`, keeps no process alive."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -25,21 +27,25 @@ class LoopThread:
         self._has_ended = False
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
-        """Run a coroutine; None if the loop has ended."""
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine. After `end` the future raises TruerollError."""
         with self._may_submit:
             if not self._has_ended:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        return None
+        closed: Future[T] = Future()
+        closed.set_exception(TruerollError("client: closed; make a new one"))
+        return closed
 
-    def end(self, last: Coroutine[Any, Any, None], cancel: bool) -> None:
-        """Run `last`, wait for all that runs, and end the thread. `cancel`: cancel what runs first, and close all
+    def end(self, last: Coroutine[Any, Any, None], cancel: bool = False) -> None:
+        """Run `last`, wait for all that runs, and end the thread; once. `cancel`: cancel what runs first, and close all
         asynchronous generators that were left unfinished.
         """
         with self._may_submit:
-            if self.submit(self._finish(last, cancel)) is None:
+            if self._has_ended:
                 last.close()
+                return
+            self.submit(self._finish(last, cancel))
             self._has_ended = True
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -1,13 +1,12 @@
 """The workers that a publisher pushes to: one client each, all on one event loop on a thread of its own.
 
-Owns: the clients, the loop, the thread. Promises: every call ends within its timeout, and the first worker that fails
+Owns: the clients and the thread. Promises: every call ends within its timeout, and the first worker that fails
 ends a call to all of them with an error that names it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 from ..rollout import protocol
 from ..rollout.client import AsyncRolloutClient
 from ..rollout.errors import ConfigError, DeadlineError, TruerollError
+from ..rollout.loop_thread import LoopThread
 
 Calls: TypeAlias = protocol.Call | list[protocol.Call]
 
@@ -39,29 +39,22 @@ class Workers:
             raise ConfigError(f"addresses: expected each worker once, found {list(addresses)}; leave the others out")
         self.addresses = tuple(addresses)
         self._clients = [AsyncRolloutClient(address, timeout, server_public_key) for address in addresses]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-publisher", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("weight-publisher")
 
     def ask(self, what: str, calls: Calls, timeout: float) -> Future[list[Any]]:
         """Send each worker its call, or all the same one. The result: all replies, in order; or WorkerFailure as soon
         as one failed.
         """
         calls = calls if isinstance(calls, list) else [calls] * len(self.addresses)
-        return asyncio.run_coroutine_threadsafe(self._ask_until_failure(what, calls, timeout), self._loop)
+        return self._thread.submit(self._ask_until_failure(what, calls, timeout))
 
     def ask_all(self, call: protocol.Call, timeout: float) -> list[protocol.FromWorker | TruerollError]:
         """Send every worker a call, and wait for all the replies, or the errors in their place."""
-        return asyncio.run_coroutine_threadsafe(self._ask_all(call, timeout), self._loop).result()
+        return self._thread.submit(self._ask_all(call, timeout)).result()
 
     def close(self) -> None:
         """Disconnect, and end the thread."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.end(self._close())
 
     async def _close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))

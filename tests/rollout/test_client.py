@@ -293,7 +293,7 @@ def test_a_stream_closed_early_aborts_the_rest(client: RolloutClient, engine: Fa
     assert engine.stats().samples_finished["abort"] > 0
 
 
-@pytest.mark.parametrize("ending", ["", "for _ in stream: break", "raise ValueError('in the loop body')"])
+@pytest.mark.parametrize("ending", ["next(stream)", "for _ in stream: break", "for _ in stream: raise ValueError"])
 def test_a_script_that_leaves_a_stream_unfinished_ends_and_gives_it_up(
     client: RolloutClient, engine: FakeEngine, ending: str
 ) -> None:
@@ -303,7 +303,6 @@ import sys
 from trueroll.rollout import RolloutClient, SamplingParams
 client = RolloutClient(sys.argv[1])
 stream = client.stream([[1], [2]], SamplingParams(n=300, max_tokens=300))
-next(stream)
 {ending}
 """
     address = client._client._connection._address
@@ -517,22 +516,30 @@ def test_a_retry_after_a_lost_worker_gets_whole_samples() -> None:
 
 
 def test_a_retry_after_a_refusal_gets_whole_samples(engine: FakeEngine) -> None:
-    with serving(engine, max_queued_requests=2) as worker, RolloutClient(worker.address) as client:
+    groups: list[Group] = []
+
+    def retry() -> None:
+        groups.extend(client.generate([[1], [2]], LONG, request_ids=["a", "b"]))
+
+    with (
+        serving(engine, max_queued_requests=3) as worker,
+        RolloutClient(worker.address) as client,
+        RawClient(worker.address) as raw,
+    ):
         engine.gate.clear()
+        raw.generate("keeps the engine in a step")
+        assert engine.at_gate.wait(timeout=20)
         with pytest.raises(QueueFullError):
             client.generate([[1], [2], [3]], LONG, request_ids=["a", "b", "c"])
-        retry = threading.Thread(
-            target=lambda: groups.extend(client.generate([[1], [2]], LONG, request_ids=["a", "b"]))
-        )
-        groups: list[Group] = []
-        retry.start()
-        while client.stats().service["joined"] + len(worker.worker._ledger.open["a"].successors) == 0:
-            pass
+        thread = threading.Thread(target=retry)
+        thread.start()
+        while not all(worker.worker._ledger.open[id].successors for id in "ab"):
+            assert worker.worker._ledger.open["a"].num_aborts == 1
         engine.gate.set()
-        retry.join()
-        for group in groups:
-            check_group(group, 1)
-        assert len(groups) == 2
+        thread.join()
+    for group in groups:
+        check_group(group, 1)
+    assert len(groups) == 2
 
 
 def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: RolloutClient, engine: FakeEngine) -> None:
