@@ -129,7 +129,6 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread: events and graphs belong to the current device
         self.weights = self._loaded.weights
-        self.weight_version = 0
         self._commit = Commit(0)
         self._vocabulary = _load_vocabulary(self._loaded.folder)
         self.info = describe(config, self._loaded)
@@ -153,6 +152,11 @@ class Engine:
         self._joined_tokens = 0
         self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights in use; 0 for those of the checkpoint."""
+        return self._commit.version
 
     @property
     def has_unfinished(self) -> bool:
@@ -222,7 +226,7 @@ class Engine:
         self._check_drained(in_flight)
         self.weights.commit(staging)
         outputs = self.settle()  # Its tokens were drawn with the old weights, and carry their version.
-        self.weight_version, self._commit = version, Commit(version)
+        self._commit = Commit(version)
         return outputs + self.interrupt(in_flight)
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
@@ -324,7 +328,7 @@ class Engine:
     def _add_group(self, request: GenerateRequest) -> None:
         params = request.params
         if params.seed is None:
-            raise InvalidRequestError("seed: expected a number, found None; the caller of the engine draws one")
+            raise InvalidRequestError("seed: expected a number, found None; give one, such as `seed_of` the request")
         num_tokens = len(request.prompt_token_ids) + params.max_tokens
         self._check_tokens(request.prompt_token_ids, 1, num_tokens)
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))

@@ -129,6 +129,9 @@ class _Brief(reprlib.Repr):
         self.maxlevel = 3
         self.maxstring = self.maxother = 80
 
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        return f"a map of {len(value)}"
+
     def repr_bytes(self, value: bytes, level: int) -> str:
         return repr(value[: self.maxother])
 
@@ -136,9 +139,12 @@ class _Brief(reprlib.Repr):
         return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
 
 
+_BRIEF = _Brief()
+
+
 def brief(value: object) -> str:
-    """What was found, for the text of an error: at most 80 characters of any value, and the work that they take."""
-    return _Brief().repr(value)[:80]
+    """What was found, for the text of an error: at most 80 characters of any value."""
+    return _BRIEF.repr(value)[:80]
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,9 @@ class _LogProbs(Function):
         ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
     ) -> Tensor:
         ctx.ops, ctx.temperature = ops, temperature
-        temperatures = torch.full(token_ids.shape, temperature, dtype=torch.float32, device=hidden.device)
+        # Beyond float32 it is infinite, which torch.full refuses.
+        divisor = torch.tensor(temperature, dtype=torch.float64, device=hidden.device).to(torch.float32)
+        temperatures = divisor.repeat(len(token_ids))
         unused = torch.zeros_like(token_ids)
         rows = torch.arange(len(token_ids), device=hidden.device)
         wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..engine.errors import TruerollError
 from . import protocol
 from .errors import IdConflictError
 
@@ -59,6 +60,10 @@ class Calls:
         else:
             self._send(identity, known.reply)
         return False
+
+    def refuse(self, id: str, error: TruerollError) -> None:
+        """End a call that is under way with an error."""
+        self.answer(id, protocol.error_message(id, error))
 
     def answer(self, id: str, reply: protocol.FromWorker) -> None:
         """End a call that is under way."""

@@ -120,7 +120,7 @@ class AsyncRolloutClient:
         aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        fields = dict(distribution=distribution, cache_salt=cache_salt, call=_new_id())
+        fields = dict(distribution=distribution, cache_salt=cache_salt, caller=_new_id())
         requests = [
             _message(protocol.Score, id=_new_id(), token_ids=tokens, **fields)
             for tokens in _token_arrays(sequences, "sequences")
@@ -259,7 +259,7 @@ class AsyncRolloutClient:
         """Tell the worker what is not waited for any more, and what has arrived."""
         for request in requests:
             if request.id in unfinished:
-                self._connection.notify(protocol.Abort(id=_new_id(), request_id=request.id, call=request.call))
+                self._connection.notify(protocol.Abort(id=_new_id(), request_id=request.id, caller=request.caller))
         ids = list(finished)
         for start in range(0, len(ids), protocol.MAX_ACK_IDS):
             self._connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))
@@ -274,14 +274,14 @@ class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
     The asynchronous client runs on a thread of its own. Make the client in the process that uses it: it does not
-    survive a fork. An interrupt (Ctrl-C) during a call gives up the call's requests. A client that is not closed is
-    when nobody has it any more or the interpreter ends, and then gives up what its streams left unfinished.
+    survive a fork. An interrupt (Ctrl-C) during a call gives up the call's requests. Without `close` it is closed
+    when nothing refers to it any more or the interpreter ends; that also gives up what its streams left unfinished.
     """
 
     def __init__(self, address: str, timeout: float = 30.0, server_public_key: str | None = None) -> None:
         self._client = AsyncRolloutClient(address, timeout, server_public_key)
         self._thread = LoopThread("rollout-client")
-        self._abandon = weakref.finalize(self, _give_up, self._client, self._thread)
+        self._abandon = weakref.finalize(self, self._thread.end, self._client.close, cancel=True)
 
     def generate(
         self,
@@ -364,7 +364,7 @@ class RolloutClient:
     def close(self) -> None:
         """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
         self._abandon.detach()
-        self._thread.end(self._client.close())
+        self._thread.end(self._client.close)
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -385,10 +385,6 @@ async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tupl
     return await anext(samples, None)
 
 
-def _give_up(client: AsyncRolloutClient, thread: LoopThread) -> None:
-    thread.end(client.close(), cancel=True)
-
-
 def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] | None) -> list[protocol.Generate]:
     arrays = _token_arrays(prompts, "prompts")
     all_params = _one_each(params or SamplingParams(), len(arrays))
@@ -400,9 +396,9 @@ def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] |
             raise InvalidRequestError(
                 f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {brief(id)}"
             )
-    call, triples = _new_id(), zip(all_ids, arrays, all_params, strict=True)
+    caller, triples = _new_id(), zip(all_ids, arrays, all_params, strict=True)
     return [
-        _message(protocol.Generate, id=id, prompt_token_ids=tokens, params=each, call=call)
+        _message(protocol.Generate, id=id, prompt_token_ids=tokens, params=each, caller=caller)
         for id, tokens, each in triples
     ]
 

@@ -134,7 +134,7 @@ class Connection:
 
     async def _read(self) -> None:
         while True:
-            reply = protocol.from_worker(protocol.unpack_from_worker(await self._socket.recv()))
+            reply = protocol.from_worker(await self._socket.recv())
             self._silent_ticks = 0
             if isinstance(reply, protocol.Health) and reply.id == self._hello_id:
                 self._meet(reply)

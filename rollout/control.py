@@ -131,11 +131,6 @@ class Control:
         return self.lifecycle.state in ("loading", "ready") and self._operation is None
 
     @property
-    def is_working(self) -> bool:
-        """Whether the engine has yet to answer an operation."""
-        return self._operation is not None
-
-    @property
     def deadline(self) -> float:
         """When (monotonic seconds) `follow` has something to do at the latest."""
         return float("inf") if self._operation is None or self._operation.run else self._operation.deadline
@@ -173,7 +168,7 @@ class Control:
     # Calls.
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        """Take a call, and answer it now or later. Raises IdConflictError."""
+        """Take a call, and answer it now or later. Raises IdConflictError; for GetWeights IllegalStateError."""
         if isinstance(call, protocol.GetWeights):
             self._check(call)
             self._host.reply(identity, self._describe_weights(call))
@@ -184,7 +179,7 @@ class Control:
         try:
             self._check(call)
         except TruerollError as error:
-            self._refuse(call.id, error)
+            self._calls.refuse(call.id, error)
             return
         if isinstance(call, _NEEDS_NO_ENGINE):
             self._try(call)
@@ -211,7 +206,7 @@ class Control:
         try:
             self._start(call)
         except TruerollError as error:
-            self._refuse(call.id, error)
+            self._calls.refuse(call.id, error)
 
     def _start(self, call: protocol.LifecycleCall | protocol.PushCall) -> None:
         self.lifecycle.check(call.type)
@@ -250,9 +245,6 @@ class Control:
     def _reply_status(self, id: str) -> None:
         state = self.lifecycle.state
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
-
-    def _refuse(self, id: str, error: TruerollError) -> None:
-        self._calls.answer(id, protocol.error_message(id, error))
 
     # Operations.
 
@@ -293,7 +285,7 @@ class Control:
         assert self._operation is not None
         call, self._operation = self._operation.call, None
         self.lifecycle.end(self.lifecycle.standing)
-        self._refuse(call.id, error)
+        self._calls.refuse(call.id, error)
         if isinstance(call, protocol.CommitPush):
             self._break_push(error)
 
@@ -396,7 +388,7 @@ class Control:
         from ..weight_sync.receiver import Receiver  # imports torch, which is there once the engine stands
 
         if self.lifecycle.is_ending:
-            self._refuse(call.id, _ending())
+            self._calls.refuse(call.id, _ending())
             return
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
         receiver = Receiver(
@@ -444,6 +436,9 @@ class Control:
         then = self.lifecycle.standing.overwritten(is_whole=True)
         self._begin(_Operation(call, "updating", then, commit, call.in_flight, call.timeout))
         push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
+        for id in push.calls:
+            self._calls.refuse(id, PushError("push: it is being committed, which ends what else was asked of it"))
+        push.calls.clear()
 
     def _finish_commit(self, call: protocol.CommitPush, seconds: float) -> None:
         assert self._push is not None
@@ -462,7 +457,7 @@ class Control:
             self._cancel_operation(_aborted())
         for waiting in [waiting for waiting in self._waiting if _is_of_push(waiting, call.push_id)]:
             self._waiting.remove(waiting)
-            self._refuse(waiting.id, _aborted())
+            self._calls.refuse(waiting.id, _aborted())
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self._break_push(_aborted())
         self._reply_push(call.id, call.push_id, "committed" if call.push_id == self._served_push else "aborted")
@@ -475,7 +470,7 @@ class Control:
             "push %s of version %d broke off: %s", self._push.begin.push_id, self._push.begin.weight_version, error
         )
         for id in self._push.calls:
-            self._refuse(id, error)
+            self._calls.refuse(id, error)
         self._push.receiver.close()
         self._push = None
 
@@ -521,7 +516,7 @@ class Control:
     def fail_calls(self, error: TruerollError) -> None:
         """Answer every call with `error`."""
         if self._operation is not None:
-            self._refuse(self._operation.call.id, error)
+            self._calls.refuse(self._operation.call.id, error)
             self._operation = None
         self._refuse_waiting(error)
 
@@ -529,7 +524,7 @@ class Control:
         if not self._is_committing:
             self._break_push(error)
         while self._waiting:
-            self._refuse(self._waiting.popleft().id, error)
+            self._calls.refuse(self._waiting.popleft().id, error)
 
 
 def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:

@@ -23,7 +23,6 @@ from .timings import Histogram
 class Engine(Protocol):
     """What the service needs of an engine; `trueroll.engine.engine.Engine` is the real one."""
 
-    weight_version: int
     info: Any
     """A dataclass that says what the engine is, with `backend` and `backend_note`."""
 
@@ -31,6 +30,9 @@ class Engine(Protocol):
     def weights(self) -> Any:
         """The `Destination` of pushes."""
         ...
+
+    @property
+    def weight_version(self) -> int: ...
 
     @property
     def has_unfinished(self) -> bool: ...

@@ -18,8 +18,8 @@ from ..engine.request import FinishReason, SamplingParams
 from .errors import IdConflictError
 from .protocol import Generate, Score
 
-Caller: TypeAlias = tuple[bytes, str | None]
-"""Who submitted: the identity of its connection, and which of its calls it was."""
+Subscriber: TypeAlias = tuple[bytes, str | None]
+"""Whom replies are sent to: the identity of a connection, and the caller behind it."""
 Submission: TypeAlias = tuple[bytes, Generate | Score]
 
 
@@ -27,17 +27,17 @@ Submission: TypeAlias = tuple[bytes, Generate | Score]
 class Entry:
     """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
 
-    `subscribers` has a caller once for each submission, as each is owed its own replies. `params` are as resolved,
-    None for a score. `num_unfinished` counts samples still to come. `calls`: all that asked for it; `num_aborts`:
-    aborts that the engine has not answered. `successors`: submissions that are not to get what is aborted; they wait
+    `subscribers` has one for each submission, as each is owed its own replies. `params` are as resolved, None for a
+    score. `num_unfinished` counts samples still to come. `callers`: all that asked for it; `num_aborts`: aborts that
+    the engine has not answered. `successors`: submissions that are not to get what is aborted; they wait
     until it has ended.
     """
 
     message: Generate | Score
     params: SamplingParams | None
     num_unfinished: int
-    subscribers: list[Caller] = field(default_factory=list)
-    calls: set[str | None] = field(default_factory=set)
+    subscribers: list[Subscriber] = field(default_factory=list)
+    callers: set[str | None] = field(default_factory=set)
     replies: list[bytes] = field(default_factory=list)
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
     num_aborts: int = 0
@@ -49,15 +49,16 @@ class Entry:
         tokens = self.message.prompt_token_ids if isinstance(self.message, Generate) else self.message.token_ids
         return len(tokens) + sum(map(len, self.replies))
 
-    def serves(self, call: str | None) -> bool:
-        """Whether a submission by `call` may join: an abort is only for the calls that had asked before it came."""
-        return call in self.calls or not (self.num_aborts or self.finish_reasons["abort"])
+    def serves(self, caller: str | None) -> bool:
+        """Whether a submission by `caller` may join: an abort is only for those who had asked before it came."""
+        is_being_aborted = self.num_aborts > 0 and self.num_unfinished > 0
+        return caller in self.callers or not (is_being_aborted or self.finish_reasons["abort"])
 
-    def withdraw(self, call: str) -> bool:
-        """`call` waits no more. Returns whether nobody else does either."""
-        self.calls.discard(call)
-        self.subscribers = [caller for caller in self.subscribers if caller[1] != call]
-        self.successors = [submission for submission in self.successors if submission[1].call != call]
+    def withdraw(self, caller: str) -> bool:
+        """`caller` waits no more. Returns whether nobody else does either."""
+        self.callers.discard(caller)
+        self.subscribers = [subscriber for subscriber in self.subscribers if subscriber[1] != caller]
+        self.successors = [submission for submission in self.successors if submission[1].caller != caller]
         self.is_wanted = bool(self.subscribers)
         return not self.subscribers
 
@@ -76,12 +77,12 @@ class ServiceStats:
 
 
 class Ledger:
-    """Requests by id: `open` ones and `kept` ones. `num_unfinished` counts the samples of the open ones to come."""
+    """Requests by id: `open` ones and `kept` ones. `num_samples_left` counts the samples of the open ones to come."""
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
         self.open: dict[str, Entry] = {}
         self.kept: dict[str, Entry] = {}
-        self.num_unfinished = 0
+        self.num_samples_left = 0
         self.stats = ServiceStats()
         self._max_kept_results = max_kept_results
         self._max_kept_bytes = max_kept_bytes
@@ -90,17 +91,19 @@ class Ledger:
     def find(self, message: Generate | Score) -> Entry | None:
         """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
         entry = self.open.get(message.id) or self.kept.get(message.id)
-        if entry is not None and entry.message != _without_call(message):
+        if entry is not None and entry.message != message.model_copy(update={"caller": entry.message.caller}):
             raise IdConflictError(
                 f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
             )
         return entry
 
     def add(self, message: Generate | Score, params: SamplingParams | None) -> Entry:
-        """Open an entry for a new id."""
+        """Open an entry for a new id, or in the place of a kept one."""
+        if message.id in self.kept:
+            self.forget(message.id)
         self.stats.accepted += 1
-        entry = Entry(_without_call(message), params, num_unfinished=1 if params is None else params.n)
-        self.num_unfinished += entry.num_unfinished
+        entry = Entry(message, params, num_unfinished=1 if params is None else params.n)
+        self.num_samples_left += entry.num_unfinished
         self.open[message.id] = entry
         return entry
 
@@ -109,17 +112,17 @@ class Ledger:
         self.stats.joined += 1
         entry.is_wanted = True
 
-    def count(self, entry: Entry, reason: FinishReason) -> None:
+    def end_sample(self, entry: Entry, reason: FinishReason) -> None:
         """One sample (or the score) of an open entry has ended."""
         entry.finish_reasons[reason] += 1
         entry.num_unfinished -= 1
-        self.num_unfinished -= 1
+        self.num_samples_left -= 1
 
     def fail(self, id: str) -> Entry:
         """Close an open entry that gets no result; its id is free again."""
         self.stats.failed += 1
         entry = self.open.pop(id)
-        self.num_unfinished -= entry.num_unfinished
+        self.num_samples_left -= entry.num_unfinished
         return entry
 
     def finish(self, id: str) -> None:
@@ -145,8 +148,3 @@ class Ledger:
     def forget(self, id: str) -> None:
         """Drop a kept result."""
         self._kept_bytes -= self.kept.pop(id).num_bytes
-
-
-def _without_call(message: Generate | Score) -> Generate | Score:
-    """What makes a request: the same for whoever submits it."""
-    return message.model_copy(update={"call": None})

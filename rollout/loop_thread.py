@@ -1,14 +1,14 @@
 """An event loop on a thread of its own, for code that has none.
 
-Promises: what `submit` takes runs, until `end`. Neither waits for the loop's own thread, so that both may be called
-wherever the garbage collector runs.
+Promises: what `submit` takes runs, until `end`. Both may be called on the loop's own thread, where the garbage
+collector may run: there `end` does not wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -34,16 +34,15 @@ class LoopThread:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         closed: Future[T] = Future()
-        closed.set_exception(TruerollError("client: closed; make a new one"))
+        closed.set_exception(TruerollError("closed; make a new one"))
         return closed
 
-    def end(self, last: Coroutine[Any, Any, None], cancel: bool = False) -> None:
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]], cancel: bool = False) -> None:
         """Run `last`, wait for all that runs, and end the thread; once. `cancel`: cancel what runs first, and close all
         asynchronous generators that were left unfinished.
         """
         with self._may_submit:
             if self._has_ended:
-                last.close()
                 return
             self.submit(self._finish(last, cancel))
             self._has_ended = True
@@ -54,7 +53,7 @@ class LoopThread:
         self._loop.run_forever()
         self._loop.close()
 
-    async def _finish(self, last: Coroutine[Any, Any, None], cancel: bool) -> None:
+    async def _finish(self, last: Callable[[], Coroutine[Any, Any, None]], cancel: bool) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if cancel:
             for task in others:
@@ -62,7 +61,7 @@ class LoopThread:
             await asyncio.gather(*others, return_exceptions=True)
             await self._loop.shutdown_asyncgens()
         try:
-            await last
+            await last()
             await asyncio.gather(*others, return_exceptions=True)
         finally:
             self._loop.stop()

@@ -2,8 +2,8 @@
 
 A message is one ZMQ frame: a MessagePack map with `version`, `type` and the fields of one class below. Arrays travel
 as raw little-endian bytes: int32 for tokens, float32 for log-probs. `docs/protocol.md` tells the same to writers of
-other clients. Everything received passes through `unpack` and one of the two unions, so that nothing behind this
-module meets a field that is missing, unknown, mistyped or out of its range. Knows no sockets and imports no torch.
+other clients. Everything received passes through `from_client` or `from_worker`, so that nothing behind this module
+meets a field that is missing, unknown, mistyped or out of its range. Knows no sockets and imports no torch.
 """
 
 from __future__ import annotations
@@ -80,32 +80,32 @@ class _Message(BaseModel):
 class Generate(_Message):
     """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array.
 
-    `call`: a name for this submission, the same when it is sent again for want of its reply. Nobody else's abort of
-    what the id names is an answer to it.
+    `caller`: a name for who asks, the same when the request is sent again for want of its reply. An abort that came
+    before, from somebody else, is no answer to it.
     """
 
     type: Literal["generate"] = "generate"
     id: Id
     prompt_token_ids: Array
     params: SamplingParams
-    call: Id | None = None
+    caller: Id | None = None
 
 
 class Score(_Message):
-    """Asks for the log-probs of given tokens. `token_ids`: int32 array, at least two tokens. `call`: see `Generate`."""
+    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `caller`: see `Generate`."""
 
     type: Literal["score"] = "score"
     id: Id
     token_ids: Array
     distribution: Distribution = Distribution()
     cache_salt: CacheSalt | None = None
-    call: Id | None = None
+    caller: Id | None = None
 
 
 class Abort(_Message):
     """Asks to end request `request_id`, or only its sample `index`, keeping what was generated so far.
 
-    With `call`, that call alone gives the request up: it gets no more replies to it, and the request ends, and is not
+    With `caller`, that one alone gives the request up: it gets no more replies to it, and the request ends, and is not
     kept, unless somebody else waits for it.
     """
 
@@ -113,12 +113,12 @@ class Abort(_Message):
     id: Id
     request_id: Id
     index: Count | None = None
-    call: Id | None = None
+    caller: Id | None = None
 
     @model_validator(mode="after")
-    def _a_call_gives_up_all_samples(self) -> Abort:
-        if self.call is not None and self.index is not None:
-            raise ValueError("abort: expected call or index, found both; leave one of them out")
+    def _a_caller_gives_up_all_samples(self) -> Abort:
+        if self.caller is not None and self.index is not None:
+            raise ValueError("abort: expected caller or index, found both; leave one of them out")
         return self
 
 
@@ -412,24 +412,29 @@ def message_types(union: Any) -> tuple[str, ...]:
     return tuple(message.model_fields["type"].default for message in get_args(union))
 
 
+_CLIENT_TYPES, _WORKER_TYPES = message_types(FromClient), message_types(FromWorker)
+
+
 def encode(message: FromClient | FromWorker) -> bytes:
     """The frame that carries `message`."""
     return msgpack.Packer().pack({"version": PROTOCOL_VERSION, **message.model_dump()})
 
 
-def unpack_from_client(frame: bytes) -> dict[str, Any]:
-    """The map in a client's frame, its fields unchecked. Raises ProtocolError, also beyond `MAX_ELEMENTS` in all,
-    `MAX_FIELDS` in a map or `MAX_DEPTH`, so that no frame takes much more time and memory than its bytes.
+def from_client(frame: bytes) -> FromClient:
+    """The message in a client's frame. Raises ProtocolError, also beyond `MAX_ELEMENTS` in all, `MAX_FIELDS` in a map
+    or `MAX_DEPTH`, so that no frame takes much more time and memory than its bytes; InvalidRequestError for sampling
+    parameters.
     """
-    return _unpack(frame, MAX_ELEMENTS, MAX_FIELDS)
+    return _check(_unpack(frame, MAX_ELEMENTS, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
 
-def unpack_from_worker(frame: bytes) -> dict[str, Any]:
-    """The map in a worker's frame, its fields unchecked. Raises ProtocolError."""
-    return _unpack(frame, len(frame), len(frame))
+def from_worker(frame: bytes) -> FromWorker:
+    """The message in a worker's frame. Raises ProtocolError."""
+    return _check(_unpack(frame, 2 * len(frame), len(frame)), _FROM_WORKER, _WORKER_TYPES)
 
 
 def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
+    """Its fields unchecked. Raises ProtocolError beyond the limits."""
     count = _element_counter(max_elements)
     try:
         fields = msgpack.unpackb(
@@ -505,16 +510,6 @@ def id_in(frame: bytes) -> str | None:
     return None
 
 
-def from_client(fields: dict[str, Any]) -> FromClient:
-    """A client's message, checked. Raises ProtocolError, or InvalidRequestError for sampling parameters."""
-    return _check(fields, _FROM_CLIENT, message_types(FromClient))
-
-
-def from_worker(fields: dict[str, Any]) -> FromWorker:
-    """A worker's message, checked. Raises ProtocolError."""
-    return _check(fields, _FROM_WORKER, message_types(FromWorker))
-
-
 def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ...]) -> Any:
     version = fields.get("version")
     if version != PROTOCOL_VERSION or isinstance(version, bool):
@@ -526,7 +521,7 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
-        raise ProtocolError(describe_validation_error(error)[:MAX_ERROR_CHARS]) from None
+        raise ProtocolError(describe_validation_error(error)) from None
 
 
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:

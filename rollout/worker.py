@@ -175,7 +175,7 @@ class Worker:
         return self._control.lifecycle.is_ending and not self._has_unanswered()
 
     def _has_unanswered(self) -> bool:
-        return bool(self._ledger.open or self._calls.under_way or self._control.is_working)
+        return bool(self._ledger.open or self._calls.under_way)
 
     def _poll_ms(self) -> int | None:
         deadline = min(self._deadline, self._control.deadline)
@@ -201,10 +201,6 @@ class Worker:
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None:
         """Send a message to a client."""
         self._send(identity, protocol.encode(message))
-
-    def reply_error(self, identity: bytes, id: str | None, error: TruerollError) -> None:
-        """Tell a client that its message `id` has no result."""
-        self.reply(identity, protocol.error_message(id, error))
 
     def command(self, command: Run) -> None:
         """Give the engine thread a command."""
@@ -248,7 +244,7 @@ class Worker:
             message = self._read(frames)
         except TruerollError as error:
             log.debug("refused a message: %s", error.code)
-            self.reply_error(identity, protocol.id_in(frames[-1]), error)
+            self._reply_error(identity, protocol.id_in(frames[-1]), error)
             return
         if isinstance(message, protocol.Ack):
             for id in message.ids:
@@ -258,13 +254,13 @@ class Worker:
             self._handle(identity, message)
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
-            self.reply_error(identity, message.id, error)
+            self._reply_error(identity, message.id, error)
 
     def _read(self, frames: list[bytes]) -> protocol.FromClient:
         """The message in frames. Raises ProtocolError or MessageTooLargeError, whatever the bytes are."""
         frame = self._check_frames(frames)
         try:
-            return protocol.from_client(protocol.unpack_from_client(frame))
+            return protocol.from_client(frame)
         except TruerollError:
             raise
         except Exception as error:  # a fault of the libraries that read it, which must not become everybody's
@@ -298,21 +294,18 @@ class Worker:
 
     def _submit(self, identity: bytes, message: protocol.Generate | protocol.Score) -> None:
         entry = self._ledger.find(message)
-        if entry is None:
-            entry = self._admit(message)
-        elif entry.serves(message.call):
+        if entry is not None and entry.serves(message.caller):
             self._ledger.join(entry)
-        elif message.id in self._ledger.open:
+        elif entry is not None and message.id in self._ledger.open:
             entry.successors.append((identity, message))
             return
         else:
             entry = self._admit(message)
-            self._ledger.forget(message.id)
-        entry.calls.add(message.call)
+        entry.callers.add(message.caller)
         for frame in entry.replies:
             self._send(identity, frame)
         if message.id in self._ledger.open:
-            entry.subscribers.append((identity, message.call))
+            entry.subscribers.append((identity, message.caller))
 
     def _submit_successors(self, entry: Entry) -> None:
         """An abort of the entry has been answered, or it has ended: look again at what came meanwhile."""
@@ -321,7 +314,7 @@ class Worker:
             try:
                 self._submit(identity, message)
             except TruerollError as error:
-                self.reply_error(identity, message.id, error)
+                self._reply_error(identity, message.id, error)
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -339,9 +332,9 @@ class Worker:
                 f"queue: holds max_queued_requests = {config.max_queued_requests} unfinished requests; wait for "
                 "results and try again"
             )
-        if self._ledger.num_unfinished + num_samples > config.max_queued_samples:
+        if self._ledger.num_samples_left + num_samples > config.max_queued_samples:
             raise QueueFullError(
-                f"queue: holds {self._ledger.num_unfinished} of max_queued_samples = {config.max_queued_samples} "
+                f"queue: holds {self._ledger.num_samples_left} of max_queued_samples = {config.max_queued_samples} "
                 f"unfinished samples, no room for {num_samples} more; wait for results and try again"
             )
 
@@ -365,33 +358,31 @@ class Worker:
         self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))
 
     def _abort(self, message: protocol.Abort) -> None:
-        if message.call is not None and self._withdraw(message.request_id, message.call):
+        if message.caller is not None and self._withdraw(message.request_id, message.caller):
             self._finish_abort(message, 0)
         elif (entry := self._ledger.open.get(message.request_id)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
-            self._refuse_abort(message.id, UnknownRequestError(unknown))
+            self._calls.refuse(message.id, UnknownRequestError(unknown))
         else:
             entry.num_aborts += 1
             if message.request_id in self._waiting_room:
                 self._not_begun.add(message.request_id)
                 self._give_to_engine(message.request_id)
-            self._engine_thread.commands.put(End(message.request_id, message.index, tag=message))
+            self._engine_thread.commands.put(End(message.request_id, message.index, tag=(message, entry)))
 
-    def _withdraw(self, id: str, call: str) -> bool:
-        """`call` wants nothing more of a request. Returns whether that is all there is to do."""
+    def _withdraw(self, id: str, caller: str) -> bool:
+        """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
         if entry := self._ledger.open.get(id):
-            return not entry.withdraw(call)
-        entry = self._ledger.kept.get(id)
-        if entry is not None and entry.calls == {call}:
-            self._ledger.forget(id)
+            return not entry.withdraw(caller)
+        if entry := self._ledger.kept.get(id):
+            entry.callers.discard(caller)
+            if not entry.callers:
+                self._ledger.forget(id)
         return entry is not None
 
     def _finish_abort(self, message: protocol.Abort, num_samples: int) -> None:
         reply = protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
         self._calls.answer(message.id, reply)
-
-    def _refuse_abort(self, id: str, error: TruerollError) -> None:
-        self._calls.answer(id, protocol.error_message(id, error))
 
     # Callable from any thread: they read what changes as a whole, and wait for nothing.
 
@@ -476,12 +467,12 @@ class Worker:
                 self._publish_sample(entry, output)
             else:
                 self._publish(entry, protocol.scores_message(output))
-                self._ledger.count(entry, output.finish_reason)
+                self._ledger.end_sample(entry, output.finish_reason)
                 self._finish(output.request_id, entry)
 
     def _publish_sample(self, entry: Entry, output: SampleOutput) -> None:
         self._publish(entry, protocol.sample_message(output))
-        self._ledger.count(entry, output.finish_reason)
+        self._ledger.end_sample(entry, output.finish_reason)
         if entry.num_unfinished == 0:
             self._publish(entry, _done(entry))
             self._finish(output.request_id, entry)
@@ -493,27 +484,25 @@ class Worker:
     def _publish(self, entry: Entry, reply: protocol.FromWorker) -> None:
         frame = protocol.encode(reply)
         entry.replies.append(frame)
-        entry.subscribers = [caller for caller in entry.subscribers if self._send(caller[0], frame)]
+        entry.subscribers = [each for each in entry.subscribers if self._send(each[0], frame)]
 
     def _publish_error(self, request_id: str, error: TruerollError) -> None:
         entry = self._ledger.fail(request_id)
         for identity, _ in entry.subscribers:
-            self.reply_error(identity, request_id, error)
+            self._reply_error(identity, request_id, error)
         self._submit_successors(entry)
 
     def _publish_end(self, event: Ended) -> None:
-        entry = self._ledger.open.get(event.command.request_id)
-        if entry is not None and event.command.tag is not None:
-            entry.num_aborts -= 1
         self._publish_outputs(event.outputs)
         if event.command.tag is None:
-            return
+            return  # nobody asked: the worker ends
+        message, entry = event.command.tag
+        entry.num_aborts -= 1
         if event.error is not None:
-            self._refuse_abort(event.command.tag.id, event.error)
+            self._calls.refuse(message.id, event.error)
         else:
-            self._finish_abort(event.command.tag, len(event.outputs))
-        if entry is not None:
-            self._submit_successors(entry)
+            self._finish_abort(message, len(event.outputs))
+        self._submit_successors(entry)
 
     # Ending.
 
@@ -541,7 +530,7 @@ class Worker:
             self._publish_error(id, error)
         self._control.fail_calls(error)
         for id in self._calls.under_way:
-            self._refuse_abort(id, error)
+            self._calls.refuse(id, error)
 
     def _abort_open_requests(self) -> None:
         if self._info is None:
@@ -565,6 +554,9 @@ class Worker:
         self._control.lifecycle.fail()
         self._fail_everything(WorkerFailedError(str(self._failure)))
         self._deadline = time.monotonic() + FAILED_SECONDS
+
+    def _reply_error(self, identity: bytes, id: str | None, error: TruerollError) -> None:
+        self.reply(identity, protocol.error_message(id, error))
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
         """Send to a client; False if it is gone."""

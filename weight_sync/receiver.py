@@ -12,7 +12,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +27,7 @@ from .cuda_ipc import CudaIpcReader
 from .disk import FolderReader
 from .events import Broken, Progress, PushEvent, Reached
 from .gpu import stream_beside, wait_for_stream
-from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
+from .manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
 from .shared import SharedReader
 
 log = logging.getLogger(__name__)
@@ -65,8 +64,8 @@ class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`; `publish` is called on this thread with each
     event.
 
-    A call that is repeated, as after a reconnect, is answered again and done once. `progress` may be read at any time;
-    `staging` once the push is verified: whoever is to commit it takes it before `close`.
+    `progress` may be read at any time; `staging` once the push is verified, after which nothing more may be asked:
+    whoever is to commit it takes it before `close`.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Receiver(threading.Thread):
         self._patience = _begin_seconds(begin)
         self._writing = threading.Lock()
         self._is_closed = False
-        self._last_buckets: deque[Bucket] = deque(maxlen=MOST_UNDER_WAY)
         self._num_buckets = 0
         self._is_verified = False
 
@@ -131,13 +129,14 @@ class Receiver(threading.Thread):
 
     def _receive(self) -> None:
         begin = self._begin
-        self._check_begin()
         reader = _open_source(begin, self._device)
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
             while not self._is_closed and (call := self._next_call()) is not None:
+                if self._is_verified:
+                    raise PushError(f"{call.type}: expected nothing more after verify_push, found it; push again")
                 if isinstance(call, protocol.StageBucket):
                     self._stage(call, reader, assembly)
                 else:
@@ -146,13 +145,6 @@ class Receiver(threading.Thread):
                     self._answer(call.id, "verified")
         finally:
             reader.close()
-
-    def _check_begin(self) -> None:
-        begin, dtype = self._begin, self._weights.dtype
-        if begin.dtype != dtype:
-            raise PushError(f"dtype: expected {dtype}, as this worker serves, found {begin.dtype!r:.80}; push in that")
-        if begin.in_place and begin.base is not None:
-            raise PushError("in_place: expected every tensor whole, found a push of changed elements; push in full")
 
     def _next_call(self) -> Call | None:
         if self._ahead is not None:
@@ -172,8 +164,7 @@ class Receiver(threading.Thread):
         if self._early is None and call.bucket.index == self._num_buckets + 1:
             self._early = call  # the one before it was lost with a connection, and is sent again
             return
-        if call.bucket not in self._last_buckets:
-            self._copy(call.bucket, reader, assembly)
+        self._copy(call.bucket, reader, assembly)
         self._answer(call.id, "staged")
         if self._early is not None:
             early, self._early = self._early, None
@@ -185,7 +176,6 @@ class Receiver(threading.Thread):
         data = reader.read(bucket)
         self._look_ahead(reader, assembly)
         self._add(bucket, data, assembly)
-        self._last_buckets.append(bucket)
         self._num_buckets += 1
 
     def _look_ahead(self, reader: _Reader, assembly: Assembly) -> None:
@@ -199,17 +189,15 @@ class Receiver(threading.Thread):
                 reader.prepare(self._ahead.bucket)
 
     def _check_turn(self, index: int) -> None:
-        if self._is_verified or index != self._num_buckets:
-            expected = "no bucket after verify" if self._is_verified else f"bucket {self._num_buckets}"
-            raise PushError(f"bucket: expected {expected}, found bucket {index}; push again")
+        if index != self._num_buckets:
+            raise PushError(f"bucket: expected bucket {self._num_buckets}, found bucket {index}; push again")
 
     def _verify(self, num_buckets: int, reader: _Reader, assembly: Assembly) -> None:
         if num_buckets != self._num_buckets:
             raise PushError(f"verify: expected {self._num_buckets} buckets, as arrived, found {num_buckets}")
-        if not self._is_verified:
-            for bucket, data in reader.read_unannounced():
-                assembly.check(bucket)
-                self._add(bucket, data, assembly)
+        for bucket, data in reader.read_unannounced():
+            assembly.check(bucket)
+            self._add(bucket, data, assembly)
         assembly.finish()
         self._is_verified = True
         self._advance("verified", 0)

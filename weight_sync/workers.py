@@ -54,7 +54,7 @@ class Workers:
 
     def close(self) -> None:
         """Disconnect, and end the thread."""
-        self._thread.end(self._close())
+        self._thread.end(self._close)
 
     async def _close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))

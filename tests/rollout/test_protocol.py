@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from trueroll.engine.errors import TruerollError
 from trueroll.engine.request import Distribution, SampleOutput, SamplingParams, WeightSpan
 from trueroll.rollout import protocol
-from trueroll.rollout.errors import SENT_ERRORS, ProtocolError, error_from_code
+from trueroll.rollout.errors import SENT_ERRORS, error_from_code
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
@@ -74,12 +75,12 @@ from_worker = st.one_of(
 
 @given(from_client)
 def test_a_clients_message_survives_the_wire(message: Any) -> None:
-    assert protocol.from_client(protocol.unpack_from_client(protocol.encode(message))) == message
+    assert protocol.from_client(protocol.encode(message)) == message
 
 
 @given(from_worker)
 def test_a_workers_message_survives_the_wire(message: Any) -> None:
-    assert protocol.from_worker(protocol.unpack_from_worker(protocol.encode(message))) == message
+    assert protocol.from_worker(protocol.encode(message)) == message
 
 
 @given(st.data(), from_client)
@@ -98,7 +99,7 @@ def test_random_bytes_raise_our_errors(frame: bytes) -> None:
 
 def decode_or_raise(frame: bytes) -> None:
     try:
-        message = protocol.from_client(protocol.unpack_from_client(frame))
+        message = protocol.from_client(frame)
     except TruerollError as error:
         assert error.code in ("invalid_message", "invalid_request") and str(error)
     else:
@@ -110,7 +111,7 @@ def test_a_sample_comes_back_by_bits() -> None:
     logprobs = np.array([-0.0, -np.inf, 1e-45], np.float32)
     output = SampleOutput("a", 3, tokens, logprobs, "stop", 2**64 - 1, 17, (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3)))
     frame = protocol.encode(protocol.sample_message(output))
-    message = protocol.from_worker(protocol.unpack_from_worker(frame))
+    message = protocol.from_worker(frame)
     assert isinstance(message, protocol.Sample)
     back = protocol.sample_output(message)
     assert back.token_ids.tobytes() == tokens.tobytes() and back.token_ids.dtype == np.int32
@@ -130,13 +131,6 @@ def test_error_codes_are_distinct() -> None:
     assert len({kind.code for kind in SENT_ERRORS}) == len(SENT_ERRORS)
 
 
-def test_long_faults_are_cut() -> None:
-    fields = {"version": 1, "type": "stats", "id": "a"} | {f"field{i}": 0 for i in range(1000)}
-    with pytest.raises(ProtocolError) as caught:
-        protocol.from_client(fields)
-    assert len(str(caught.value)) <= protocol.MAX_ERROR_CHARS
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -153,7 +147,7 @@ def test_long_faults_are_cut() -> None:
 )
 def test_a_list_is_read_up_to_its_first_fault(fields: dict[str, Any]) -> None:
     with pytest.raises(TruerollError) as caught:
-        protocol.from_client({"version": 1, **fields})
+        protocol.from_client(msgpack.packb({"version": 1, **fields}))
     assert ".0: " in str(caught.value) and ".1: " not in str(caught.value)
 
 

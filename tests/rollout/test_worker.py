@@ -178,47 +178,47 @@ def test_abort_of_a_score(raw: RawClient, engine: FakeEngine) -> None:
     assert (scores["finish_reason"], scores["logprobs"]) == ("abort", b"") and aborted["num_samples"] == 1
 
 
-def test_a_call_that_gives_up_leaves_a_request_to_the_others(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_a_caller_that_gives_up_leaves_a_request_to_the_others(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
-        for client, call in ((first, "x"), (second, "y")):
-            client.submit("a", call, n=2)
+        for client, caller in ((first, "x"), (second, "y")):
+            client.generate("a", caller=caller, n=2)
             client.health()  # answered after the submission was taken
-        first.send("abort", id="give up", request_id="a", call="x")
+        first.send("abort", id="give up", request_id="a", caller="x")
         assert first.receive() == dict(version=1, type="aborted", id="give up", request_id="a", num_samples=0)
         engine.gate.set()
         assert second.receive_until("done")[-1]["finish_reasons"] == {"length": 2}
         requests = first.health()["requests"]
         assert (requests["open"], requests["kept"]) == (0, 1)
-        second.send("abort", id="too late", request_id="a", call="y")
+        second.send("abort", id="too late", request_id="a", caller="y")
         assert second.receive()["num_samples"] == 0 and second.health()["requests"]["kept"] == 0
 
 
-def test_a_request_ends_and_is_not_kept_when_the_last_call_gives_it_up(raw: RawClient, engine: FakeEngine) -> None:
+def test_a_request_ends_and_is_not_kept_when_the_last_caller_gives_it_up(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
-    raw.submit("a", "x", n=2)
-    raw.submit("a", "y", n=2)
-    raw.send("abort", id="x gives up", request_id="a", call="x")
+    raw.generate("a", caller="x", n=2)
+    raw.generate("a", caller="y", n=2)
+    raw.send("abort", id="x gives up", request_id="a", caller="x")
     assert raw.receive()["num_samples"] == 0
-    raw.send("abort", id="y gives up", request_id="a", call="y")
+    raw.send("abort", id="y gives up", request_id="a", caller="y")
     raw.health()
     engine.gate.set()
     assert raw.receive()["num_samples"] == 2  # and no samples came before
     requests = raw.health()["requests"]
     assert (requests["open"], requests["kept"]) == (0, 0)
-    raw.send("abort", id="again", request_id="a", call="x")
+    raw.send("abort", id="again", request_id="a", caller="x")
     assert raw.receive()["code"] == "unknown_request"
-    raw.send("abort", id="both", request_id="a", call="x", index=1)
+    raw.send("abort", id="both", request_id="a", caller="x", index=1)
     assert raw.receive()["code"] == "invalid_message"
 
 
 def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
-        first.submit("a", "x", max_tokens=9)
+        first.generate("a", caller="x", max_tokens=9)
         first.send("abort", id="end", request_id="a")
         first.health()
-        second.submit("a", "y", max_tokens=9)  # while the engine has yet to end it
+        second.generate("a", caller="y", max_tokens=9)  # while the engine has yet to end it
         second.generate("a", max_tokens=8)
         assert second.receive()["code"] == "id_conflict"
         engine.gate.set()
@@ -227,30 +227,30 @@ def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread
         assert ended[0]["finish_reason"] == "abort"
         whole = second.receive_until("done")
         assert whole[0]["finish_reason"] == "length" and len(whole[0]["token_ids"]) == 4 * 9
-        first.submit("a", "z", max_tokens=9)
+        first.generate("a", caller="z", max_tokens=9)
         assert first.receive_until("done") == whole
     assert [request.id for request in engine.requests] == ["a", "a"]
 
 
 def test_an_aborted_result_that_is_kept_goes_to_those_who_had_asked(raw: RawClient, engine: FakeEngine) -> None:
     engine.flow.clear()
-    raw.submit("a", "x")
+    raw.generate("a", caller="x")
     raw.send("abort", id="end", request_id="a")
     aborted = raw.receive_until("aborted")[:-1]
-    raw.submit("a", "x")  # sent again, as for want of a reply
+    raw.generate("a", caller="x")  # sent again, as for want of a reply
     assert raw.receive_until("done") == aborted
     engine.flow.set()
-    raw.submit("a", "y")
+    raw.generate("a", caller="y")
     assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
-    raw.submit("a", "x")
+    raw.generate("a", caller="x")
     assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
 
 
 def test_an_abort_that_ended_nothing_keeps_nobody_from_joining(raw: RawClient, engine: FakeEngine) -> None:
     engine.gate.clear()
-    raw.submit("a", "x", n=2)
+    raw.generate("a", caller="x", n=2)
     raw.send("abort", id="end", request_id="a", index=9)
-    raw.submit("a", "y", n=2)
+    raw.generate("a", caller="y", n=2)
     raw.health()
     engine.gate.set()
     ends = [raw.receive_until("done", "error")[-1] for _ in range(3)]
@@ -277,10 +277,43 @@ def test_a_call_that_is_sent_again_is_done_once_and_answered_again(raw: RawClien
     assert [action[0] for action in engine.actions] == []
 
 
+def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
+    worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
+) -> None:
+    may_abort, abort = threading.Event(), engine.abort
+    engine.abort = lambda *request: (may_abort.wait(), abort(*request))[1]
+    engine.gate.clear()
+    raw.generate("a", caller="x", max_tokens=1)
+    assert engine.at_gate.wait(timeout=20)
+    raw.send("abort", id="late", request_id="a")
+    raw.health()
+    engine.gate.set()
+    whole = raw.receive_until("done")
+    raw.generate("a", caller="y", max_tokens=1)
+    assert raw.receive_until("done") == whole, "what has ended cannot be aborted any more"
+    raw.send("ack", ids=["a"])
+    raw.generate("a", caller="z", max_tokens=1)
+    raw.health()
+    may_abort.set()
+    replies = [raw.receive() for _ in range(3)]
+    assert sorted(reply["type"] for reply in replies) == ["done", "error", "sample"]
+    raw.generate("a", caller="w", max_tokens=1)
+    assert raw.receive_until("done")[0]["finish_reason"] == "length" and worker.worker._ledger.num_samples_left == 0
+
+
+def test_a_kept_result_goes_when_all_have_given_it_up(raw: RawClient) -> None:
+    for caller in "xy":
+        raw.generate("a", caller=caller)
+        raw.receive_until("done")
+    for caller in "xy":
+        assert raw.health()["requests"]["kept"] == 1
+        raw.send("abort", id=f"{caller} gives up", request_id="a", caller=caller)
+        raw.receive()
+    assert raw.health()["requests"]["kept"] == 0
+
+
 def test_the_oldest_answers_are_forgotten(raw: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trueroll.rollout.calls.MAX_REMEMBERED", 2)
-    while raw.health()["state"] != "ready":
-        pass
     for id in "abc":
         raw.send("pause" if id == "a" else "resume", id=id)
         raw.receive()

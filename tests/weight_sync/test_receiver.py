@@ -172,17 +172,6 @@ def test_in_place_the_live_weights_are_written() -> None:
     feed.close()
 
 
-def test_a_repeated_bucket_is_answered_and_not_taken_twice(feed: Feed) -> None:
-    piece = feed.rows("embed.weight", random_tensors()["embed.weight"])
-    bucket = Bucket(index=0, num_bytes=piece.num_bytes, pieces=(piece,))
-    assert feed.announce(bucket) == STAGED
-    staged = feed.receiver.progress.bytes_staged
-    assert feed.announce(bucket, id="again") == Reached("again", "staged")
-    assert feed.receiver.progress.bytes_staged == staged
-    other = Bucket(index=0, num_bytes=0, pieces=())
-    refused(feed.announce(other), "expected bucket 1")
-
-
 def test_a_bucket_may_overtake_the_one_before_it(feed: Feed) -> None:
     """As it does where that one was lost with a connection and is sent again."""
     sent = random_tensors()
@@ -207,13 +196,14 @@ def test_a_bucket_that_is_further_ahead_is_refused(feed: Feed, index: int) -> No
     refused(feed.stage(piece, index=index), "expected bucket 0", f"found bucket {index}")
 
 
-def test_verified_is_answered_again(feed: Feed) -> None:
+@pytest.mark.parametrize("call", ["stage", "verify"])
+def test_nothing_more_is_taken_after_verify(feed: Feed, call: str) -> None:
     sent = random_tensors()
     for name in SHAPES:
         feed.stage(feed.rows(name, sent[name]))
     assert feed.verify() == VERIFIED
-    assert feed.verify() == VERIFIED
-    refused(feed.stage(feed.rows("norm.weight", sent["norm.weight"])), "no bucket after verify")
+    event = feed.verify() if call == "verify" else feed.stage(feed.rows("norm.weight", sent["norm.weight"]))
+    refused(event, "nothing more after verify_push")
 
 
 def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
@@ -374,12 +364,6 @@ def test_a_payload_that_is_not_finite_is_refused_if_asked(value: float) -> None:
     not_asked.close()
 
 
-def test_another_dtype_is_refused() -> None:
-    feed = Feed(dtype="float32")
-    refused(feed.next(), "dtype", "bfloat16", "float32")
-    feed.close()
-
-
 def test_changed_elements_are_put(sparse_feed: Feed) -> None:
     values = torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16)
     assert sparse_feed.stage(sparse_feed.elements("embed.weight", [0, 5, 383], values)) == STAGED
@@ -440,12 +424,6 @@ def test_elements_that_are_too_few_too_many_or_mixed_are_refused() -> None:
 def test_elements_need_a_base(feed: Feed) -> None:
     piece = feed.elements("embed.weight", [3], torch.ones(1, dtype=torch.bfloat16))
     refused(feed.stage(piece), "embed.weight", "no base")
-
-
-def test_in_place_takes_no_elements() -> None:
-    feed = Feed(base=PUSH_ID, in_place=True)
-    refused(feed.next(), "in_place")
-    feed.close()
 
 
 def test_a_silent_trainer_breaks_the_push() -> None:
