@@ -1,0 +1,183 @@
+"""Clients that attack a worker, and the account of what it owes them.
+
+An `Attacker` stays connected and counts: everything that it sends but an `ack` is owed exactly one terminal reply. A
+`Deserter` breaks off its connections and comes back, at times under the same identity; what it is owed may be lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgpack
+import zmq
+from fuzz.trees import unpack
+from fuzz.violation import Violation
+
+MAX_ID_CHARS = 128
+MAX_ACK_IDS = 1024
+HELLO = msgpack.packb({"version": 1, "type": "health", "id": "x-hello"})
+NOTICE_MS = 100
+LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate")
+PUSH = ("begin_push", "stage_bucket", "verify_push", "commit_push", "abort_push")
+TERMINAL = {
+    **{"generate": "done", "score": "scores", "abort": "aborted"},
+    **{type: type for type in ("health", "stats", "weights")},
+    **dict.fromkeys(LIFECYCLE, "status"),
+    **dict.fromkeys(PUSH, "push_status"),
+}
+"""The reply that ends a message, if it is no `error`."""
+CODES = {
+    *("invalid_message", "message_too_large", "invalid_request", "id_conflict", "queue_full", "unknown_request"),
+    *("illegal_state", "deadline_exceeded", "push_failed", "version_gap"),
+}
+"""What may be wrong with a message; `worker_failed` and `unavailable` would say that the worker is."""
+
+
+class Shot:
+    """A message of the attack: its frames, and what docs/protocol.md has to say about them.
+
+    `id`: by which it is answered; None if it has none that can be found.
+    """
+
+    def __init__(self, frames: list[bytes]) -> None:
+        self.frames = frames
+        self.fields = unpack(frames[0]) if len(frames) == 1 else None
+        self._early_id = _find_id(frames[-1])
+        id = None if self.fields is None else self.fields.get("id")
+        self.id = id if _is_id(id) else self._early_id
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it will be answered under its id, whatever may be wrong with it, and even if others give it up."""
+        return self.id == self._early_id and "caller" not in (self.fields or ())
+
+    @property
+    def terminal(self) -> str | None:
+        """The type of the reply that ends it, unless that is an error."""
+        type = None if self.fields is None else self.fields.get("type")
+        return TERMINAL.get(type) if isinstance(type, str) else None
+
+    @property
+    def needs_reply(self) -> bool:
+        """Whether it is anything but a valid `ack`."""
+        fields = self.fields
+        if fields is None or fields.get("type") != "ack" or set(fields) != {"version", "type", "ids"}:
+            return True
+        ids, version = fields["ids"], fields["version"]
+        is_list = isinstance(ids, list) and len(ids) <= MAX_ACK_IDS and all(map(_is_id, ids))
+        return not (is_list and type(version) is int and version == 1)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= MAX_ID_CHARS
+
+
+def _find_id(frame: bytes) -> str | None:
+    """The id of a message that need not be readable: it is looked for in the first KiB."""
+    unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0)
+    unpacker.feed(frame[:1024])
+    try:
+        for _ in range(unpacker.read_map_header()):
+            if unpacker.unpack() == "id":
+                id = unpacker.unpack()
+                return id if _is_id(id) else None
+            unpacker.skip()
+    except Exception:
+        return None
+    return None
+
+
+def dealer(address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set(zmq.SNDHWM, 0)
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 0)
+    if identity is not None:
+        socket.set(zmq.IDENTITY, identity)
+    socket.connect(address)
+    return socket
+
+
+class Attacker:
+    """One connection that only sends what is certain of its replies. `codes`: replies so far, by code or type.
+
+    `owed`: how many terminal replies are to come, by id.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = dealer(address)
+        self.owed: Counter[str | None] = Counter()
+        self.codes: Counter[str] = Counter()
+        self._terminals: Counter[tuple[str | None, str]] = Counter()
+
+    def send(self, shot: Shot) -> None:
+        assert shot.is_certain
+        if shot.needs_reply:
+            self.owed[shot.id] += 1
+            if shot.terminal is not None:
+                self._terminals[shot.id, shot.terminal] += 1
+        self._socket.send_multipart(shot.frames)
+
+    def receive(self) -> None:
+        """Take all replies that are there."""
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._account(msgpack.unpackb(frame))
+
+    def start_round(self) -> None:
+        """To be called when nothing is owed."""
+        self.owed.clear()
+        self._terminals.clear()
+
+    def _account(self, reply: dict[str, Any]) -> None:
+        id, type = reply["id"], reply["type"]
+        self.codes[reply["code"] if type == "error" else type] += 1
+        if self.owed[id] <= 0:
+            raise Violation(f"an attacker got a reply that it was not owed, or twice: {reply!r:.300}")
+        if type == "sample":
+            return
+        self.owed[id] -= 1
+        if type == "error":
+            if reply["code"] not in CODES or len(reply["message"]) > 2000:
+                raise Violation(f"an attacker got an error that no message can call for: {reply!r:.300}")
+            return
+        self._terminals[id, type] -= 1
+        if self._terminals[id, type] < 0:
+            raise Violation(f"an attacker got a reply of another type than it asked for: {reply!r:.300}")
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Deserter:
+    """Connects, sends, breaks off. `reconnects`: how often."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._socket = dealer(address)
+        self._last: list[bytes] = [b""]
+        self.reconnects = 0
+
+    def send(self, frames: list[bytes]) -> None:
+        self._last = frames
+        self._socket.send_multipart(frames)
+
+    def desert(self, identity: bytes | None = None, *, linger: int) -> None:
+        """Come back, and only then break off, with a last word that is lost if it takes more than `linger` ms.
+
+        Under an identity that is in use this waits for a sign that the worker has noticed, which it need not give.
+        """
+        old, self._socket = self._socket, dealer(self._address, identity)
+        if identity is not None:
+            self._socket.send(HELLO)
+            self._socket.poll(NOTICE_MS)
+        old.send_multipart(self._last)
+        old.close(linger=linger)
+        self.reconnects += 1
+
+    def close(self) -> None:
+        self._socket.close()

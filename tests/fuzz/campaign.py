@@ -1,0 +1,293 @@
+"""A campaign: rounds of attack on one worker, with good traffic beside it, and what must hold after each.
+
+Owns the clients and the numbers. Does not own the worker: it may be any process that speaks the protocol, such as one
+with a fault of which a test wants to know whether it is found.
+
+Promises: `run` raises `Violation` if the worker ends, does not answer, answers twice or what nobody asked for, serves
+other weights than the operator's, or is not, once idle, as small as after the warm-up; or if a good request gets
+another bit.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from fuzz.attack import Attacker, Deserter, Shot
+from fuzz.corpus import Memory
+from fuzz.good import start_good_clients
+from fuzz.operator_client import Operator
+from fuzz.rounds import NUM_ATTACKERS, ROUND, Rounds
+from fuzz.streams import HEALTH, LAST, OPENING, Stream
+from fuzz.violation import Sent, Trace, Violation
+
+from trueroll.rollout import WorkerProcess
+
+CHUNK = 50
+"""Messages between two looks at the worker."""
+RSS_GROWTH_BYTES = 64 * 2**20
+"""What the allocator may keep of the largest messages, and the bound of kept results."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`messages`, in whole rounds from `first_round` on. `patience`: seconds that anything may take.
+
+    After `warm_up` messages the worker is measured; at the end it must be as small again.
+    """
+
+    messages: int
+    seed: int = 0
+    first_round: int = 0
+    patience: float = 20.0
+    warm_up: int = 4000
+
+    def rounds(self) -> range:
+        return range(self.first_round, self.first_round + max(1, -(-self.messages // ROUND)))
+
+
+@dataclass(frozen=True)
+class Size:
+    """What an idle worker holds."""
+
+    threads: int
+    descriptors: int
+    rss: int
+
+
+@dataclass
+class Numbers:
+    """What a campaign did. `sent`: messages by kind. `replies`: to those that stay connected, by type or code."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    replies: Counter[str] = field(default_factory=Counter)
+    streams: int = 0
+    reconnects: int = 0
+    good_requests: int = 0
+    good_tokens: int = 0
+    good_refused: int = 0
+    preemptions: int = 0
+    pushes: int = 0
+    longest_wait: float = 0.0
+    seconds: float = 0.0
+    before: Size | None = None
+    after: Size | None = None
+
+    @property
+    def messages(self) -> int:
+        return self.sent.total()
+
+
+class Campaign:
+    """Attacks `worker`, which serves `tensors`. `show` is called now and then with the numbers so far."""
+
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        tensors: Mapping[str, torch.Tensor],
+        plan: Plan,
+        show: Callable[[Numbers], None] = lambda numbers: None,
+    ) -> None:
+        self.numbers = Numbers()
+        self._trace = Trace()
+        self._worker = worker
+        self._path = worker.address.removeprefix("ipc://")
+        self._process = psutil.Process(worker.pid)
+        self._plan = plan
+        self._show = show
+        self._round = plan.first_round
+        self._started = time.monotonic()
+        self._memory = Memory(tensors)
+        self._rounds = Rounds(plan.seed, self._memory)
+        self._attackers = [Attacker(worker.address) for _ in range(NUM_ATTACKERS)]
+        self._deserter = Deserter(worker.address)
+        self._streams: list[Stream] = []
+        self._operator = Operator(worker.address, tensors, plan.patience, self._look)
+        self._good = start_good_clients(worker.address)
+
+    def run(self) -> Numbers:
+        """Attack as planned."""
+        with self._explained():
+            for number in self._plan.rounds():
+                self._round = number
+                self._run_round(self._rounds.draw(number))
+                if self.numbers.before is None and self.numbers.messages >= self._plan.warm_up:
+                    self.numbers.before = self._measure()
+            self._finish()
+        return self.numbers
+
+    def replay(self, trace: Iterable[Sent]) -> Numbers:
+        """Send what a trace holds once more, in its order."""
+        with self._explained():
+            self._run_round(trace)
+            self._finish()
+        return self.numbers
+
+    def close(self) -> None:
+        for client in self._good:
+            client.stop()
+        for client in (*self._attackers, *self._streams, self._deserter, self._operator, self._memory):
+            client.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Whatever is raised says how to see it again; the end of the worker explains everything else."""
+        try:
+            yield
+        except Violation as violation:
+            time.sleep(0.5)  # a worker that fails answers for as long
+            code = self._worker.exit_code
+            what = violation if code is None else f"the worker ended with exit code {code}"
+            path = Path(tempfile.gettempdir()) / f"trueroll-fuzz-{self._plan.seed}-{self._round}.jsonl"
+            self._trace.save(path)
+            raise Violation(
+                f"{what}\nseed {self._plan.seed}, round {self._round}, after {self.numbers.messages} messages; "
+                f"what was sent last is in {path}"
+            ) from violation
+
+    # A round.
+
+    def _run_round(self, sendings: Iterable[Sent]) -> None:
+        """`sendings` one after the other, with a look at the worker now and then, and then the reckoning."""
+        self._trace.start_round()
+        for count, sent in enumerate(sendings):
+            self._trace.add(sent)
+            self._send(sent)
+            if count % CHUNK == CHUNK - 1:
+                self._look()
+                self._operator.tend(ends_pushes=False)
+                self._show(self._count())
+        self._settle()
+
+    def _send(self, sent: Sent) -> None:
+        match sent.kind:
+            case "stream":
+                self._streams.append(Stream(self._path, *sent.frames))
+                self.numbers.streams += 1
+                return
+            case "break":
+                self._deserter.desert(*sent.frames, linger=sent.who)
+                return
+            case "deserted":
+                self._deserter.send(sent.frames)
+            case _:
+                self._attackers[sent.who].send(Shot(sent.frames))
+        self.numbers.sent[sent.kind] += 1
+
+    def _look(self) -> None:
+        """Take what has come. Raise Violation if the worker or a good client has ended."""
+        if self._worker.exit_code is not None:
+            raise Violation(f"the worker ended with exit code {self._worker.exit_code}")
+        for client in self._good:
+            if client.failure is not None:
+                raise client.failure if isinstance(client.failure, Violation) else Violation(repr(client.failure))
+        for attacker in self._attackers:
+            attacker.receive()
+
+    def _settle(self) -> None:
+        """Wait until the worker is ready, every reply has come, and each good client has got another result."""
+        while self._streams:
+            self._streams.pop().close()
+        before = [client.compared for client in self._good]
+        self._await(
+            lambda: (
+                self._operator.tend(ends_pushes=True)
+                and not any(attacker.owed.total() for attacker in self._attackers)
+                and all(client.compared > count for client, count in zip(self._good, before, strict=True))
+            ),
+            self._what_is_missing,
+        )
+        self._operator.check_served()
+        self._check_stream()
+        for attacker in self._attackers:
+            attacker.start_round()
+
+    def _await(self, condition: Callable[[], bool], what_is_missing: Callable[[], str]) -> None:
+        deadline = time.monotonic() + self._plan.patience
+        while not condition():
+            if time.monotonic() > deadline:
+                raise Violation(f"after {self._plan.patience} s {what_is_missing()}")
+            time.sleep(0.002)
+            self._look()
+
+    def _what_is_missing(self) -> str:
+        owed = sum((attacker.owed for attacker in self._attackers), Counter())
+        health = self._operator.ask("health")
+        return (
+            f"{owed.total()} replies to the attack are owed (such as to {list(owed)[:5]}); the state is "
+            f"{health['state']}, the push {health['push']}, the requests {health['requests']}"
+        )
+
+    def _check_stream(self) -> None:
+        """That a conversation by hand is answered if it is whole: otherwise its parts would prove nothing."""
+        stream = Stream(self._path, OPENING, LAST)
+        is_answered = stream.hears(HEALTH["id"].encode(), self._plan.patience)
+        stream.close()
+        if not is_answered:
+            raise Violation("a plain connection got no answer to a whole message")
+
+    def _count(self) -> Numbers:
+        numbers = self.numbers
+        numbers.replies = sum((attacker.codes for attacker in self._attackers), Counter())
+        numbers.reconnects = self._deserter.reconnects
+        numbers.good_requests = sum(client.compared for client in self._good)
+        numbers.good_tokens = sum(client.tokens for client in self._good)
+        numbers.good_refused = sum(client.refused for client in self._good)
+        numbers.pushes, numbers.longest_wait = self._operator.num_pushes, self._operator.longest_wait
+        numbers.seconds = time.monotonic() - self._started
+        return numbers
+
+    # The end.
+
+    def _finish(self) -> None:
+        self.numbers.after = self._measure(self.numbers.before)
+        self._count()
+        if self.numbers.before is not None:
+            _check_size(self.numbers.before, self.numbers.after)
+
+    def _measure(self, before: Size | None = None) -> Size:
+        """The size of the idle worker, once it changes no more and is back to `before`, or patience is over."""
+        for client in self._good:
+            client.hold(self._plan.patience)
+        self._check_idle()
+        deadline, last, size = time.monotonic() + self._plan.patience, None, self._size()
+        while not (size == last and _is_back(size, before)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            last, size = size, self._size()
+        for client in self._good:
+            client.go_on()
+        return size
+
+    def _size(self) -> Size:
+        return Size(self._process.num_threads(), self._process.num_fds(), self._process.memory_info().rss)
+
+    def _check_idle(self) -> None:
+        """That nothing is left of all requests but kept results, within their bounds."""
+        health = self._operator.ask("health")
+        requests, limits = health["requests"], health["limits"]
+        if requests["open"] or requests["running"] or requests["waiting"] or health["memory"]["staging"]:
+            raise Violation(f"the idle worker holds {requests} and {health['memory']['staging']} staged bytes")
+        if requests["kept"] > limits["max_kept_results"]:
+            raise Violation(f"the worker keeps {requests['kept']} results, more than {limits['max_kept_results']}")
+        stats = self._operator.ask("stats")["engine"]
+        self.numbers.preemptions = stats["preemptions"]
+        if stats["blocks_in_use"]:
+            raise Violation(f"the idle engine has {stats['blocks_in_use']} blocks in use")
+
+
+def _is_back(size: Size, before: Size | None) -> bool:
+    return before is None or (size.threads <= before.threads and size.descriptors <= before.descriptors)
+
+
+def _check_size(before: Size, after: Size) -> None:
+    if not _is_back(after, before):
+        raise Violation(f"the worker did not come back to its threads and descriptors: {before}, then {after}")
+    if after.rss > before.rss + RSS_GROWTH_BYTES:
+        raise Violation(f"the worker grew by more than {RSS_GROWTH_BYTES} bytes: {before}, then {after}")

@@ -1,0 +1,214 @@
+"""Valid messages of every type, in the orders in which clients send them: what the mutations begin with.
+
+Owns the ids that the attack uses, all of which begin with `x-`, and the shared memory that its pushes name. No push of
+the corpus brings more than one tensor, so that none can ever be committed, and nothing here aborts what it did not ask
+for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fuzz.trees import unpack
+
+from trueroll.weight_sync.manifest import checksum
+from trueroll.weight_sync.shared import SharedSlots
+
+MAX_TOKEN = 500
+"""Below the vocabulary of every model that is attacked."""
+CLOSED_PORT = 9
+NO_FOLDER = "no-such-folder"
+SECONDS = 0.1
+"""What a call may wait; long ones would only keep the good requests waiting."""
+
+Message = dict[str, Any]
+
+
+class Memory:
+    """The smallest of the worker's tensors in shared memory, with other bytes than it serves."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        name = min(tensors, key=lambda name: tensors[name].nbytes)
+        tensor = tensors[name]
+        self._slots = SharedSlots(4096)
+        data = torch.full_like(tensor, 7.0).reshape(-1).view(torch.uint8)
+        self._slots.slots[0][: len(data)] = data
+        self.source = self._slots.source(0).model_dump()
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.piece = {"kind": "rows", "name": name, "shape": list(tensor.shape), "start": 0, "length": len(tensor)}
+        self.piece |= {"offset": 0, "num_bytes": len(data), "checksum": checksum(data.numpy())}
+
+    def close(self) -> None:
+        self._slots.close()
+
+
+@dataclass
+class Corpus:
+    """Draws scripts: lists of messages of one client, in order. `prefix`: of all ids."""
+
+    rng: random.Random
+    memory: Memory
+    prefix: str = "x-"
+    _count: int = 0
+
+    def script(self) -> list[Message]:
+        [kind] = self.rng.choices(list(_WEIGHTS), _WEIGHTS.values())
+        messages = [{"version": 1, **message} for message in kind(self)]
+        if self.rng.random() < 0.1:
+            self.rng.shuffle(messages)
+        if self.rng.random() < 0.1:
+            messages.append(self.rng.choice(messages))
+        return messages
+
+    def generate(self) -> list[Message]:
+        rng = self.rng
+        params = {"max_tokens": rng.randrange(1, 5), "n": rng.choice((1, 1, 2, 3)), "seed": rng.getrandbits(64)}
+        for name, choices in _PARAMS.items():
+            if rng.random() < 0.2:
+                params[name] = rng.choice(choices)
+        message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
+        return [message | self._named()]
+
+    def score(self) -> list[Message]:
+        message = {"type": "score", "id": self._id(), "token_ids": self._tokens(2)}
+        message["distribution"] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+        return [message | {"cache_salt": self.rng.choice((None, "salt"))} | self._named()]
+
+    def _named(self) -> Message:
+        """A name for who asks, or gives up what it asked for, now and then."""
+        return {"caller": self.rng.choice((None, "caller-1", "caller-2"))} if self.rng.random() < 0.1 else {}
+
+    def request_and_end(self) -> list[Message]:
+        """A request, an abort and an ack of it, in any order."""
+        [request] = self.generate() if self.rng.random() < 0.7 else self.score()
+        which = {"index": self.rng.choice((None, 0, 1))} if self.rng.random() < 0.7 else self._named()
+        abort = {"type": "abort", "id": self._id(), "request_id": request["id"], **which}
+        messages = [request, abort, {"type": "ack", "ids": [request["id"]]}]
+        self.rng.shuffle(messages)
+        return messages
+
+    def abort(self) -> list[Message]:
+        return [{"type": "abort", "id": self._id(), "request_id": self._late_id(), "index": 0}]
+
+    def ack(self) -> list[Message]:
+        return [{"type": "ack", "ids": [self._late_id() for _ in range(self.rng.randrange(4))]}]
+
+    def question(self) -> list[Message]:
+        return [{"type": self.rng.choice(("health", "stats", "weights")), "id": self._id()}]
+
+    def invalidate(self) -> list[Message]:
+        return [self._call("invalidate")]
+
+    def pause(self) -> list[Message]:
+        return [self._call("pause"), *self.generate(), self._call("resume")]
+
+    def drain(self) -> list[Message]:
+        return [*self.generate(), self._call("drain", timeout=SECONDS), self._call("resume")]
+
+    def sleep(self) -> list[Message]:
+        tags = self.rng.choice((["weights"], ["kv_cache"], ["weights", "kv_cache"]))
+        in_flight = self.rng.choice(("recompute", "drain"))
+        level = self.rng.choice((1, 1, 2))
+        call = self._call("sleep", level=level, tags=tags, in_flight=in_flight, timeout=SECONDS)
+        return [call, *self.generate(), self._call("wake_up", tags=tags)]
+
+    def push(self) -> list[Message]:
+        """Each phase of a push, of which the bytes of one tensor are right."""
+        push_id = f"{self.rng.getrandbits(128):032x}"
+        bucket = {"index": 0, "num_bytes": self.memory.piece["num_bytes"], "pieces": [dict(self.memory.piece)]}
+        phases = [
+            self._begin(push_id, self._source()),
+            self._call("stage_bucket", push_id=push_id, bucket=bucket | {"word_sum": None}),
+            self._call("verify_push", push_id=push_id, num_buckets=1),
+            self._call("commit_push", push_id=push_id, in_flight="recompute", timeout=SECONDS),
+            self._call("abort_push", push_id=push_id),
+        ]
+        return phases[self.rng.choice((0, 0, 0, 1, 2, 3, 4)) :][: self.rng.randrange(1, 6)]
+
+    def _begin(self, push_id: str, source: Message) -> Message:
+        fields = {"weight_version": 10**6 + self.rng.randrange(9), "base": None, "dtype": self.memory.dtype}
+        flags = {"in_place": self.rng.random() < 0.2, "in_flight": "recompute", "drain_timeout": SECONDS}
+        waits = {"reject_nonfinite": self.rng.random() < 0.5, "timeout": SECONDS}
+        return self._call("begin_push", push_id=push_id, source=source, **fields, **flags, **waits)
+
+    def _source(self) -> Message:
+        choice = self.rng.random()
+        if choice < 0.6:
+            return dict(self.memory.source)
+        if choice < 0.7:
+            return self.memory.source | {"name": f"trueroll-{self.rng.getrandbits(128):032x}"}
+        if choice < 0.85:
+            return {"kind": "disk", "folder": NO_FOLDER}
+        if choice < 0.97:
+            gpu = "01234567-89ab-cdef-0123-456789abcdef"
+            return {"kind": "cuda_ipc", "gpu": gpu, "handle": bytes(64), "slot_bytes": 4096, "num_slots": 2}
+        place = {"host": "127.0.0.1", "port": CLOSED_PORT, "rank": 1, "world_size": 2}
+        return {"kind": "collective", "backend": "gloo", **place}
+
+    def _call(self, type: str, **fields: Any) -> Message:
+        return {"type": type, "id": self._id(), **fields}
+
+    def _id(self) -> str:
+        if self.rng.random() < 0.05:
+            return self._late_id()
+        self._count += 1
+        return f"{self.prefix}{self._count}"
+
+    def _late_id(self) -> str:
+        return f"{self.prefix}{max(0, self._count - self.rng.randrange(50))}"
+
+    def _tokens(self, least: int) -> bytes:
+        return np.array([self.rng.randrange(MAX_TOKEN) for _ in range(least + self.rng.randrange(8))], "<i4").tobytes()
+
+
+_PARAMS: dict[str, tuple[Any, ...]] = {
+    "min_tokens": (0, 1),
+    "temperature": (0, 0.0, 0.5, 2.0),
+    "top_k": (-1, 1, 40),
+    "top_p": (0.5, 1.0),
+    "min_p": (0.0, 0.2),
+    "stop_token_ids": ([], [3], [7, 8, 9]),
+    "stop": ([], ["a"], ["ab", "c"]),
+    "ignore_eos": (True, False),
+    "logprobs": ("processed", "temperature", "raw", None),
+    "cache_salt": (None, "salt"),
+}
+_WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
+    Corpus.generate: 30,
+    Corpus.score: 15,
+    Corpus.request_and_end: 10,
+    Corpus.abort: 5,
+    Corpus.ack: 5,
+    Corpus.question: 10,
+    Corpus.invalidate: 1,
+    Corpus.pause: 1,
+    Corpus.drain: 1,
+    Corpus.sleep: 2,
+    Corpus.push: 10,
+}
+
+
+def is_tame(frames: list[bytes]) -> bool:
+    """Whether the attack may send this: it aborts nobody's requests, waits for no network, and reads no file."""
+    if len(frames) > 1 or not (b"abort" in frames[0] or b"source" in frames[0]):
+        return True
+    fields = unpack(frames[0]) or {}
+    if fields.get("in_flight") == "abort":
+        return False
+    source = fields.get("source")
+    if not isinstance(source, dict):
+        return True
+    if source.get("kind") == "disk":
+        folder = source.get("folder")
+        return not isinstance(folder, str) or "/" not in folder
+    return source.get("kind") != "collective" or _fails_soon(fields, source)
+
+
+def _fails_soon(begin: Message, source: Message) -> bool:
+    waits = begin.get("timeout"), begin.get("drain_timeout")
+    return (source.get("host"), source.get("port"), *waits) == ("127.0.0.1", CLOSED_PORT, SECONDS, SECONDS)

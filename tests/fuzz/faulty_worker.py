@@ -1,0 +1,97 @@
+"""A worker process with the fake engine and one fault, named by `model`: the harness must find each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_engine import FakeEngine  # noqa: E402
+
+from trueroll.rollout import process  # noqa: E402
+from trueroll.rollout.worker import Worker  # noqa: E402
+
+LATE = 300
+"""Replies after which faults begin: the quiet results were right."""
+_kept: list[Any] = []
+
+
+def _change(type: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[int, bytes], list[bytes]]:
+    """A fault that changes each reply of `type`."""
+
+    def fault(count: int, frame: bytes) -> list[bytes]:
+        reply = msgpack.unpackb(frame)
+        if reply["type"] != type:
+            return [frame]
+        change(reply)
+        return [msgpack.packb(reply)]
+
+    return fault
+
+
+def _flip_a_bit(sample: dict[str, Any]) -> None:
+    if sample["logprobs"]:
+        sample["logprobs"] = bytes([sample["logprobs"][0] ^ 1]) + sample["logprobs"][1:]
+
+
+def _grow(count: int, frame: bytes) -> list[bytes]:
+    _kept.append(b"x" * 2**18)
+    return [frame]
+
+
+def _leak(count: int, frame: bytes) -> list[bytes]:
+    if count % 100 == 0:
+        _kept.append(os.dup(0))
+    return [frame]
+
+
+def _hang(count: int, frame: bytes) -> list[bytes]:
+    time.sleep(3600)
+    return [frame]
+
+
+FAULTS: dict[str, Callable[[int, bytes], Any]] = {
+    "none": lambda count, frame: [frame],
+    "flips a bit": _change("sample", _flip_a_bit),
+    "loses an error": lambda count, frame: [] if count % 20 == 0 and b"\xa4type\xa5error" in frame else [frame],
+    "repeats a reply": lambda count, frame: [frame] * (1 if count % 100 else 2),
+    "serves another push": _change("weights", lambda weights: weights.update(push_id="f" * 32)),
+    "keeps blocks": _change("stats", lambda stats: stats["engine"].update(blocks_in_use=1)),
+    "exits": lambda count, frame: os._exit(3),
+    "hangs": _hang,
+    "grows": _grow,
+    "leaks descriptors": _leak,
+    "ends badly": lambda count, frame: [frame],
+}
+
+
+class Faulty(Worker):
+    """Its replies go through `fault`."""
+
+    fault = staticmethod(FAULTS["none"])
+    _count = 0
+
+    def _send(self, identity: bytes, frame: bytes) -> bool:
+        self._count += 1
+        frames = [frame] if self._count < LATE else self.fault(self._count, frame)
+        were_sent = [super(Faulty, self)._send(identity, each) for each in frames]
+        return all(were_sent)
+
+
+def load(config: Any) -> FakeEngine:
+    Faulty.fault = staticmethod(FAULTS[config.model])
+    if config.model == "ends badly":
+        process._exit = lambda code: os._exit(4)  # type: ignore[assignment]
+    return FakeEngine()
+
+
+if __name__ == "__main__":
+    process.Worker = Faulty  # type: ignore[misc]
+    process.run_as_child(load)

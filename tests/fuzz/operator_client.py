@@ -1,0 +1,97 @@
+"""The operator: brings the worker back to `ready` whatever state the attack has led it to.
+
+Calls that survive their mutation change the state of the worker for everybody, as they should. The operator ends
+pauses, wakes it up and, where weights are missing or half overwritten, pushes those that it started with. It also sees
+to it that no push of the attack is ever served.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+import torch
+from fuzz.attack import dealer
+from fuzz.violation import Violation
+
+from trueroll.engine.errors import TruerollError
+from trueroll.weight_sync import WeightPublisher
+
+
+class Operator:
+    """`patience`: seconds that an answer may take. `look`: called while waiting, raises if there is no use in it.
+
+    `longest_wait`: seconds that `health` took at most. `num_pushes`: how often weights had to be pushed.
+    """
+
+    def __init__(
+        self, address: str, tensors: Mapping[str, torch.Tensor], patience: float, look: Callable[[], None]
+    ) -> None:
+        self._socket = dealer(address)
+        self._tensors = dict(tensors)
+        self._patience = patience
+        self._look = look
+        self._ids = (f"o-{number}" for number in itertools.count())
+        self._publisher = WeightPublisher("shared", timeout=patience)
+        self._publisher.connect([address])
+        self._served: str | None = None
+        self.longest_wait = 0.0
+        self.num_pushes = 0
+
+        self._push()  # so that it is known which push is served, and that the worker has met all its clients
+        if self._served is None:
+            raise Violation("the worker did not take a push from its operator before anything else happened")
+
+    def ask(self, type: str, **fields: Any) -> dict[str, Any]:
+        """The one reply to a call."""
+        id, started = next(self._ids), time.monotonic()
+        self._socket.send(msgpack.packb({"version": 1, "type": type, "id": id, **fields}))
+        while not self._socket.poll(200):
+            self._look()
+            if time.monotonic() > started + self._patience:
+                raise Violation(f"the worker did not answer {type} within {self._patience} s")
+        reply = msgpack.unpackb(self._socket.recv())
+        if reply["id"] != id:
+            raise Violation(f"the operator asked for {id}, and got {reply!r:.300}")
+        if type == "health":
+            self.longest_wait = max(self.longest_wait, time.monotonic() - started)
+        return reply
+
+    def tend(self, ends_pushes: bool) -> bool:
+        """Take the next step towards `ready`. True if the worker is there, and if no push is under way.
+
+        `ends_pushes`: whether to abort one that is.
+        """
+        health = self.ask("health")
+        match health["state"]:
+            case "asleep" | "waking":
+                self.ask("wake_up")
+            case "paused":
+                self.ask("resume")
+            case "dirty":
+                self._push()
+            case "failed":
+                raise Violation("the engine of the worker failed")
+            case _ if health["push"] and ends_pushes:
+                self.ask("abort_push", push_id=health["push"]["push_id"])
+        return health["state"] == "ready" and not health["push"]
+
+    def check_served(self) -> None:
+        """That the weights are those of the operator. To be asked when nobody changes them."""
+        served = self.ask("weights")["push_id"]
+        if served != self._served:
+            raise Violation(f"the worker serves the push {served}, which is not the operator's ({self._served})")
+
+    def _push(self) -> None:
+        try:
+            result = self._publisher.push(self._tensors, version=self.num_pushes)
+        except TruerollError:
+            return  # a call of the attack came between; the next look at the state tells
+        self._served, self.num_pushes = result.push_id, self.num_pushes + 1
+
+    def close(self) -> None:
+        self._publisher.close()
+        self._socket.close()

@@ -1,0 +1,88 @@
+"""What is attacked: a worker process with small limits, so that they are reached, and a log of its own."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from engine.checkpoints import read_tensors
+from fuzz.campaign import Campaign, Numbers, Plan
+from fuzz.mutate import MAX_MESSAGE_BYTES
+from fuzz.violation import Violation
+
+from tiny import make_tiny_model
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.errors import TruerollError
+from trueroll.rollout import WorkerProcess
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.launch import WORKER_COMMAND
+
+Show: TypeAlias = Callable[[Numbers], None]
+LIMITS: dict[str, Any] = dict(
+    max_queued_requests=10,
+    max_queued_samples=40,
+    max_kept_results=64,
+    max_kept_bytes=2**22,
+    max_n=16,
+    drain_seconds=5.0,
+)
+"""Few may wait, so that a pause of some milliseconds fills the queue."""
+ENGINE: dict[str, Any] = dict(
+    num_blocks=24, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64, num_threads=1
+)
+"""All requests together want more than 384 tokens of KV memory, so that some are preempted."""
+LAST_LINES = 12
+
+
+def ignore(numbers: Numbers) -> None:
+    """Shows nothing."""
+
+
+@contextmanager
+def tiny_campaign(plan: Plan, show: Show = ignore) -> Iterator[Campaign]:
+    """A campaign against a worker that serves a tiny model."""
+    with tempfile.TemporaryDirectory(prefix="trueroll-fuzz-") as folder:
+        model = make_tiny_model("llama", Path(folder) / "model")
+        with campaign_against(str(model), read_tensors(model), plan, show) as campaign:
+            yield campaign
+
+
+@contextmanager
+def campaign_against(
+    model: str,
+    tensors: Mapping[str, torch.Tensor],
+    plan: Plan,
+    show: Show = ignore,
+    command: tuple[str, ...] = WORKER_COMMAND,
+) -> Iterator[Campaign]:
+    """A campaign against the worker that `command` starts for `model`. At the end that must exit as told.
+
+    A Violation comes with the last lines of the worker's log.
+    """
+    with tempfile.NamedTemporaryFile(prefix="trueroll-fuzz-", suffix=".log") as log:
+        try:
+            with (
+                _start(model, log.name, command) as worker,
+                closing(Campaign(worker, tensors, plan, show)) as campaign,
+            ):
+                try:
+                    yield campaign
+                except Violation:
+                    worker.kill()  # nothing is to be learnt from its end
+                    raise
+            if worker.exit_code != 0:
+                raise Violation(f"the worker was told to end, and did so with exit code {worker.exit_code}")
+        except (Violation, TruerollError) as error:
+            lines = Path(log.name).read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise Violation("\n".join([str(error), "the worker's last words:", *lines])) from error
+
+
+def _start(model: str, log: str, command: tuple[str, ...]) -> WorkerProcess:
+    shell = ("/bin/sh", "-c", 'exec "$@" 2>"$0"', log)  # exec: the worker keeps the process id
+    config = WorkerConfig(max_message_bytes=MAX_MESSAGE_BYTES, **LIMITS)
+    engine = EngineConfig(model=model, **ENGINE)
+    return WorkerProcess(config, engine, startup_timeout=120, command=(*shell, *command))

@@ -1,0 +1,105 @@
+"""The fuzzer in CI: a short campaign, and that the harness finds what it is there to find."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_engine import SHAPES, FakeWeights
+from fuzz.attack import CODES, TERMINAL, Shot
+from fuzz.campaign import Numbers, Plan
+from fuzz.corpus import CLOSED_PORT, SECONDS, Corpus, Memory, is_tame
+from fuzz.faulty_worker import FAULTS
+from fuzz.rounds import ROUND, SHARES, Rounds
+from fuzz.target import campaign_against, tiny_campaign
+from fuzz.trees import pack, tree
+from fuzz.violation import Trace, Violation, read_trace
+
+from trueroll.rollout import protocol
+from trueroll.rollout.errors import SENT_ERRORS
+
+FAKE_TENSORS = FakeWeights(SHAPES, "float32").live
+COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("faulty_worker.py")))
+FOUND = {
+    "flips a bit": "another result than from the quiet worker",
+    "loses an error": "replies to the attack are owed",
+    "repeats a reply": "not owed, or twice",
+    "serves another push": "serves the push ffff",
+    "keeps blocks": "1 blocks in use",
+    "exits": "the worker ended with exit code 3",
+    "hangs": "did not answer",
+    "grows": "grew by more than",
+    "leaks descriptors": "did not come back to its threads and descriptors",
+    "ends badly": "did so with exit code 4",
+}
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    memory = Memory(FAKE_TENSORS)
+    yield memory
+    memory.close()
+
+
+def test_the_corpus_has_every_message_and_nothing_is_wrong_with_them(memory: Memory) -> None:
+    corpus = Corpus(random.Random(0), memory)
+    types = set()
+    for message in (message for _ in range(1000) for message in corpus.script()):
+        frame = pack(tree(message))
+        assert is_tame([frame]) and protocol.from_client(frame).type == message["type"]
+        types.add(message["type"])
+    assert types == set(protocol.message_types(protocol.FromClient)) == {*TERMINAL, "ack"}
+    assert CODES == {error.code for error in SENT_ERRORS} - {"worker_failed", "unavailable"}
+
+
+def test_a_seed_gives_the_same_round_which_can_be_read_again(memory: Memory, tmp_path: Path) -> None:
+    trace = Trace()
+    trace.start_round()
+    for sent in Rounds(7, memory).draw(3):
+        trace.add(sent)
+    trace.save(tmp_path / "trace")
+    first = list(read_trace(tmp_path / "trace"))
+    assert first == list(Rounds(7, memory).draw(3)) != list(Rounds(8, memory).draw(3))
+    frames = [sent.frames[0] for sent in first if sent.kind == "mutated"]
+    num_readable = sum(Shot([frame]).fields is not None for frame in frames)
+    assert len(frames) // 4 < num_readable < len(frames) and max(map(len, frames)) > 1000
+
+
+@pytest.mark.parametrize("in_flight", ["abort", "recompute"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
+def test_what_would_harm_others_by_right_is_not_sent(memory: Memory, in_flight: str, host: str) -> None:
+    source = {"kind": "collective", "host": host, "port": CLOSED_PORT}
+    waits = {"timeout": SECONDS, "drain_timeout": SECONDS}
+    begin = {"type": "begin_push", "in_flight": in_flight, "source": source, **waits}
+    assert is_tame([pack(tree(begin))]) == (in_flight == "recompute" and host == "127.0.0.1")
+
+
+def test_no_message_harms_a_worker_or_a_good_request() -> None:
+    with tiny_campaign(Plan(20_000, seed=1)) as campaign:
+        numbers = campaign.run()
+    assert numbers.messages >= 20_000 and set(numbers.sent) == {*SHARES, "deserted"}
+    assert {*TERMINAL.values(), "sample"} < set(numbers.replies)
+    assert CODES - {"version_gap"} < set(numbers.replies)
+    assert numbers.good_requests > 200 and numbers.good_tokens > 5000
+    assert numbers.streams > 200 and numbers.reconnects > 100 and numbers.pushes > 10
+    assert numbers.preemptions > 10 and numbers.good_refused > 0
+    assert numbers.before is not None and numbers.after is not None
+
+
+def fake_campaign(fault: str, patience: float) -> Numbers:
+    plan = Plan(2 * ROUND, patience=patience, warm_up=ROUND)
+    with campaign_against(fault, FAKE_TENSORS, plan, command=COMMAND) as campaign:
+        return campaign.run()
+
+
+def test_a_worker_without_a_fault_passes() -> None:
+    assert fake_campaign("none", patience=20.0).messages >= 2 * ROUND
+
+
+@pytest.mark.parametrize("fault", FAULTS.keys() - {"none"})
+def test_a_fault_is_found(fault: str) -> None:
+    with pytest.raises(Violation, match=FOUND[fault]):
+        fake_campaign(fault, patience=4.0)

@@ -1,0 +1,91 @@
+"""Messages as trees that can also be what no message may be, and their form on the wire.
+
+A map is `Pairs`, so that a key can come twice or be no string; `Raw` is bytes that are put into the frame as they are.
+Knows nothing of the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgpack
+
+_PACKER = msgpack.Packer(unicode_errors="surrogatepass")
+
+
+class Pairs(list[list[Any]]):
+    """A map: a list of [key, value]."""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Bytes of a frame that need not be MessagePack."""
+
+    data: bytes
+
+
+class Place(NamedTuple):
+    """Where a value is: `box[at]`, or the second half of it in a map."""
+
+    box: list[Any]
+    at: int
+
+    @property
+    def value(self) -> Any:
+        return self.box[self.at][1] if isinstance(self.box, Pairs) else self.box[self.at]
+
+    def put(self, value: Any) -> None:
+        if isinstance(self.box, Pairs):
+            self.box[self.at] = [self.box[self.at][0], value]
+        else:
+            self.box[self.at] = value
+
+
+def tree(value: Any) -> Any:
+    """The tree of a plain value."""
+    if isinstance(value, dict):
+        return Pairs([key, tree(part)] for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return [tree(part) for part in value]
+    return value
+
+
+def places(box: list[Any]) -> list[Place]:
+    """Every value in `box`, at any depth."""
+    return list(_places(box))
+
+
+def _places(box: list[Any]) -> Iterator[Place]:
+    for at in range(len(box)):
+        place = Place(box, at)
+        yield place
+        if isinstance(place.value, list):
+            yield from _places(place.value)
+
+
+def pack(node: Any) -> bytes:
+    """The bytes of a tree."""
+    if isinstance(node, Raw):
+        return node.data
+    if isinstance(node, Pairs):
+        return _PACKER.pack_map_header(len(node)) + b"".join(pack(key) + pack(value) for key, value in node)
+    if isinstance(node, list):
+        return _PACKER.pack_array_header(len(node)) + b"".join(map(pack, node))
+    return _PACKER.pack(node)
+
+
+def unpack(frame: bytes) -> dict[str, Any] | None:
+    """The map in a frame, or None if it holds none with string keys."""
+    try:
+        fields = msgpack.unpackb(frame, max_ext_len=0, object_hook=_with_string_keys)
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
+    if not set(map(type, fields)) <= {str}:
+        raise ValueError
+    return fields
