@@ -259,6 +259,13 @@ def test_integers_of_any_width_are_taken(tiny_llama: Path, backend: str, dtype: 
     assert same_bits(token_log_probs(model, ids.to(dtype), lengths=[len(ids)])[None], expected)
 
 
+def test_a_temperature_beyond_float32_is_infinite(tiny_llama: Path) -> None:
+    model, ids = load(tiny_llama, backend="cpu"), sequences()[0][None]
+    far, infinite = (token_log_probs(model, ids, temperature=temperature) for temperature in (1e39, float("inf")))
+    assert same_bits(far, infinite)
+    assert len(far[0, 1:].unique()) == 1 and far[0, 1] < 0.0, "every token is as probable as any other"
+
+
 def test_greedy_is_temperature_one(tiny_llama: Path) -> None:
     model, ids = load(tiny_llama, backend="cpu"), sequences()[0][None]
     greedy, warm = token_log_probs(model, ids, temperature=0.0), token_log_probs(model, ids, temperature=2.0)
