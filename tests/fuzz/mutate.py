@@ -25,38 +25,15 @@ NUMBERS: tuple[Any, ...] = (
     *(Raw(b"\xcf" + bytes(8)), Raw(b"\xd3\xff\xff\xff\xff\xff\xff\xff\xff")),
 )
 STRINGS: tuple[Any, ...] = (
-    *(
-        "",
-        " ",
-        "\0",
-        "x",
-        "a\0b",
-        "x" * 128,
-        "x" * 129,
-        "é" * 128,
-        "é" * 129,
-        "\U0001f600" * 128,
-        "x" * 513,
-        "x" * 1025,
-    ),
-    *("\ud800", "\u202e", "%s%n{0}{x!r}", "../x", "generate", "drain", "recompute", "weights", "kv_cache", "rows"),
-    *("elements", "processed", "raw", "float32", "bfloat16", "x-0", "0" * 32, "0" * 32 + "\n", "f" * 31),
-    *(Raw(b"\xa2\xff\xfe"), Raw(b"\xd9\x05abc"), Raw(b"\xdb\xff\xff\xff\xff"), "x" * 5000),
+    *("", " ", "\0", "x", "a\0b", "x" * 128, "x" * 129, "x" * 513, "x" * 1025, "x" * 5000, "\ud800", "\u202e"),
+    *("é" * 128, "é" * 129, "\U0001f600" * 128, "%s%n{0}{x!r}", "../x", "x-0", "0" * 32, "0" * 32 + "\n", "f" * 31),
+    *("generate", "drain", "recompute", "weights", "kv_cache", "rows", "elements", "processed", "raw", "float32"),
+    *(Raw(b"\xa2\xff\xfe"), Raw(b"\xd9\x05abc"), Raw(b"\xdb\xff\xff\xff\xff")),
 )
 BYTES: tuple[Any, ...] = (
-    *(
-        b"",
-        b"\0",
-        b"abc",
-        b"12345",
-        bytes(4),
-        bytes(8),
-        b"\xff" * 4,
-        b"\xff\xff\xff\x7f",
-        b"\0\0\0\x80" * 2,
-        bytes(512),
-    ),
-    *(b"\x01\0\0\0" * 127, b"\x01\0\0\0" * 128, b"\x01\0\0\0" * 129, Raw(b"\xc6\xff\xff\xff\xff"), Raw(b"\xc4\x05abc")),
+    *(b"", b"\0", b"abc", b"12345", bytes(4), bytes(8), bytes(512)),
+    *(b"\xff" * 4, b"\xff\xff\xff\x7f", b"\0\0\0\x80" * 2, *(b"\x01\0\0\0" * count for count in (127, 128, 129))),
+    *(Raw(b"\xc6\xff\xff\xff\xff"), Raw(b"\xc4\x05abc")),
 )
 OTHERS: tuple[Any, ...] = (
     *(None, True, False),
@@ -65,39 +42,9 @@ OTHERS: tuple[Any, ...] = (
     *(Raw(b"\xdd\xff\xff\xff\xff"), Raw(b"\xdf\xff\xff\xff\xff"), Raw(b"\xdc\x00"), Raw(b"")),
 )
 KEYS: tuple[Any, ...] = (
-    *(
-        "",
-        "x",
-        "self",
-        "cls",
-        "type",
-        "id",
-        "version",
-        "params",
-        "n",
-        "stop",
-        "source",
-        "kind",
-        "__class__",
-        "model_config",
-    ),
-    *(
-        "é" * 300,
-        "x" * 5000,
-        "\0",
-        "\ud800",
-        0,
-        1,
-        -1,
-        None,
-        True,
-        1.5,
-        b"id",
-        b"",
-        Raw(b"\xa1\xff"),
-        Raw(b"\xd4\x05x"),
-    ),
-    *(Raw(b"\x90"), Raw(b"\x80"), Raw(b"\xca\x7f\xc0\x00\x00")),
+    *("type", "id", "version", "params", "n", "stop", "source", "kind", "caller", "self", "cls", "model_config"),
+    *("", "x", "__class__", "é" * 300, "x" * 5000, "\0", "\ud800", 0, 1, -1, None, True, 1.5, b"id", b""),
+    *(Raw(b"\xa1\xff"), Raw(b"\xd4\x05x"), Raw(b"\x90"), Raw(b"\x80"), Raw(b"\xca\x7f\xc0\x00\x00")),
 )
 PREFIXES = (b"\x91", b"\x81\xa1a", b"\x81\xa2id", b"\x92\xc0", b"\x81\xa6params")
 """Each opens a list or a map whose last value follows."""
