@@ -24,7 +24,7 @@ class TokenizerError(Exception):
 
 
 class Vocabulary:
-    """A tokenizer, asked for text alone. Raises whatever that raises, be it no Exception."""
+    """A tokenizer, asked for text alone. Lets through whatever that raises, also what is no `Exception`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -82,7 +82,7 @@ class StopStrings:
             self._window.pop()
         elif len(self._window) - self._num_settled > _MOST_INCOMPLETE:
             # No character has so many tokens: only the last one of the text can still change.
-            return self._advance(text, len(self._window) - _MOST_INCOMPLETE, unread=text.endswith(_REPLACEMENT))
+            return self._advance(text, len(self._window) - _MOST_INCOMPLETE, unread=int(text.endswith(_REPLACEMENT)))
         return ""
 
     def _advance(self, text: str, num_dropped: int, unread: int) -> str:
