@@ -41,6 +41,11 @@ def _flip_a_bit(sample: dict[str, Any]) -> None:
         sample["logprobs"] = bytes([sample["logprobs"][0] ^ 1]) + sample["logprobs"][1:]
 
 
+def _is_due(count: int, frame: bytes) -> bool:
+    """Whether it is an error, which only the attack gets, and one of few."""
+    return count % 20 == 0 and b"\xa4type\xa5error" in frame
+
+
 def _grow(count: int, frame: bytes) -> list[bytes]:
     _kept.append(b"x" * 2**18)
     return [frame]
@@ -52,6 +57,12 @@ def _leak(count: int, frame: bytes) -> list[bytes]:
     return [frame]
 
 
+def _log(count: int, frame: bytes) -> list[bytes]:
+    if count == LATE:
+        print("Traceback (most recent call last):", file=sys.stderr, flush=True)
+    return [frame]
+
+
 def _hang(count: int, frame: bytes) -> list[bytes]:
     time.sleep(3600)
     return [frame]
@@ -60,14 +71,15 @@ def _hang(count: int, frame: bytes) -> list[bytes]:
 FAULTS: dict[str, Callable[[int, bytes], Any]] = {
     "none": lambda count, frame: [frame],
     "flips a bit": _change("sample", _flip_a_bit),
-    "loses an error": lambda count, frame: [] if count % 20 == 0 and b"\xa4type\xa5error" in frame else [frame],
-    "repeats a reply": lambda count, frame: [frame] * (1 if count % 100 else 2),
+    "loses an error": lambda count, frame: [] if _is_due(count, frame) else [frame],
+    "repeats an error": lambda count, frame: [frame, frame] if _is_due(count, frame) else [frame],
     "serves another push": _change("weights", lambda weights: weights.update(push_id="f" * 32)),
     "keeps blocks": _change("stats", lambda stats: stats["engine"].update(blocks_in_use=1)),
     "exits": lambda count, frame: os._exit(3),
     "hangs": _hang,
     "grows": _grow,
     "leaks descriptors": _leak,
+    "logs a traceback": _log,
     "ends badly": lambda count, frame: [frame],
 }
 

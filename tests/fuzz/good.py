@@ -125,6 +125,10 @@ class GoodClient(threading.Thread):
     def _draw(self) -> int:
         return self._rng.randrange(len(self._requests))
 
+    def _wait_for_room(self) -> None:
+        self.refused += 1
+        time.sleep(0.01)
+
     def _compare(self, number: int, found: Result) -> None:
         if found != self._expected[number]:
             raise Violation(
@@ -147,8 +151,7 @@ class LibraryClient(GoodClient):
         try:
             found = ask(client, self._requests[number])
         except QueueFullError:
-            self.refused += 1
-            time.sleep(0.01)
+            self._wait_for_room()
         except TruerollError as error:
             raise Violation(f"a good request failed: {type(error).__name__}: {error}") from None
         else:
@@ -193,7 +196,7 @@ class CountingClient(GoodClient):
             return
         replies, number = self._replies.pop(id), self._numbers.pop(id)
         if reply["type"] == "error" and reply["code"] == "queue_full":
-            self.refused += 1
+            self._wait_for_room()
         elif reply["type"] == "error":
             raise Violation(f"a good request failed: {reply!r:.300}")
         else:

@@ -25,7 +25,8 @@ from rich.table import Table  # noqa: E402
 
 def main() -> int:
     arguments = _arguments()
-    plan = Plan(arguments.messages, arguments.seed, arguments.first_round, arguments.patience)
+    warm_up = max(Plan.warm_up, arguments.messages // 50)
+    plan = Plan(arguments.messages, arguments.seed, arguments.first_round, arguments.patience, warm_up)
     console = Console()
     numbers = Numbers()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()

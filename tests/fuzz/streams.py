@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from fuzz.trees import pack, tree
 
+READY_SECONDS = 0.1
 HEALTH = {"version": 1, "type": "health", "id": "x-stream"}
 
 
@@ -101,7 +102,7 @@ class Stream:
         self._socket.settimeout(5.0)
         self._socket.connect(path)
         self._send(opening)
-        if rest and self.hears(b"\x05READY", 1.0):
+        if rest and self.hears(b"\x05READY", READY_SECONDS):
             self._send(rest)
 
     def _send(self, data: bytes) -> None:
@@ -111,7 +112,7 @@ class Stream:
     def hears(self, mark: bytes, patience: float) -> bool:
         """Whether `mark` comes before the worker breaks off."""
         received, deadline = b"", time.monotonic() + patience
-        self._socket.settimeout(0.2)
+        self._socket.settimeout(0.02)
         while mark not in received and time.monotonic() < deadline:
             try:
                 part = self._socket.recv(65536)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -32,9 +33,9 @@ LIMITS: dict[str, Any] = dict(
 )
 """Few may wait, so that a pause of some milliseconds fills the queue."""
 ENGINE: dict[str, Any] = dict(
-    num_blocks=24, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64, num_threads=1
+    num_blocks=14, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64, num_threads=1
 )
-"""All requests together want more than 384 tokens of KV memory, so that some are preempted."""
+"""All requests together want more than 224 tokens of KV memory, so that some are preempted."""
 LAST_LINES = 12
 
 
@@ -59,7 +60,8 @@ def campaign_against(
     show: Show = ignore,
     command: tuple[str, ...] = WORKER_COMMAND,
 ) -> Iterator[Campaign]:
-    """A campaign against the worker that `command` starts for `model`. At the end that must exit as told.
+    """A campaign against the worker that `command` starts for `model`. At the end that must exit as told, with no
+    traceback in its log.
 
     A Violation comes with the last lines of the worker's log.
     """
@@ -76,9 +78,16 @@ def campaign_against(
                     raise
             if worker.exit_code != 0:
                 raise Violation(f"the worker was told to end, and did so with exit code {worker.exit_code}")
+            if "Traceback" in Path(log.name).read_text(errors="replace"):
+                raise Violation(f"the worker met an exception that nobody had foreseen; {_kept(log.name)} has it")
         except (Violation, TruerollError) as error:
             lines = Path(log.name).read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise Violation("\n".join([str(error), "the worker's last words:", *lines])) from error
+
+
+def _kept(log: str) -> str:
+    """A copy of the log, which outlasts the campaign."""
+    return shutil.copy(log, f"{log}.kept")
 
 
 def _start(model: str, log: str, command: tuple[str, ...]) -> WorkerProcess:

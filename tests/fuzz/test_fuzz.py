@@ -26,13 +26,14 @@ COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("faulty_worker.py"
 FOUND = {
     "flips a bit": "another result than from the quiet worker",
     "loses an error": "replies to the attack are owed",
-    "repeats a reply": "not owed, or twice",
+    "repeats an error": "not owed, or twice",
     "serves another push": "serves the push ffff",
     "keeps blocks": "1 blocks in use",
     "exits": "the worker ended with exit code 3",
     "hangs": "did not answer",
     "grows": "grew by more than",
     "leaks descriptors": "did not come back to its threads and descriptors",
+    "logs a traceback": "that nobody had foreseen",
     "ends badly": "did so with exit code 4",
 }
 
@@ -82,10 +83,10 @@ def test_no_message_harms_a_worker_or_a_good_request() -> None:
         numbers = campaign.run()
     assert numbers.messages >= 20_000 and set(numbers.sent) == {*SHARES, "deserted"}
     assert {*TERMINAL.values(), "sample"} < set(numbers.replies)
-    assert CODES - {"version_gap"} < set(numbers.replies)
+    assert CODES - {"version_gap", "deadline_exceeded"} <= set(numbers.replies)
     assert numbers.good_requests > 200 and numbers.good_tokens > 5000
     assert numbers.streams > 200 and numbers.reconnects > 100 and numbers.pushes > 10
-    assert numbers.preemptions > 10 and numbers.good_refused > 0
+    assert numbers.preemptions > 0 and numbers.good_refused > 0
     assert numbers.before is not None and numbers.after is not None
 
 

@@ -77,15 +77,9 @@ def pack(node: Any) -> bytes:
 
 
 def unpack(frame: bytes) -> dict[str, Any] | None:
-    """The map in a frame, or None if it holds none with string keys."""
+    """The map in a frame, or None if it holds none with string keys. Deeper maps may have others."""
     try:
-        fields = msgpack.unpackb(frame, max_ext_len=0, object_hook=_with_string_keys)
+        fields = msgpack.unpackb(frame, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
         return None
-    return fields if isinstance(fields, dict) else None
-
-
-def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
-    if not set(map(type, fields)) <= {str}:
-        raise ValueError
-    return fields
+    return fields if isinstance(fields, dict) and all(isinstance(key, str) for key in fields) else None
