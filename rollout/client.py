@@ -17,6 +17,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -376,6 +377,8 @@ class RolloutClient:
         future = self._thread.submit(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise TruerollError("client: closed; make a new one") from None
         except BaseException:
             future.cancel()
             raise
@@ -387,7 +390,7 @@ async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tupl
 
 def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] | None) -> list[protocol.Generate]:
     arrays = _token_arrays(prompts, "prompts")
-    all_params = _one_each(params or SamplingParams(), len(arrays))
+    all_params = _one_each(SamplingParams() if params is None else params, len(arrays))
     all_ids = [_new_id() for _ in arrays] if ids is None else list(ids)
     if len(all_ids) != len(arrays):
         raise InvalidRequestError(f"request_ids: expected one for each of {len(arrays)} prompts, found {len(all_ids)}")

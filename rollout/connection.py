@@ -36,8 +36,11 @@ HEARTBEAT_MS = 10_000
 
 @dataclass
 class _Call:
+    """`caller`: the name that replies to it bear; None for a call that has none."""
+
     frame: bytes
     inbox: Inbox
+    caller: str | None
     was_sent: bool = False
 
 
@@ -66,7 +69,7 @@ class Connection:
         id.
         """
         self._start()
-        call = _Call(protocol.encode(message), inbox)
+        call = _Call(protocol.encode(message), inbox, _caller_of(message))
         self._calls[message.id] = call
         if self._is_connected:
             self._transmit(message.id, call)
@@ -190,9 +193,12 @@ class Connection:
         self._socket.send(call.frame)
 
     def _deliver(self, reply: protocol.FromWorker) -> None:
+        call = self._calls.get(reply.id or "")
+        if call is not None and _caller_of(reply) not in (None, call.caller):
+            return  # to an earlier asking for the same request, which was given up
         if isinstance(reply, protocol.Sample):
-            if reply.id in self._calls:
-                self._calls[reply.id].inbox.put_nowait((reply.id, reply))
+            if call is not None:
+                call.inbox.put_nowait((reply.id, reply))
         elif not isinstance(reply, protocol.Error):
             self._finish(reply.id, reply)
         elif reply.id is not None:
@@ -211,6 +217,10 @@ class Connection:
     def _fail_sent(self, error: TruerollError) -> None:
         for id in [id for id, call in self._calls.items() if call.was_sent]:
             self._finish(id, error)
+
+
+def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
+    return getattr(message, "caller", None)
 
 
 def _check_key(key: str) -> None:

@@ -40,7 +40,9 @@ class Host(Protocol):
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
-    def command(self, command: Run) -> None: ...
+    def command(self, command: Run, aborts: bool) -> None:
+        """Gives the engine a command, which `aborts` what it has or not."""
+        ...
 
     def publish_event(self, event: PushNews) -> None:
         """Callable from any thread: brings the event to `Control.handle_push_news`."""
@@ -271,7 +273,7 @@ class Control:
             operation.run = Run(
                 lambda engine: operation.action(engine, operation.in_flight), hold=operation.then.is_held
             )
-            self._host.command(operation.run)
+            self._host.command(operation.run, aborts=operation.in_flight == "abort")
         elif time.monotonic() >= operation.deadline:
             count = self._host.num_unfinished
             self._cancel_operation(
@@ -436,9 +438,7 @@ class Control:
         then = self.lifecycle.standing.overwritten(is_whole=True)
         self._begin(_Operation(call, "updating", then, commit, call.in_flight, call.timeout))
         push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
-        for id in push.calls:
-            self._calls.refuse(id, PushError("push: it is being committed, which ends what else was asked of it"))
-        push.calls.clear()
+        self._refuse_all(push, PushError("push: it is being committed, which ends what else was asked of it"))
 
     def _finish_commit(self, call: protocol.CommitPush, seconds: float) -> None:
         assert self._push is not None
@@ -469,10 +469,13 @@ class Control:
         log.warning(
             "push %s of version %d broke off: %s", self._push.begin.push_id, self._push.begin.weight_version, error
         )
-        for id in self._push.calls:
-            self._calls.refuse(id, error)
+        self._refuse_all(self._push, error)
         self._push.receiver.close()
         self._push = None
+
+    def _refuse_all(self, push: _Push, error: TruerollError) -> None:
+        while push.calls:
+            self._calls.refuse(push.calls.pop(), error)
 
     def handle_push_news(self, news: PushNews) -> None:
         """The thread of a push has come to an end of something."""

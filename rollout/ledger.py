@@ -18,9 +18,10 @@ from ..engine.request import FinishReason, SamplingParams
 from .errors import IdConflictError
 from .protocol import Generate, Score
 
+INT_BYTES = 36
+"""Of a number in memory, with its place in a tuple."""
 Subscriber: TypeAlias = tuple[bytes, str | None]
 """Whom replies are sent to: the identity of a connection, and the caller behind it."""
-Submission: TypeAlias = tuple[bytes, Generate | Score]
 
 
 @dataclass
@@ -29,8 +30,7 @@ class Entry:
 
     `subscribers` has one for each submission, as each is owed its own replies. `params` are as resolved, None for a
     score. `num_unfinished` counts samples still to come. `callers`: all that asked for it; `num_aborts`: aborts that
-    the engine has not answered. `successors`: submissions that are not to get what is aborted; they wait
-    until it has ended.
+    the engine has not answered. `successors`: who is not to get what is aborted, and waits until it has ended.
     """
 
     message: Generate | Score
@@ -41,26 +41,40 @@ class Entry:
     replies: list[bytes] = field(default_factory=list)
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
     num_aborts: int = 0
-    successors: list[Submission] = field(default_factory=list)
+    successors: list[Subscriber] = field(default_factory=list)
     is_wanted: bool = True
 
     @property
     def num_bytes(self) -> int:
-        tokens = self.message.prompt_token_ids if isinstance(self.message, Generate) else self.message.token_ids
-        return len(tokens) + sum(map(len, self.replies))
+        """What its content and its replies take, about."""
+        if isinstance(message := self.message, Score):
+            return len(message.token_ids) + sum(map(len, self.replies))
+        params = message.params
+        num_bytes = len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
+        return num_bytes + sum(map(len, params.stop)) + sum(map(len, self.replies))
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether some of it was aborted, or is to be."""
+        return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
         """Whether a submission by `caller` may join: an abort is only for those who had asked before it came."""
-        is_being_aborted = self.num_aborts > 0 and self.num_unfinished > 0
-        return caller in self.callers or not (is_being_aborted or self.finish_reasons["abort"])
+        return caller in self.callers or not self.is_aborted
 
     def withdraw(self, caller: str) -> bool:
         """`caller` waits no more. Returns whether nobody else does either."""
         self.callers.discard(caller)
         self.subscribers = [subscriber for subscriber in self.subscribers if subscriber[1] != caller]
-        self.successors = [submission for submission in self.successors if submission[1].caller != caller]
-        self.is_wanted = bool(self.subscribers)
+        self.successors = [successor for successor in self.successors if successor[1] != caller]
+        self.is_wanted = self.is_wanted and bool(self.subscribers)
         return not self.subscribers
+
+    def lose(self, subscriber: Subscriber) -> None:
+        """The connection of a subscriber is gone. Should it come back, what was aborted meanwhile is not for it."""
+        self.subscribers = [each for each in self.subscribers if each != subscriber]
+        if all(caller != subscriber[1] for _, caller in self.subscribers):
+            self.callers.discard(subscriber[1])
 
 
 @dataclass

@@ -52,6 +52,7 @@ MAX_FIELDS = 32
 """Of a map in a client's message."""
 MAX_ACK_IDS = 1024
 _ID_WITHIN_BYTES = 1024
+_NIL = b"\xc0"
 
 State: TypeAlias = Literal["loading", "ready", "paused", "draining", "asleep", "waking", "updating", "dirty", "failed"]
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
@@ -255,7 +256,7 @@ class AbortPush(_Message):
 
 
 class Sample(_Message):
-    """One finished sample; the fields are those of `SampleOutput`."""
+    """One finished sample; the fields are those of `SampleOutput`. `caller`, here and below: of the submission."""
 
     type: Literal["sample"] = "sample"
     id: Id
@@ -267,6 +268,7 @@ class Sample(_Message):
     num_cached_tokens: Count
     weight_versions: tuple[Span, ...]
     error: str | None = None
+    caller: Id | None = None
 
 
 class Done(_Message):
@@ -277,6 +279,7 @@ class Done(_Message):
     params: SamplingParams
     num_prompt_tokens: Count
     finish_reasons: dict[FinishReason, Count]
+    caller: Id | None = None
 
 
 class Scores(_Message):
@@ -287,6 +290,7 @@ class Scores(_Message):
     logprobs: Array
     finish_reason: FinishReason
     weight_versions: tuple[Span, ...]
+    caller: Id | None = None
 
 
 class Error(_Message):
@@ -296,6 +300,7 @@ class Error(_Message):
     id: Id | None
     code: str
     message: str
+    caller: Id | None = None
 
 
 class Aborted(_Message):
@@ -420,6 +425,16 @@ def encode(message: FromClient | FromWorker) -> bytes:
     return msgpack.Packer().pack({"version": PROTOCOL_VERSION, **message.model_dump()})
 
 
+def encode_for_anyone(message: Sample | Done | Scores) -> bytes:
+    """The frame of a reply up to the value of its last field, the caller: `address` completes it."""
+    return encode(message.model_copy(update={"caller": None}))[: -len(_NIL)]
+
+
+def address(reply: bytes, caller: str | None) -> bytes:
+    """The frame of a reply of `encode_for_anyone`, for one caller."""
+    return reply + msgpack.Packer().pack(caller)
+
+
 def from_client(frame: bytes) -> FromClient:
     """The message in a client's frame. Raises ProtocolError, also beyond `MAX_ELEMENTS` in all, `MAX_FIELDS` in a map
     or `MAX_DEPTH`, so that no frame takes much more time and memory than its bytes; InvalidRequestError for sampling
@@ -437,6 +452,7 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
     """Its fields unchecked. Raises ProtocolError beyond the limits."""
     count = _element_counter(max_elements)
     try:
+        _check_that_all_is_there(frame)
         fields = msgpack.unpackb(
             frame,
             use_list=False,
@@ -455,6 +471,13 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
         raise ProtocolError(f"message: expected a MessagePack map, found {type(fields).__name__}")
     _check_depth(fields)
     return fields
+
+
+def _check_that_all_is_there(frame: bytes) -> None:
+    """Raises what unpacking would where an array or a map announces more than follows, before room is made for it."""
+    unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
+    unpacker.feed(frame)
+    unpacker.skip()
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
@@ -512,7 +535,7 @@ def id_in(frame: bytes) -> str | None:
 
 def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ...]) -> Any:
     version = fields.get("version")
-    if version != PROTOCOL_VERSION or isinstance(version, bool):
+    if version != PROTOCOL_VERSION or type(version) is not int:
         raise ProtocolError(
             f"version: expected {PROTOCOL_VERSION}, found {brief(version)}; use the same release on both sides"
         )
@@ -569,9 +592,9 @@ def scores_message(output: ScoreOutput) -> Scores:
     )
 
 
-def error_message(id: str | None, error: TruerollError) -> Error:
+def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
     """The message that says that `id` has no result."""
-    return Error(id=id, code=error.code, message=str(error)[:MAX_ERROR_CHARS])
+    return Error(id=id, code=error.code, message=str(error)[:MAX_ERROR_CHARS], caller=caller)
 
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:

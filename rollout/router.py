@@ -34,8 +34,10 @@ def bind_router(
     address, folder = (config.address, None) if config.address is not None else _private_ipc_address()
     router = context.socket(zmq.ROUTER)
     router.set(zmq.ROUTER_MANDATORY, 1)
-    router.set(zmq.ROUTER_HANDOVER, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
+    # libzmq 4.3.5 aborts the process when the heartbeat of a connection is due that ended while its queue was full, and
+    # of one whose identity another connection took over (ROUTER_HANDOVER).
+    router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, 0)
     router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     router.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)

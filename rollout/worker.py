@@ -49,7 +49,7 @@ from .engine_thread import (
     Stop,
 )
 from .errors import MessageTooLargeError, ProtocolError, QueueFullError, UnavailableError, WorkerFailedError
-from .ledger import Entry, Ledger
+from .ledger import Entry, Ledger, Subscriber
 from .metrics import MetricsServer
 from .router import bind_router
 from .timings import Timings
@@ -86,6 +86,8 @@ class Worker:
         self._drain_calls = 0
         self._aborts_sent = False
         self._calls = Calls(self._send)
+        self._aborts = Calls(self._send)  # of their own, as they are many
+        self._interrupted: list[Entry] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._waiting_room: dict[str, Request] = {}
         self._not_begun: set[str] = set()
@@ -175,7 +177,7 @@ class Worker:
         return self._control.lifecycle.is_ending and not self._has_unanswered()
 
     def _has_unanswered(self) -> bool:
-        return bool(self._ledger.open or self._calls.under_way)
+        return bool(self._ledger.open or self._calls.under_way or self._aborts.under_way)
 
     def _poll_ms(self) -> int | None:
         deadline = min(self._deadline, self._control.deadline)
@@ -202,9 +204,21 @@ class Worker:
         """Send a message to a client."""
         self._send(identity, protocol.encode(message))
 
-    def command(self, command: Run) -> None:
-        """Give the engine thread a command."""
+    def command(self, command: Run, aborts: bool) -> None:
+        """Give the engine thread a command, which `aborts` what it has or not."""
+        if aborts:
+            self._interrupted = [entry for id, entry in self._ledger.open.items() if id not in self._waiting_room]
+        for entry in self._interrupted:
+            entry.num_aborts += 1
         self._engine_thread.commands.put(command)
+
+    def _finish_command(self, event: Ran) -> None:
+        self._publish_outputs(event.outputs)
+        interrupted, self._interrupted = self._interrupted, []
+        for entry in interrupted:
+            entry.num_aborts -= 1
+            self._submit_successors(entry)
+        self._control.handle_ran(event)
 
     def admit_requests(self) -> None:
         """Give the engine the requests that wait, if it is to have them."""
@@ -254,7 +268,7 @@ class Worker:
             self._handle(identity, message)
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
-            self._reply_error(identity, message.id, error)
+            self._reply_error(identity, message.id, error, getattr(message, "caller", None))
 
     def _read(self, frames: list[bytes]) -> protocol.FromClient:
         """The message in frames. Raises ProtocolError or MessageTooLargeError, whatever the bytes are."""
@@ -283,7 +297,7 @@ class Worker:
             case protocol.Generate() | protocol.Score():
                 self._submit(identity, message)
             case protocol.Abort():
-                if self._calls.is_new(identity, message):
+                if self._aborts.is_new(identity, message):
                     self._abort(message)
             case protocol.GetHealth():
                 self.reply(identity, self.health(message.id))
@@ -297,24 +311,33 @@ class Worker:
         if entry is not None and entry.serves(message.caller):
             self._ledger.join(entry)
         elif entry is not None and message.id in self._ledger.open:
-            entry.successors.append((identity, message))
+            self._add_successor(entry, (identity, message.caller))
             return
         else:
             entry = self._admit(message)
         entry.callers.add(message.caller)
-        for frame in entry.replies:
-            self._send(identity, frame)
+        for reply in entry.replies:
+            self._send(identity, protocol.address(reply, message.caller))
         if message.id in self._ledger.open:
             entry.subscribers.append((identity, message.caller))
 
+    def _add_successor(self, entry: Entry, successor: Subscriber) -> None:
+        if len(entry.successors) >= self._config.max_queued_requests:
+            raise QueueFullError(
+                f"queue: {len(entry.successors)} wait for the end of {entry.message.id!r}; try again later"
+            )
+        entry.successors.append(successor)
+
     def _submit_successors(self, entry: Entry) -> None:
-        """An abort of the entry has been answered, or it has ended: look again at what came meanwhile."""
+        """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
+        if entry.is_aborted and self._ledger.open.get(entry.message.id) is entry:
+            return
         successors, entry.successors = entry.successors, []
-        for identity, message in successors:
+        for identity, caller in successors:
             try:
-                self._submit(identity, message)
+                self._submit(identity, entry.message.model_copy(update={"caller": caller}))
             except TruerollError as error:
-                self._reply_error(identity, message.id, error)
+                self._reply_error(identity, entry.message.id, error, caller)
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -362,7 +385,7 @@ class Worker:
             self._finish_abort(message, 0)
         elif (entry := self._ledger.open.get(message.request_id)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
-            self._calls.refuse(message.id, UnknownRequestError(unknown))
+            self._aborts.refuse(message.id, UnknownRequestError(unknown))
         else:
             entry.num_aborts += 1
             if message.request_id in self._waiting_room:
@@ -382,7 +405,7 @@ class Worker:
 
     def _finish_abort(self, message: protocol.Abort, num_samples: int) -> None:
         reply = protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
-        self._calls.answer(message.id, reply)
+        self._aborts.answer(message.id, reply)
 
     # Callable from any thread: they read what changes as a whole, and wait for nothing.
 
@@ -444,9 +467,8 @@ class Worker:
                 self._publish_error(request_id, error)
             case Ended():
                 self._publish_end(event)
-            case Ran(outputs=outputs):
-                self._publish_outputs(outputs)
-                self._control.handle_ran(event)
+            case Ran():
+                self._finish_command(event)
             case Failed(error):
                 self._fail(error)
             case _:
@@ -479,17 +501,21 @@ class Worker:
 
     def _finish(self, id: str, entry: Entry) -> None:
         self._ledger.finish(id)
+        self._not_begun.discard(id)
         self._submit_successors(entry)
 
-    def _publish(self, entry: Entry, reply: protocol.FromWorker) -> None:
-        frame = protocol.encode(reply)
-        entry.replies.append(frame)
-        entry.subscribers = [each for each in entry.subscribers if self._send(each[0], frame)]
+    def _publish(self, entry: Entry, message: protocol.Sample | protocol.Done | protocol.Scores) -> None:
+        reply = protocol.encode_for_anyone(message)
+        entry.replies.append(reply)
+        for identity, caller in tuple(entry.subscribers):
+            if not self._send(identity, protocol.address(reply, caller)):
+                entry.lose((identity, caller))
 
     def _publish_error(self, request_id: str, error: TruerollError) -> None:
         entry = self._ledger.fail(request_id)
-        for identity, _ in entry.subscribers:
-            self._reply_error(identity, request_id, error)
+        self._not_begun.discard(request_id)
+        for identity, caller in entry.subscribers:
+            self._reply_error(identity, request_id, error, caller)
         self._submit_successors(entry)
 
     def _publish_end(self, event: Ended) -> None:
@@ -499,7 +525,7 @@ class Worker:
         message, entry = event.command.tag
         entry.num_aborts -= 1
         if event.error is not None:
-            self._calls.refuse(message.id, event.error)
+            self._aborts.refuse(message.id, event.error)
         else:
             self._finish_abort(message, len(event.outputs))
         self._submit_successors(entry)
@@ -529,8 +555,8 @@ class Worker:
         for id in list(self._ledger.open):
             self._publish_error(id, error)
         self._control.fail_calls(error)
-        for id in self._calls.under_way:
-            self._calls.refuse(id, error)
+        for id in self._aborts.under_way:
+            self._aborts.refuse(id, error)
 
     def _abort_open_requests(self) -> None:
         if self._info is None:
@@ -540,7 +566,8 @@ class Worker:
             self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
             return
         log.warning("aborting %d unfinished requests", len(self._ledger.open))
-        for id in self._ledger.open:
+        for id, entry in self._ledger.open.items():
+            entry.num_aborts += 1
             self._engine_thread.commands.put(End(id, None, tag=None))
         self._aborts_sent = True
         self._deadline = time.monotonic() + ABORT_SECONDS
@@ -555,8 +582,8 @@ class Worker:
         self._fail_everything(WorkerFailedError(str(self._failure)))
         self._deadline = time.monotonic() + FAILED_SECONDS
 
-    def _reply_error(self, identity: bytes, id: str | None, error: TruerollError) -> None:
-        self.reply(identity, protocol.error_message(id, error))
+    def _reply_error(self, identity: bytes, id: str | None, error: TruerollError, caller: str | None = None) -> None:
+        self.reply(identity, protocol.error_message(id, error, caller))
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
         """Send to a client; False if it is gone."""

@@ -26,7 +26,7 @@ MOST_PIECES = 8192
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Checksum = Annotated[int, Field(ge=0, lt=2**64)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-Shape: TypeAlias = Annotated[tuple[Count, ...], Field(min_length=1, max_length=8)]
+Shape: TypeAlias = Annotated[tuple[Count, ...], FailFast(), Field(min_length=1, max_length=8)]
 PushId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Gpu = Annotated[str, Field(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 """The UUID of a GPU, the same in every process that uses it."""

@@ -120,6 +120,7 @@ def test_progress_shows_a_bar_and_changes_nothing(client: RolloutClient) -> None
         ([[1]], {"request_ids": ["\ud800"]}, "id: input should be a valid string"),
         ([[[1], [2, 3]]], {}, r"prompts\[0\]: expected a flat sequence"),
         ([[1]], {"params": {"n": 1}}, "params: "),
+        ([[1]], {"params": []}, "params: expected one"),
         ([[]], {}, "found 0"),
     ],
 )
@@ -540,6 +541,14 @@ def test_a_retry_after_a_refusal_gets_whole_samples(engine: FakeEngine) -> None:
     for group in groups:
         check_group(group, 1)
     assert len(groups) == 2
+
+
+def test_replies_to_an_asking_that_was_given_up_are_not_taken_for_the_next_ones(client: RolloutClient) -> None:
+    for seed in range(60):
+        params, ids = SamplingParams(n=4, max_tokens=6, seed=seed), [f"step {seed}"]
+        for _ in client.stream([[1, 2, 3]], params, request_ids=ids):
+            break
+        check_group(client.generate([[1, 2, 3]], params, request_ids=ids)[0], 4)
 
 
 def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: RolloutClient, engine: FakeEngine) -> None:

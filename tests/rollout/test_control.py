@@ -333,6 +333,25 @@ def test_a_version_that_is_not_later_is_told(
     assert (f"version {version} takes the place of version 3" in caplog.text) == is_told
 
 
+@pytest.mark.parametrize("timeout", [1e-6, 20.0])
+def test_what_was_asked_of_a_push_beside_its_commit_is_refused_once(
+    raw: RawClient, worker: WorkerOnThread, engine: FakeEngine, timeout: float
+) -> None:
+    engine.flow.clear()
+    with RawClient(worker.address) as bystander, HandPush(raw, NEW) as push:
+        bystander.generate("a")
+        bystander.health()
+        push.up_to_verify()
+        raw.send("verify_push", id="again", push_id=push.push_id, num_buckets=1)
+        raw.send("commit_push", id="commit", push_id=push.push_id, in_flight="drain", timeout=timeout)
+        replies = [raw.receive()]
+        engine.flow.set()
+        replies.append(raw.receive())
+        assert sorted(reply["id"] for reply in replies) == ["again", "commit"]
+        assert next(reply["type"] for reply in replies if reply["id"] == "again") == "error"
+        assert bystander.receive_until("done", "error")[-1]["type"] == "done"
+
+
 def test_a_push_is_served_after_its_commit(raw: RawClient, engine: FakeEngine) -> None:
     before = ask(raw, "weights")
     assert before["push_id"] is None and before["weight_version"] == 3 and before["tied"] == {"head": "embed"}

@@ -113,15 +113,17 @@ def test_a_result_waits_for_a_client_that_was_gone_until_acknowledged(
     assert len(engine.requests) == 2
 
 
-def test_a_client_that_takes_over_an_identity_gets_the_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:
+def test_an_identity_in_use_is_nobody_elses(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
-    with RawClient(worker.address, b"me") as gone:
-        gone.generate("a")
-        gone.health()
-    with RawClient(worker.address, b"me") as back:
-        back.health()
+    with RawClient(worker.address, b"me") as first, RawClient(worker.address, b"me") as second:
+        first.generate("a")
+        first.health()
+        second.generate("b")
         engine.gate.set()
-        assert back.receive_until("done")[-1]["id"] == "a"
+        assert first.receive_until("done")[-1]["id"] == "a"
+        second.socket.set(zmq.RCVTIMEO, 300)
+        with pytest.raises(zmq.Again):
+            second.receive()
 
 
 def test_acknowledging_a_running_request_means_that_it_is_not_kept(raw: RawClient, engine: FakeEngine) -> None:
@@ -228,7 +230,7 @@ def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread
         whole = second.receive_until("done")
         assert whole[0]["finish_reason"] == "length" and len(whole[0]["token_ids"]) == 4 * 9
         first.generate("a", caller="z", max_tokens=9)
-        assert first.receive_until("done") == whole
+        assert first.receive_until("done") == [reply | {"caller": "z"} for reply in whole]
     assert [request.id for request in engine.requests] == ["a", "a"]
 
 
@@ -290,7 +292,8 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     engine.gate.set()
     whole = raw.receive_until("done")
     raw.generate("a", caller="y", max_tokens=1)
-    assert raw.receive_until("done") == whole, "what has ended cannot be aborted any more"
+    again = raw.receive_until("done")
+    assert again == [reply | {"caller": "y"} for reply in whole], "what has ended cannot be aborted any more"
     raw.send("ack", ids=["a"])
     raw.generate("a", caller="z", max_tokens=1)
     raw.health()
@@ -299,6 +302,55 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     assert sorted(reply["type"] for reply in replies) == ["done", "error", "sample"]
     raw.generate("a", caller="w", max_tokens=1)
     assert raw.receive_until("done")[0]["finish_reason"] == "length" and worker.worker._ledger.num_samples_left == 0
+
+
+def test_what_waits_for_an_abort_is_bounded_and_looked_at_once(engine: FakeEngine) -> None:
+    with serving(engine, max_queued_requests=3) as worker, RawClient(worker.address) as raw:
+        engine.flow.clear()
+        raw.generate("a", caller="first", n=2)
+        raw.send("abort", id="end", request_id="a", index=1)
+        raw.receive_until("aborted")
+        for number in range(4):
+            raw.generate("a", caller=str(number), n=2)
+        refusal = raw.receive()
+        assert (refusal["code"], refusal["caller"]) == ("queue_full", "3")
+        raw.send("abort", id="nothing", request_id="a", index=7)
+        assert raw.receive()["code"] == "unknown_request"
+        assert len(worker.worker._ledger.open["a"].successors) == 3
+        engine.flow.set()
+        ends = [raw.receive_until("done")[-1] for _ in range(4)]
+    assert {end["caller"]: end["finish_reasons"] for end in ends} == {
+        "first": {"abort": 1, "length": 1},
+        **{caller: {"length": 2} for caller in "012"},
+    }
+
+
+def test_nobody_joins_what_a_sleep_is_about_to_abort(raw: RawClient, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    raw.generate("a", caller="x", max_tokens=9)
+    assert engine.at_gate.wait(timeout=20)
+    raw.send("sleep", id="sleep", in_flight="abort")
+    raw.generate("a", caller="y", max_tokens=9)
+    raw.health()
+    engine.gate.set()
+    ended = raw.receive_until("status")
+    assert [(reply["finish_reason"], reply["caller"]) for reply in ended if reply["type"] == "sample"] == [
+        ("abort", "x")
+    ]
+    raw.send("wake_up", id="wake up")
+    whole = raw.receive_until("done")
+    assert [reply["caller"] for reply in whole[1:]] == ["y", "y"] and whole[1]["finish_reason"] == "length"
+
+
+def test_a_request_given_up_while_paused_does_not_spoil_the_count(raw: RawClient) -> None:
+    raw.send("pause", id="pause")
+    raw.receive()
+    raw.generate("a", caller="x")
+    raw.send("abort", id="give up", request_id="a", caller="x")
+    raw.receive_until("aborted")
+    raw.generate("a", caller="y")
+    raw.send("drain", id="drain")
+    assert raw.receive()["state"] == "paused"
 
 
 def test_a_kept_result_goes_when_all_have_given_it_up(raw: RawClient) -> None:
