@@ -322,10 +322,8 @@ class Worker:
             entry.subscribers.append((identity, message.caller))
 
     def _add_successor(self, entry: Entry, successor: Subscriber) -> None:
-        if len(entry.successors) >= self._config.max_queued_requests:
-            raise QueueFullError(
-                f"queue: {len(entry.successors)} wait for the end of {entry.message.id!r}; try again later"
-            )
+        if (found := len(entry.successors)) >= self._config.max_queued_requests:
+            raise QueueFullError(f"queue: found {found} waiting for the end of {entry.message.id!r}; try again later")
         entry.successors.append(successor)
 
     def _submit_successors(self, entry: Entry) -> None:
