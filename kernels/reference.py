@@ -1,8 +1,8 @@
 """Every op in plain torch, on any device: the definition, and what other backends are tested against.
 
 How it keeps the contract of `ops`: torch picks its matrix kernels by shape, so no product here ever has a shape that
-depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and
-attention multiplies matrices of one fixed shape only, many at a time. Elementwise functions are limited to those whose
+depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, float32
+sums into pieces of `DEPTH_TILE`, and attention multiplies matrices of one fixed shape only, many at a time. Elementwise functions are limited to those whose
 vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded arithmetic; not silu or sigmoid).
 """
 
@@ -23,6 +23,7 @@ from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, 
 
 ROW_TILE = 32
 COLUMN_TILE = 512
+DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
 
@@ -67,7 +68,20 @@ def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
 
 def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     for tile, destination in zip(tiles, out.split(ROW_TILE), strict=True):
-        destination.copy_(F.linear(tile, weight, bias))
+        destination.copy_(_multiply(tile, weight, bias))
+
+
+def _multiply(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """tile @ weight.T + bias. MKL shares long float32 sums among its threads, so that their bits depend on how many
+    there are: they are cut into pieces that it leaves whole.
+    """
+    if tile.dtype != torch.float32:
+        return F.linear(tile, weight, bias)
+    first, *others = zip(tile.split(DEPTH_TILE, 1), weight.split(DEPTH_TILE, 1), strict=True)
+    out = F.linear(*first)
+    for piece in others:
+        out += F.linear(*piece)
+    return out if bias is None else out + bias
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
