@@ -1,9 +1,10 @@
 """Every op in plain torch, on any device: the definition, and what other backends are tested against.
 
 How it keeps the contract of `ops`: torch picks its matrix kernels by shape, so no product here ever has a shape that
-depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, float32
-sums into pieces of `DEPTH_TILE`, and attention multiplies matrices of one fixed shape only, many at a time. Elementwise functions are limited to those whose
-vector code and scalar tail agree (exp, log, log1p, cos, sin and exactly rounded arithmetic; not silu or sigmoid).
+depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`,
+float32 sums into pieces of `DEPTH_TILE`, and attention multiplies matrices of one fixed shape only, many at a time.
+Elementwise functions are limited to those whose vector code and scalar tail agree (exp, log, log1p, cos, sin and
+exactly rounded arithmetic; not silu or sigmoid).
 """
 
 from __future__ import annotations
