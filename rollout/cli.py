@@ -94,6 +94,10 @@ def serve(
     curve_secret_key_file: Annotated[
         str | None, typer.Option(help="CURVE keys of the worker, needed for addresses beyond this machine.")
     ] = WORKER["curve_secret_key_file"],
+    clients_file: Annotated[
+        str | None, typer.Option(help="Who may come in: on each line a role (generate, control), a user, a public key.")
+    ] = WORKER["clients_file"],
+    max_connections: Annotated[int, typer.Option(help="Most clients at a time.")] = WORKER["max_connections"],
     max_message_bytes: Annotated[int, typer.Option(help="Longest message that is read.")] = WORKER["max_message_bytes"],
     max_n: Annotated[int, typer.Option(help="Most samples in one request.")] = WORKER["max_n"],
     max_queued_requests: Annotated[int, typer.Option(help="Most requests accepted and not finished.")] = WORKER[
@@ -102,10 +106,14 @@ def serve(
     max_queued_samples: Annotated[int, typer.Option(help="Most samples of them that are not finished.")] = WORKER[
         "max_queued_samples"
     ],
+    max_queued_bytes: Annotated[int, typer.Option(help="Most bytes of them.")] = WORKER["max_queued_bytes"],
     max_kept_results: Annotated[int, typer.Option(help="Most results kept until a client acknowledges them.")] = WORKER[
         "max_kept_results"
     ],
     max_kept_bytes: Annotated[int, typer.Option(help="Most bytes of results kept.")] = WORKER["max_kept_bytes"],
+    max_unread_bytes: Annotated[int, typer.Option(help="Most bytes of replies to clients that do not read.")] = WORKER[
+        "max_unread_bytes"
+    ],
     drain_seconds: Annotated[
         float, typer.Option(help="How long running requests may go on after SIGTERM or Ctrl-C.")
     ] = WORKER["drain_seconds"],
@@ -116,6 +124,12 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics and /healthz on this port of 127.0.0.1. Default: not at all.")
     ] = WORKER["metrics_port"],
+    push_folder: Annotated[
+        str | None, typer.Option(help="Take pushes by disk from folders in this one. Default: from this user's own.")
+    ] = WORKER["push_folder"],
+    push_hosts: Annotated[
+        list[str], typer.Option(help="A host or network beyond loopback that collective pushes use; may be repeated.")
+    ] = [],  # noqa: B006
 ) -> None:
     """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
     settings = dict(locals())

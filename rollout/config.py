@@ -19,28 +19,37 @@ class WorkerConfig(BaseModel):
     """Settings of the service around one engine. Unknown keys and values out of range raise ConfigError.
 
     `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free one); None: an ipc socket in a new private folder.
-    A tcp address beyond loopback needs `curve_secret_key_file`, a file of `zmq.auth.create_certificates`.
-    `max_message_bytes`: the longest message that is read. `max_n`: samples per request. `max_queued_requests`,
-    `max_queued_samples`: requests accepted and not finished, and their samples. Results wait for their acknowledgement
-    within `max_kept_results` and `max_kept_bytes`, the oldest dropped first. `drain_seconds`: how long running requests
-    may go on once the worker is told to end. `while_unavailable`: whether new requests wait (`queue`) or are refused
-    (`reject`) while the worker is paused, draining, asleep, waking, updating or dirty. `metrics_port`: where 127.0.0.1
-    serves `/metrics` and `/healthz`; None: nowhere.
+    `curve_secret_key_file`, a file of `zmq.auth.create_certificates`, and `clients_file`, the public keys of those who
+    may come in (see `keys`), belong together; a tcp address beyond loopback needs them, one on loopback has keys of
+    this user's without them. `max_connections`: clients at a time. `max_message_bytes`: the longest message that is
+    read. `max_n`: samples per request. `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: requests
+    accepted and not finished, their samples, and what they hold. Results wait for their acknowledgement within
+    `max_kept_results` and `max_kept_bytes`, the oldest dropped first; replies wait for a client that does not read
+    within `max_unread_bytes` for all clients together. `drain_seconds`: how long running requests may go on once the
+    worker is told to end. `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the
+    worker is paused, draining, asleep, waking, updating or dirty. `metrics_port`: where 127.0.0.1 serves `/metrics`
+    and `/healthz`; None: nowhere. `push_folder`, `push_hosts`: see `PushPolicy`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     address: str | None = None
     curve_secret_key_file: str | None = None
-    max_message_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
+    clients_file: str | None = None
+    max_connections: int = Field(1024, ge=1)
+    max_message_bytes: int = Field(4 * 2**20, ge=1024, le=2**30)
     max_n: int = Field(1024, ge=1)
     max_queued_requests: int = Field(16384, ge=1)
     max_queued_samples: int = Field(2**18, ge=1)
+    max_queued_bytes: int = Field(2**30, ge=1)
     max_kept_results: int = Field(16384, ge=0)
     max_kept_bytes: int = Field(256 * 2**20, ge=0)
+    max_unread_bytes: int = Field(256 * 2**20, ge=0)
     drain_seconds: float = Field(30.0, ge=0.0)
     while_unavailable: Literal["queue", "reject"] = "queue"
     metrics_port: int | None = Field(None, ge=1, le=65535)
+    push_folder: str | None = None
+    push_hosts: list[str] = []
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..engine.errors import TruerollError
 from ..engine.request import InFlight, Output
 from ..weight_sync.events import Broken, PushEvent, Reached
+from ..weight_sync.policy import PushPolicy
 from . import protocol
 from .calls import Calls
 from .engine_thread import Engine, Ran, Run
@@ -114,11 +115,12 @@ _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPus
 class Control:
     """Takes control calls by `handle`; `follow` is to be called whenever something may have changed."""
 
-    def __init__(self, host: Host, calls: Calls, timings: Timings) -> None:
+    def __init__(self, host: Host, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
         self.lifecycle = Lifecycle()
         self._host = host
         self._calls = calls
         self._timings = timings
+        self._policy = policy
         self._weights: Any = None
         self._device = "cpu"
         self._gpu: str | None = None
@@ -394,7 +396,11 @@ class Control:
             return
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
         receiver = Receiver(
-            call, self._weights, lambda event: self._host.publish_event(PushNews(push, event)), self._device
+            call,
+            self._weights,
+            lambda event: self._host.publish_event(PushNews(push, event)),
+            self._device,
+            self._policy,
         )
         push = self._push = _Push(call, receiver, {call.id})
         receiver.start()

@@ -29,6 +29,7 @@ import zmq
 from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
 from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest, seed_of
+from ..weight_sync.policy import PushPolicy
 from . import protocol
 from .calls import Calls
 from .config import WorkerConfig
@@ -94,7 +95,8 @@ class Worker:
         self._events: queue.SimpleQueue[Event | PushNews] = queue.SimpleQueue()
         self._timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
-        self._control = Control(self, self._calls, self._timings)
+        policy = PushPolicy(config.push_folder, tuple(config.push_hosts))
+        self._control = Control(self, self._calls, self._timings, policy)
         self._context = zmq.Context()
         self._socket, self.address, self._folder = bind_router(self._context, config)
         self._wake_reader, self._wake_writer = socket.socketpair()

@@ -28,6 +28,7 @@ from .disk import FolderReader
 from .events import Broken, Progress, PushEvent, Reached
 from .gpu import stream_beside, wait_for_stream
 from .manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
+from .policy import PushPolicy
 from .shared import SharedReader
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Receiver(threading.Thread):
         weights: Destination,
         publish: Callable[[PushEvent], None],
         device: str,
+        policy: PushPolicy,
     ) -> None:
         super().__init__(name=f"push-{begin.push_id[:8]}", daemon=True)
         self.progress = Progress("begun", 0, time.monotonic())
@@ -82,6 +84,7 @@ class Receiver(threading.Thread):
         self._weights = weights
         self._publish = publish
         self._device = torch.device(device)
+        self._policy = policy
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._ahead: Call | None = None
         self._early: protocol.StageBucket | None = None
@@ -129,7 +132,7 @@ class Receiver(threading.Thread):
 
     def _receive(self) -> None:
         begin = self._begin
-        reader = _open_source(begin, self._device)
+        reader = _open_source(begin, self._device, self._policy)
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
@@ -228,7 +231,7 @@ def _begin_seconds(begin: protocol.BeginPush) -> float:
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
-def _open_source(begin: protocol.BeginPush, device: torch.device) -> _Reader:
+def _open_source(begin: protocol.BeginPush, device: torch.device, policy: PushPolicy) -> _Reader:
     match begin.source:
         case CollectiveSource() as source:
             return GroupReader(source, begin.push_id, begin.timeout, _begin_seconds(begin), device)

@@ -30,6 +30,7 @@ from trueroll.weight_sync.manifest import (
     SharedSource,
     checksum,
 )
+from trueroll.weight_sync.policy import PushPolicy
 from trueroll.weight_sync.receiver import Receiver
 from trueroll.weight_sync.shared import SharedSlots
 from trueroll.weight_sync.tensors import raw_bytes, word_sum
@@ -57,7 +58,7 @@ class Feed:
         self.events: queue.Queue[PushEvent] = queue.Queue()
         fields: dict[str, Any] = dict(id="b", push_id=PUSH_ID, weight_version=7, dtype="bfloat16", timeout=SECONDS)
         fields |= dict(source=self.slots.source(0)) | begin
-        self.receiver = Receiver(protocol.BeginPush(**fields), self.weights, self.events.put, "cpu")
+        self.receiver = Receiver(protocol.BeginPush(**fields), self.weights, self.events.put, "cpu", PushPolicy())
         self.receiver.start()
         self.num_buckets = 0
 
