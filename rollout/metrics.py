@@ -1,7 +1,8 @@
 """`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
 
-Owns: a listening socket on 127.0.0.1 and the threads behind it. Does not own what it tells: it asks a `Source`, whose
-answers must be there at once, so that neither a long step nor a stuck one ever keeps a scrape waiting.
+Owns: a listening socket on 127.0.0.1, and the connections and threads behind it. They are bounded in number and in
+time, whatever clients do, and `close` ends them. Does not own what it tells: it asks a `Source`, whose answers must be
+there at once, so that neither a long step nor a stuck one ever keeps a scrape waiting.
 docs/operations.md describes every metric; a test compares the two.
 """
 
@@ -11,9 +12,12 @@ import json
 import logging
 import socketserver
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from itertools import accumulate
+from socket import SHUT_RDWR, SHUT_WR, socket
+from time import monotonic, sleep
 from typing import Any, Protocol, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -28,8 +32,10 @@ from . import protocol
 from .timings import BOUNDS, Histogram, Timings
 
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 16
+"""How many clients are served at once. One more is served in place of the oldest."""
 REQUEST_SECONDS = 10.0
-"""How long a client may take to send its request."""
+"""How long a connection may last, from its first moment until its one request is answered and read."""
 POLL_SECONDS = 0.1
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
@@ -68,29 +74,86 @@ class MetricsServer:
         log.info("metrics on http://%s:%d/metrics", HOST, self.port)
 
     def close(self) -> None:
-        """Stop listening. Requests that are being answered are finished by their own threads."""
+        """Stop listening and cut every connection. No thread and no descriptor remains."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class _Server(socketserver.TCPServer):
+    """Its connections, oldest first, belong to the thread of `serve_forever`, and at last to the one that closes."""
+
     allow_reuse_address = True
-    daemon_threads = True
+    request_queue_size = 128  # a client that finds no place in the queue tries again only after a second
 
     def __init__(self, port: int, source: Source) -> None:
         self.source = source
         self.registry = CollectorRegistry()
         self.registry.register(_Collector(source))
+        self._connections: list[_Connection] = []
         super().__init__((HOST, port), _Handler)
+
+    def get_request(self) -> tuple[socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            sleep(POLL_SECONDS)  # without a free descriptor the client stays in the queue, and select returns at once
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.service_actions()
+        if len(self._connections) == MAX_CONNECTIONS:
+            self._connections.pop(0).end()
+        self._connections.append(_Connection(request, lambda: self._answer(request, client_address)))
+
+    def service_actions(self) -> None:
+        for connection in [connection for connection in self._connections if connection.is_over]:
+            self._connections.remove(connection)
+            connection.end()
+
+    def server_close(self) -> None:
+        super().server_close()
+        while self._connections:
+            self._connections.pop().end()
+
+    def _answer(self, request: socket, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except ConnectionError as error:
+            log.debug("a client has gone or was cut: %s", error)
+        except Exception:
+            self.handle_error(request, client_address)
+        with suppress(OSError):  # the client has gone
+            request.shutdown(SHUT_WR)  # it sees the end now, before its connection is closed
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.warning("a request was not answered", exc_info=True)
 
 
+class _Connection:
+    """A client's socket and the thread that answers on it, which never closes it."""
+
+    def __init__(self, client: socket, answer: Callable[[], None]) -> None:
+        self._client = client
+        self._deadline = monotonic() + REQUEST_SECONDS
+        self._thread = threading.Thread(target=answer, name="metrics-request", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was answered, or lasts too long."""
+        return not self._thread.is_alive() or monotonic() >= self._deadline
+
+    def end(self) -> None:
+        """Wake the thread, if it waits for the client, and close when it has ended."""
+        with suppress(OSError):  # the client has gone
+            self._client.shutdown(SHUT_RDWR)
+        self._thread.join()
+        self._client.close()
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
         match urlsplit(self.path).path:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import http.client
 import json
+import logging
 import re
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 import pytest
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +28,7 @@ from trueroll.engine.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.ledger import ServiceStats
-from trueroll.rollout.metrics import MetricsServer
+from trueroll.rollout.metrics import MAX_CONNECTIONS, POLL_SECONDS, REQUEST_SECONDS, MetricsServer
 from trueroll.rollout.timings import BOUNDS, Histogram, Timings
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -67,6 +73,7 @@ class FakeSource:
         self.service = ServiceStats(accepted=21, joined=22, finished=23, failed=24, dropped=25)
         self.histograms = Timings()
         self.is_loading = False
+        self.memory = MEMORY
 
     def health(self) -> protocol.Health:
         return protocol.Health(
@@ -76,7 +83,7 @@ class FakeSource:
             seconds_since_progress=None if self.is_loading else 1.5,
             weight_version=None if self.is_loading else 4,
             requests={"open": 14, "kept": 15} | ({} if self.is_loading else {"running": 3, "waiting": 2}),
-            memory={"process": 4000} if self.is_loading else MEMORY,
+            memory={"process": 4000} if self.is_loading else self.memory,
             limits={},
             engine=None,
             sleeping=self.sleeping,
@@ -290,9 +297,121 @@ def test_a_closed_server_leaves_its_port(source: FakeSource) -> None:
     MetricsServer(server.port, source).close()
 
 
-def test_a_client_that_says_nothing_keeps_nobody_waiting(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port)):
+HALF, REST = b"GET /healthz HTTP/1.1\r\nConnection: keep-alive\r\n", b"\r\n"
+
+
+@contextmanager
+def connections(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Clients that have not asked for anything yet."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(count)]
+
+
+def read_to_the_end(client: socket.socket) -> bytes:
+    parts = []
+    while part := client.recv(1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def open_connections(port: int) -> int:
+    """How many descriptors this process holds for the server's side of connections to `port`."""
+    found = psutil.Process().net_connections("tcp4")
+    return sum(connection.laddr.port == port and bool(connection.raddr) for connection in found)
+
+
+def test_idle_connections_are_bounded_and_keep_no_scraper_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest makes room for a new one; the others stay, are answered once, and leave no descriptor."""
+    monkeypatch.setattr("trueroll.rollout.metrics.monotonic", lambda: 0.0)  # none is cut for its age
+    num_threads = threading.active_count()
+    with connections(port, 3 * MAX_CONNECTIONS) as clients:
         assert ask(port, "/metrics")[0].status == 200
+        assert threading.active_count() <= num_threads + MAX_CONNECTIONS
+        assert open_connections(port) <= MAX_CONNECTIONS
+        stay = clients[1 - MAX_CONNECTIONS :]
+        for client in stay:
+            client.sendall(HALF)
+            client.sendall(REST)
+            assert b"200 OK" in read_to_the_end(client)
+        assert all(client.recv(1) == b"" for client in clients[: -len(stay)])
+        wait_until(lambda: open_connections(port) == 0)
+
+
+def test_a_client_that_keeps_sending_is_cut(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trueroll.rollout.metrics.REQUEST_SECONDS", 0.3)
+    with connections(port, 1) as (client,):
+        client.sendall(HALF)
+        client.setblocking(False)
+
+        def is_cut() -> bool:
+            try:
+                client.send(b"x")
+                return client.recv(1) == b""
+            except BlockingIOError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_until(is_cut)
+
+
+def test_a_client_that_does_not_read_is_cut(source: FakeSource, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("trueroll.rollout.metrics.monotonic", lambda: now)
+    size = 16 << 20  # more than the system keeps for a client
+    source.memory = {"x" * size: 1}
+    num_threads = threading.active_count()
+    with connections(port, 1) as (client,):
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert client.recv(1, socket.MSG_PEEK), "it is being answered"
+        now += REQUEST_SECONDS
+        wait_until(lambda: open_connections(port) == 0 and threading.active_count() == num_threads)
+        assert len(read_to_the_end(client)) < size
+
+
+def test_a_closed_server_leaves_no_connection_and_no_thread(source: FakeSource) -> None:
+    num_threads = threading.active_count()
+    server = MetricsServer(0, source)
+    with connections(server.port, 4) as clients:
+        clients[0].sendall(HALF)
+        wait_until(lambda: open_connections(server.port) == 4)
+        server.close()
+        assert open_connections(server.port) == 0 and threading.active_count() == num_threads
+
+
+def test_a_client_that_goes_away_is_no_warning(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
+    num_threads = threading.active_count()
+    server = MetricsServer(0, source)
+    with caplog.at_level(logging.DEBUG, "trueroll.rollout.metrics"), connections(server.port, 1) as (client,):
+        client.sendall(HALF)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wait_until(lambda: threading.active_count() == num_threads + 2)
+        client.close()  # resets the connection
+        wait_until(lambda: threading.active_count() == num_threads + 1)
+        server.close()
+    assert [record.levelname for record in caplog.records if "reset" in record.message] == ["DEBUG"]
+
+
+def test_a_process_without_free_descriptors_does_not_spin(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, begin = [], time.monotonic()
+
+    def refuse(_: socket.socket) -> None:
+        calls.append(None)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", refuse)
+        with connections(port, 1):
+            wait_until(lambda: len(calls) >= 3)
+        assert len(calls) <= 2 + (time.monotonic() - begin) / POLL_SECONDS
+    assert ask(port, "/healthz")[0].status == 200
 
 
 def test_a_source_that_breaks_down_ends_neither_server_nor_process(source: FakeSource, port: int) -> None:
