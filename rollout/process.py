@@ -1,4 +1,4 @@
-"""A worker as a process of its own: signals, exit codes, and the pipe to the parent that launched it.
+"""A worker as a process of its own: signals, exit codes, descriptors, and the pipe to the parent that launched it.
 
 `python -m trueroll.rollout.process` is the child that `launch` starts; `trueroll serve` runs `serve` without a parent.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -20,6 +21,8 @@ from .config import WorkerConfig
 from .engine_thread import Engine
 from .worker import Worker, load_engine
 
+log = logging.getLogger(__name__)
+
 
 def serve(
     config: WorkerConfig, make_engine: Callable[[], Engine], on_ready: Callable[[str, dict[str, Any]], None]
@@ -28,12 +31,25 @@ def serve(
 
     `on_ready` gets the address and the engine's info. Raises what `Worker` and `Worker.run` raise.
     """
+    raise_descriptor_limit()
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: worker.drain())
     # The system may hand a signal to any thread; the bytes that it leaves here wake the main thread, which handles it.
     signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
     _run_to_the_end(worker)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many descriptors as the system lets it, as every client takes some.
+
+    Where that is refused, the limit stays as it is, and a warning says so.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        log.warning("may open %d descriptors, expected %d (%s); raise it with `ulimit -n`", soft, hard, error)
 
 
 def _run_to_the_end(worker: Worker) -> None:

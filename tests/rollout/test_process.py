@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -24,6 +26,7 @@ from trueroll.engine.errors import ConfigError, ModelError
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import PushError, WorkerFailedError, WorkerLostError
+from trueroll.rollout.process import raise_descriptor_limit
 from trueroll.weight_sync import WeightPublisher
 
 SECONDS = 20
@@ -40,6 +43,30 @@ def test_it_serves_and_ends_clean() -> None:
         assert process.exit_code is None and os.path.exists(process.address.removeprefix("ipc://"))
     assert process.exit_code == 0 and not os.path.exists(process.address.removeprefix("ipc://"))
     process.close()
+
+
+def test_a_worker_may_open_as_many_descriptors_as_the_system_lets_it() -> None:
+    soft = 200
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert hard > soft
+    lowered = ("sh", "-c", f'ulimit -S -n {soft} && test "$(ulimit -S -n)" = {soft} && exec "$@"', "sh")
+    command = (*lowered, sys.executable, str(Path(__file__).parents[1] / "fake_worker.py"))
+    with WorkerProcess(WorkerConfig(), EngineConfig(model="fake"), 60, command=command) as process:
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+
+
+@pytest.mark.parametrize("error", [OSError(1, "Operation not permitted"), ValueError("not allowed")])
+def test_a_descriptor_limit_that_cannot_be_raised_is_said_and_kept(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (200, 4096))
+    monkeypatch.setattr("resource.setrlimit", refuse)
+    with caplog.at_level(logging.WARNING, "trueroll.rollout.process"):
+        raise_descriptor_limit()
+    assert "200" in caplog.text and "4096" in caplog.text and str(error) in caplog.text
 
 
 def test_a_model_that_cannot_be_loaded_raises_its_error() -> None:
