@@ -76,7 +76,9 @@ RECEIVING = {
     "collective": {"manifest", "nccl"},
     "shared": {"manifest"},
     "cuda_ipc": {"gpu", "manifest"},
-    "disk": {"manifest", "tensors"},
+    "policy": set(),
+    "tensor_file": {"manifest", "tensors"},
+    "disk": {"manifest", "policy", "tensor_file", "tensors"},
 }
 RECEIVING["receiver"] = {*RECEIVING}
 WEIGHT_SYNC = RECEIVING | {

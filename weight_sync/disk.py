@@ -2,7 +2,8 @@
 
 A folder is written under a name that ends in `.tmp` and renamed once it is complete and on the disk, so that a folder
 without that ending is whole. Each holds the tensors in one safetensors file, under the name that Hugging Face libraries
-look for, and a manifest with the checksums. One publisher at a time uses a folder of folders.
+look for, and a manifest with the checksums. One publisher at a time uses a folder of folders. A worker reads what its
+`PushPolicy` lets it read, and believes nothing of it before it is checked.
 """
 
 from __future__ import annotations
@@ -12,24 +13,25 @@ import math
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
 
 from ..rollout.errors import PushError
 from .manifest import MANIFEST_FILE, MODEL_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape
+from .policy import PushPolicy
+from .tensor_file import DTYPE_CODES, TensorEntry, TensorFile
 from .tensors import dtype_named
 
 _MAX_MANIFEST_BYTES = 2**26
+_FOLDER_MODE, _FILE_MODE = 0o755, 0o644
+"""Whatever the umask says, nobody else may write: a worker refuses its own user's folder otherwise."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
-_DTYPE_CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class FolderWriter:
@@ -46,8 +48,8 @@ class FolderWriter:
         self._file: int | None = None
         header, self._offsets = _layout(shapes, dtype)
         with _explained(self._folder):
-            self._folder.mkdir(parents=True)
-            self._file = os.open(self._folder / MODEL_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            self._folder.mkdir(_FOLDER_MODE, parents=True)
+            self._file = _create(self._folder / MODEL_FILE)
             os.pwrite(self._file, header, 0)
 
     def append(self, name: str, left: memoryview) -> None:
@@ -66,7 +68,8 @@ class FolderWriter:
         checksums = {name: hash.intdigest() for name, hash in self._hashes.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
         with _explained(self._final):
-            (self._folder / MANIFEST_FILE).write_text(manifest.model_dump_json(), encoding="utf-8")
+            with open(_create(self._folder / MANIFEST_FILE), "w", encoding="utf-8") as file:
+                file.write(manifest.model_dump_json())
             for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
                 _sync(path)
             self._folder.rename(self._final)
@@ -82,16 +85,21 @@ class FolderWriter:
 
 
 class FolderReader:
-    """The worker's side. Raise PushError if the folder is not there, or holds another push than it should."""
+    """The worker's side. Raise PushError if `policy` does not let it read the folder, or it holds another push."""
 
-    def __init__(self, source: DiskSource, push_id: str, version: int, dtype: str) -> None:
-        self._folder = Path(source.folder)
-        self._manifest = read_manifest(self._folder)
-        found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
-        if found != (push_id, version, dtype):
-            raise PushError(
-                f"disk: expected push, version and dtype {push_id, version, dtype}, found {found} in {self._folder}"
-            )
+    def __init__(self, source: DiskSource, push_id: str, version: int, dtype: str, policy: PushPolicy) -> None:
+        folder = Path(source.folder)
+        with ExitStack() as opened:
+            manifest, model = map(opened.enter_context, policy.open_files(source.folder, (MANIFEST_FILE, MODEL_FILE)))
+            self._manifest = _parse_manifest(manifest, folder / MANIFEST_FILE)
+            found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
+            if found != (push_id, version, dtype):
+                raise PushError(
+                    f"disk: expected push, version and dtype {push_id, version, dtype} in {folder}, found "
+                    f"{found!s:.200}; give the folder of this push"
+                )
+            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype)
+            self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
         """Nothing to do: `read` refuses it."""
@@ -101,56 +109,49 @@ class FolderReader:
 
     def read_unannounced(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Each tensor whole, as a bucket of one piece, and its bytes. Raise PushError for what cannot be read."""
-        file = self._folder / MODEL_FILE
-        for name in _names(file):
-            try:
-                with safe_open(file, framework="pt") as model:  # anew: what was read of an open file stays in memory
-                    tensor = model.get_tensor(name)
-            except (OSError, SafetensorError) as error:
-                raise PushError(f"disk: expected tensor {name} in {file}, found {error}") from None
-            yield self._bucket(name, tensor), tensor.view(-1).view(torch.uint8)
-            del tensor
+        for entry in self._tensors.entries:
+            bucket = self._bucket(entry)
+            yield bucket, self._tensors.read(entry)
 
-    def _bucket(self, name: str, tensor: torch.Tensor) -> Bucket:
-        if tensor.dtype != dtype_named(self._manifest.dtype) or not tensor.dim():
+    def _bucket(self, entry: TensorEntry) -> Bucket:
+        if entry.name not in self._manifest.checksums:
             raise PushError(
-                f"tensor {name}: expected {self._manifest.dtype}, found {tensor.dtype} {list(tensor.shape)}"
-            )
-        if name not in self._manifest.checksums:
-            raise PushError(
-                f"tensor {name}: expected its checksum in {MANIFEST_FILE}, found none; write the folder again"
+                f"tensor {entry.name}: expected its checksum in {MANIFEST_FILE}, found none; write the folder again"
             )
         piece = Rows(
-            name=name,
-            shape=tuple(tensor.shape),
+            name=entry.name,
+            shape=entry.shape,
             start=0,
-            length=len(tensor),
+            length=entry.shape[0],
             offset=0,
-            num_bytes=tensor.nbytes,
-            checksum=self._manifest.checksums[name],
+            num_bytes=entry.num_bytes,
+            checksum=self._manifest.checksums[entry.name],
         )
-        return Bucket(index=0, num_bytes=tensor.nbytes, pieces=(piece,))
+        return Bucket(index=0, num_bytes=entry.num_bytes, pieces=(piece,))
 
     def close(self) -> None:
-        """Nothing is open between two tensors."""
+        self._opened.close()
 
 
 def read_manifest(folder: Path) -> FolderManifest:
-    """What push a folder holds. Raise PushError if it is not the folder of a push."""
+    """What push a folder holds, for whoever may read it anyway. Raise PushError if it is not the folder of a push."""
     path = folder / MANIFEST_FILE
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_MANIFEST_BYTES:
-            raise PushError(
-                f"disk: expected a file of at most {_MAX_MANIFEST_BYTES} bytes, found something else at {path}; give "
-                "the folder of a push"
-            )
-        return FolderManifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise PushError(
-            f"disk: expected {path}, found {error.strerror}; give the folder of a push, at a path the worker can read"
-        ) from None
-    except (ValidationError, ValueError) as error:
+        if not path.is_file():
+            raise PushError(f"disk: expected a file {path}, found none; give the folder of a push")
+        with open(path, "rb", buffering=0) as file:
+            return _parse_manifest(file, path)
+    except (OSError, ValueError) as error:
+        raise PushError(f"disk: expected {path}, found {error}; give the folder of a push") from None
+
+
+def _parse_manifest(file: FileIO, path: Path) -> FolderManifest:
+    try:
+        text = file.read(_MAX_MANIFEST_BYTES + 1)
+        if len(text) > _MAX_MANIFEST_BYTES:
+            raise PushError(f"disk: expected at most {_MAX_MANIFEST_BYTES} bytes in {path}, found more; push again")
+        return FolderManifest.model_validate_json(text)
+    except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise PushError(f"disk: expected a manifest in {path}, found {cause}; write the folder again") from None
 
@@ -171,19 +172,15 @@ def _layout(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, dict[str, i
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + math.prod(shape) * dtype_named(dtype).itemsize
-        entries[name] = {"dtype": _DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     header += b" " * (-len(header) % 8)
     header = len(header).to_bytes(8, "little") + header
     return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, framework="pt") as model:
-            return list(model.keys())
-    except (OSError, SafetensorError) as error:
-        raise PushError(f"disk: expected a complete safetensors file in {file}, found {error}; push again") from None
+def _create(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _FILE_MODE)
 
 
 def _sync(path: Path) -> None:

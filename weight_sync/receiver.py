@@ -22,10 +22,11 @@ import torch
 from ..rollout import protocol
 from ..rollout.errors import DeadlineError, PushError, TruerollError
 from .assembly import Assembly, Destination, Staging, content_of
-from .collective import GroupReader
+from .collective import NcclReader
 from .cuda_ipc import CudaIpcReader
 from .disk import FolderReader
 from .events import Broken, Progress, PushEvent, Reached
+from .gloo_reader import GlooReader
 from .gpu import stream_beside, wait_for_stream
 from .manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
 from .policy import PushPolicy
@@ -88,7 +89,7 @@ class Receiver(threading.Thread):
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._ahead: Call | None = None
         self._early: protocol.StageBucket | None = None
-        self._patience = _begin_seconds(begin)
+        self._patience = begin_seconds(begin)
         self._writing = threading.Lock()
         self._is_closed = False
         self._num_buckets = 0
@@ -132,7 +133,7 @@ class Receiver(threading.Thread):
 
     def _receive(self) -> None:
         begin = self._begin
-        reader = _open_source(begin, self._device, self._policy)
+        reader = _open_source(begin, self._device, self._policy, lambda: self._is_closed)
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
@@ -226,18 +227,25 @@ class Receiver(threading.Thread):
         self._publish(Reached(id, phase))
 
 
-def _begin_seconds(begin: protocol.BeginPush) -> float:
+def begin_seconds(begin: protocol.BeginPush) -> float:
     """How long the other workers may take to begin: in place they let running requests end first, if they drain."""
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
-def _open_source(begin: protocol.BeginPush, device: torch.device, policy: PushPolicy) -> _Reader:
+def _open_source(
+    begin: protocol.BeginPush, device: torch.device, policy: PushPolicy, is_closed: Callable[[], bool]
+) -> _Reader:
+    """Raise PushError if there is no such source, or `policy` forbids it. Waits no longer once `is_closed`."""
     match begin.source:
         case CollectiveSource() as source:
-            return GroupReader(source, begin.push_id, begin.timeout, _begin_seconds(begin), device)
+            policy.check_host(source.host)
+            limits = begin.timeout, begin_seconds(begin)
+            if source.backend == "gloo":
+                return GlooReader(source, begin.push_id, *limits, is_closed)
+            return NcclReader(source, begin.push_id, *limits, device, is_closed)
         case SharedSource() as source:
             return SharedReader(source)
         case CudaIpcSource() as source:
             return CudaIpcReader(source, device)
         case DiskSource() as source:
-            return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype)
+            return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, policy)
