@@ -6,7 +6,8 @@ as a command, and what takes long (staging a push) runs on the push's own thread
 
 Promises: one operation at a time, in the order of the calls; every call gets exactly one reply, also when the worker
 ends or fails; a push is committed as a whole or not at all, and one that breaks off leaves the weights as they were
-(or `dirty`, if it wrote in place).
+(or `dirty`, if it wrote in place); a push whose thread hangs is given up `MARGIN_SECONDS` after its timeout, and while
+`MOST_ABANDONED` threads that were given up go on, no other push begins.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from ..weight_sync.receiver import Receiver
 
 log = logging.getLogger(__name__)
+
+MARGIN_SECONDS = 5.0
+"""How much longer than the timeout of a push its thread may take to answer: what it says itself tells more."""
+MOST_ABANDONED = 4
 
 
 class Host(Protocol):
@@ -92,12 +97,22 @@ class _Operation:
 
 @dataclass(eq=False)
 class _Push:
-    """The push under way. `calls`: ids of the calls that wait for its thread. `staging`: once it is verified."""
+    """The push under way. `calls`: ids of the calls that wait for its thread, with the time (monotonic seconds) at
+    which each is given up. `staging`: once it is verified.
+    """
 
     begin: protocol.BeginPush
     receiver: Receiver
-    calls: set[str]
+    calls: dict[str, float] = field(default_factory=dict)
     staging: Any = None
+
+    def expect(self, id: str, seconds: float) -> None:
+        """The call waits for the thread from now on, which has so long to answer."""
+        self.calls[id] = time.monotonic() + seconds + MARGIN_SECONDS
+
+    @property
+    def deadline(self) -> float:
+        return min(self.calls.values(), default=float("inf"))
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,8 @@ class Control:
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
         self._operation: _Operation | None = None
         self._push: _Push | None = None
+        self._abandoned: list[Receiver] = []
+        """Those that owed an answer when their push was given up."""
 
     @property
     def takes_requests(self) -> bool:
@@ -137,7 +154,8 @@ class Control:
     @property
     def deadline(self) -> float:
         """When (monotonic seconds) `follow` has something to do at the latest."""
-        return float("inf") if self._operation is None or self._operation.run else self._operation.deadline
+        operation = float("inf") if self._operation is None or self._operation.run else self._operation.deadline
+        return operation if self._push is None else min(operation, self._push.deadline)
 
     @property
     def staging_bytes(self) -> int:
@@ -176,7 +194,7 @@ class Control:
         if isinstance(call, protocol.GetWeights):
             self._check(call)
             self._host.reply(identity, self._describe_weights(call))
-        elif self._calls.is_new(identity, call):
+        elif self._calls.is_new(call.id, identity, call):
             self._take(call)
 
     def _take(self, call: protocol.LifecycleCall | protocol.PushCall) -> None:
@@ -201,6 +219,7 @@ class Control:
     def follow(self) -> None:
         """Go on with the operation under way, and begin what waits."""
         self._follow_operation()
+        self._follow_push()
         self._host.admit_requests()
         while self._waiting and self._operation is None:
             self._try(self._waiting.popleft())
@@ -378,6 +397,7 @@ class Control:
             raise PushError(
                 f"dtype: expected {self._weights.dtype}, as this worker serves, found {call.dtype!r:.80}; push in that"
             )
+        self._check_abandoned()
         if call.base is None:
             return
         if call.in_place:
@@ -388,8 +408,18 @@ class Control:
                 f"changes to {call.base}; push every tensor whole"
             )
 
+    def _check_abandoned(self) -> None:
+        """Raise PushError if too many threads hang."""
+        self._abandoned = [receiver for receiver in self._abandoned if receiver.is_alive()]
+        if len(self._abandoned) >= MOST_ABANDONED:
+            raise PushError(
+                f"begin_push: expected fewer than {MOST_ABANDONED} pushes that were given up and go on all the same, "
+                f"found {len(self._abandoned)}; push again, and if they hang, as in reads from a file system that does "
+                "not answer, mend that or start the worker anew"
+            )
+
     def _receive(self, call: protocol.BeginPush) -> None:
-        from ..weight_sync.receiver import Receiver  # imports torch, which is there once the engine stands
+        from ..weight_sync.receiver import Receiver, begin_seconds  # imports torch, which is there by now
 
         if self.lifecycle.is_ending:
             self._calls.refuse(call.id, _ending())
@@ -402,14 +432,20 @@ class Control:
             self._device,
             self._policy,
         )
-        push = self._push = _Push(call, receiver, {call.id})
-        receiver.start()
+        push = _Push(call, receiver)
+        try:
+            receiver.start()
+        except RuntimeError:
+            self._calls.refuse(call.id, _no_thread())
+            return
+        push.expect(call.id, begin_seconds(call))
+        self._push = push
 
     def _pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
         push = self._find_push(call.push_id)
         if self._is_committing:
             raise PushError(f"{call.type}: expected a push that is staged, found one that is being committed")
-        push.calls.add(call.id)
+        push.expect(call.id, push.begin.timeout)
         push.receiver.take(call)
 
     @property
@@ -475,13 +511,25 @@ class Control:
         log.warning(
             "push %s of version %d broke off: %s", self._push.begin.push_id, self._push.begin.weight_version, error
         )
+        if self._push.calls:
+            self._abandoned.append(self._push.receiver)
         self._refuse_all(self._push, error)
         self._push.receiver.close()
         self._push = None
 
     def _refuse_all(self, push: _Push, error: TruerollError) -> None:
         while push.calls:
-            self._calls.refuse(push.calls.pop(), error)
+            self._calls.refuse(push.calls.popitem()[0], error)
+
+    def _follow_push(self) -> None:
+        push = self._push
+        if push is not None and time.monotonic() >= push.deadline:
+            self._break_push(
+                DeadlineError(
+                    f"push {push.begin.push_id}: expected the worker to get on within the timeout of "
+                    f"{push.begin.timeout:g} s, found that it hangs; see whether its file system answers, push again"
+                )
+            )
 
     def handle_push_news(self, news: PushNews) -> None:
         """The thread of a push has come to an end of something."""
@@ -498,7 +546,7 @@ class Control:
 
     def _answer_push(self, id: str, phase: protocol.PushPhase) -> None:
         assert self._push is not None
-        self._push.calls.remove(id)
+        del self._push.calls[id]
         self._reply_push(id, self._push.begin.push_id, phase)
 
     def _reply_push(self, id: str, push_id: str, phase: protocol.PushPhase, pause_seconds: float | None = None) -> None:
@@ -542,6 +590,13 @@ def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) 
 
 def _aborted() -> PushError:
     return PushError("push: aborted by its trainer")
+
+
+def _no_thread() -> PushError:
+    return PushError(
+        "begin_push: expected a thread to receive on, found that the system has none left; let the worker have more "
+        "(ulimit -u, or the container's limit of processes), and push again"
+    )
 
 
 def _ending() -> TruerollError:

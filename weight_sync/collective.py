@@ -3,8 +3,13 @@
 The group stands beside the trainer's default group and is made anew for each push, so that whatever broke an earlier
 one is gone. It is gloo's for buckets in host memory, NCCL's for buckets in the memory of GPUs, of which each member has
 its own. Traffic is not encrypted and not authenticated: use it on a private network. Owns: the store and its port, the
-group, the buffers. Promises: each wait for a bucket ends within the timeout; where a peer dies its peers learn it at
-once with gloo, and by the timeout with NCCL; `close` never waits.
+group, the buffers; not a worker's end of gloo, which `gloo_reader` has. Promises: each wait for a bucket ends within
+the timeout; where a peer dies its peers learn it at once with gloo, and by the timeout with NCCL; `close` never waits.
+
+What a push that failed may leave behind. At the trainer: a thread and the group's connections, until the timeout of the
+broadcast that was under way. At a worker with NCCL: the same; the wait for a bucket, which only its timeout ends; and a
+thread that joins, until NCCL has connected its members or the store's connection ends, which has no limit. At most
+`MOST_JOINING` such threads are there: while they are, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ from __future__ import annotations
 import re
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -22,12 +28,15 @@ import torch
 import torch.distributed
 
 from ..rollout.errors import ConfigError, PushError
-from . import nccl
+from . import gloo, nccl
 from .manifest import MOST_UNDER_WAY, Bucket, CollectiveBackend, CollectiveSource
 
 _BACKLOG = 512
 _JOIN_MARGIN_SECONDS = 1.0
 """How much longer than its timeout a join may take to say that it failed."""
+_TURN_SECONDS = 0.02
+MOST_JOINING = 4
+_places_to_join = threading.BoundedSemaphore(MOST_JOINING)
 c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
 
 
@@ -99,19 +108,27 @@ class GroupSlots:
         self._group, self._works, self.slots = None, [], []
 
 
-class GroupReader:
-    """The worker's side: joins the group. Raise PushError if that fails within `join_timeout` seconds.
+class NcclReader:
+    """The worker's side with NCCL: joins the group. Raise PushError if that fails within `join_timeout` seconds, or
+    once `is_closed` returns True.
 
-    `timeout`: seconds for each bucket. `device`: of the weights, and with nccl of the buckets.
+    `timeout`: seconds for each bucket. `device`: the GPU of the weights and of the buckets.
     """
 
     def __init__(
-        self, source: CollectiveSource, push_id: str, timeout: float, join_timeout: float, device: torch.device
+        self,
+        source: CollectiveSource,
+        push_id: str,
+        timeout: float,
+        join_timeout: float,
+        device: torch.device,
+        is_closed: Callable[[], bool],
     ) -> None:
         self._timeout, limit = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
-        joining = _begin_to_join(source, source.rank, push_id, limit, device)
-        self._group: Any = _finish_joining(joining, source.backend, limit)
-        self._device = device if source.backend == "nccl" else torch.device("cpu")
+        nccl.check_available(device)
+        joining = _begin_to_join_as_worker(source, push_id, limit, device)
+        self._group: Any = _finish_joining(joining, "nccl", limit, is_closed)
+        self._device = device
         self._buffers = [self._new_buffer(0) for _ in range(MOST_UNDER_WAY)]
         self._works: dict[int, Any] = {}
 
@@ -155,6 +172,23 @@ def _listen(host: str) -> socket.socket:
     return listener
 
 
+def _begin_to_join_as_worker(
+    source: CollectiveSource, push_id: str, timeout: timedelta, device: torch.device
+) -> Future[Any]:
+    if not _places_to_join.acquire(blocking=False):
+        raise PushError(
+            f"collective: expected fewer than {MOST_JOINING} pushes through NCCL that join, found that so many hang; "
+            "end their trainers, or start the worker anew"
+        )
+    try:
+        joining = _begin_to_join(source, source.rank, push_id, timeout, device)
+    except BaseException:
+        _places_to_join.release()
+        raise
+    joining.add_done_callback(lambda _: _places_to_join.release())
+    return joining
+
+
 def _begin_to_join(
     source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
 ) -> Future[Any]:
@@ -167,22 +201,38 @@ def _begin_to_join(
         except Exception as error:
             joining.set_exception(error)
 
-    threading.Thread(target=run, name="group-join", daemon=True).start()
+    _start_thread(threading.Thread(target=run, name="group-join", daemon=True))
     return joining
 
 
-def _finish_joining(joining: Future[Any], backend: CollectiveBackend, timeout: timedelta) -> Any:
-    seconds = timeout.total_seconds()
+def _start_thread(thread: threading.Thread) -> None:
     try:
-        return joining.result(seconds + _JOIN_MARGIN_SECONDS)
-    except TimeoutError:
-        _abandon(joining)
+        thread.start()
+    except RuntimeError:
         raise PushError(
-            f"collective: expected NCCL to connect the members within {seconds:g} s, found that it did not; check "
-            "NCCL_SOCKET_IFNAME and firewalls, or push by shared or disk"
-            if backend == "nccl"
-            else "collective: expected the store of the trainer to answer, found silence; push again"
+            "collective: expected a thread, found that the system has none left; let it have more (ulimit -u), and "
+            "push again"
         ) from None
+
+
+def _finish_joining(
+    joining: Future[Any],
+    backend: CollectiveBackend,
+    timeout: timedelta,
+    is_closed: Callable[[], bool] = lambda: False,
+) -> Any:
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds + _JOIN_MARGIN_SECONDS
+    while not is_closed() and (left := deadline - time.monotonic()) > 0:
+        with suppress(TimeoutError):
+            return joining.result(min(_TURN_SECONDS, left))
+    _abandon(joining)
+    raise PushError(
+        f"collective: expected NCCL to connect the members within {seconds:g} s, found that it did not; check "
+        "NCCL_SOCKET_IFNAME and firewalls, or push by shared or disk"
+        if backend == "nccl"
+        else "collective: expected the store of the trainer to answer, found silence; push again"
+    )
 
 
 def _abandon(joining: Future[Any]) -> None:
@@ -191,16 +241,12 @@ def _abandon(joining: Future[Any]) -> None:
 
 
 def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device) -> Any:
+    place = source.host, source.port
     try:
-        client = c10d.TCPStore(source.host, source.port, None, False, timeout, wait_for_workers=False)
-        store = c10d.PrefixStore(push_id, client)
+        store = gloo.under(gloo.connect(*place, timeout), push_id)
         if source.backend == "nccl":
             return nccl.new_group(store, rank, source.world_size, timeout, device)
-        gloo = c10d.ProcessGroupGloo
-        options = gloo._Options()  # the one way to say which address gloo listens on
-        options._devices = [gloo.create_device(hostname=_own_address(source.host, source.port))]
-        options._timeout = timeout
-        return gloo(store, rank, source.world_size, options)
+        return gloo.new_group(store, *place, rank, source.world_size, timeout)
     except RuntimeError as error:
         raise PushError(
             f"collective: expected the store at {source.host}:{source.port}, and {source.world_size} members in the "
@@ -220,14 +266,6 @@ def _explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PushError(f"collective: expected a bucket to pass, found {_reason(error)}; push again") from None
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached. Sends nothing."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def _drop(group: Any, *held: object) -> None:
@@ -251,7 +289,5 @@ def _end(groups: list[Any], others: list[object]) -> None:
 
 def _reason(error: BaseException) -> str:
     """The first line, and what NCCL says of the cause, which it puts further down."""
-    text = str(error)
-    first = text.partition("\n")[0]
-    last = re.search(r"^Last error:\s?(.+)", text, re.MULTILINE)
-    return f"{first} (Last error: {last[1]})" if last else first
+    last = re.search(r"^Last error:\s?(.+)", str(error), re.MULTILINE)
+    return f"{gloo.reason(error)} (Last error: {last[1]})" if last else gloo.reason(error)

@@ -28,12 +28,8 @@ _environment = threading.Lock()
 c10d: Any = torch.distributed
 
 
-def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """Join the group of the `size` members that meet at the store, with the GPU `device`.
-
-    Raise PushError if it is no GPU or torch has no NCCL, RuntimeError if not all members come within the timeout, or
-    NCCL fails.
-    """
+def check_available(device: torch.device) -> Any:
+    """The kind of group that NCCL's are. Raise PushError if `device` is no GPU, or torch has no NCCL."""
     if gpu_of(device) is None:
         raise PushError(f"collective: expected a GPU for NCCL, found the device {device}; choose the backend gloo")
     kind = getattr(c10d, "ProcessGroupNCCL", None)
@@ -41,6 +37,15 @@ def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torc
         raise PushError(
             "collective: expected a torch with NCCL, found one without; install one, or push by shared or disk"
         )
+    return kind
+
+
+def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
+    """Join the group of the `size` members that meet at the store, with the GPU `device`.
+
+    Raise PushError as `check_available` does, RuntimeError if not all members come within the timeout, or NCCL fails.
+    """
+    kind = check_available(device)
     store.set(f"member-{rank}", b"is here")
     store.wait([f"member-{member}" for member in range(size)], timeout)
     options = kind.Options()

@@ -1,0 +1,51 @@
+"""Process groups of gloo, as trainers and the processes that receive for workers join them. Imports torch alone.
+
+Gloo connects each member with every other one at the address that this one left in the store. It ends the process where
+a member is sent more bytes than it expects, and it may wait for a store that falls silent beyond every timeout.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
+
+
+def connect(host: str, port: int, timeout: timedelta) -> Any:
+    """A client of the store at `host`:`port`. Raise RuntimeError if nothing listens there."""
+    return c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+
+
+def under(store: Any, prefix: str) -> Any:
+    """The part of a store whose keys begin with `prefix`."""
+    return c10d.PrefixStore(prefix, store)
+
+
+def new_group(store: Any, host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    """Join the group of the `size` members that meet at the store, which is reached at `host`:`port`.
+
+    Raise RuntimeError if not all of them come within the timeout.
+    """
+    gloo = c10d.ProcessGroupGloo
+    options = gloo._Options()  # the one way to say which address gloo listens on
+    options._devices = [gloo.create_device(hostname=_own_address(host, port))]
+    options._timeout = timeout
+    return gloo(store, rank, size, options)
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of this machine from which `host` is reached. Sends nothing."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, without the lines of where it arose."""
+    return str(error).partition("\n")[0]
