@@ -44,6 +44,7 @@ from .request import (
     ScoreOutput,
     ScoreRequest,
     Tag,
+    check_length,
     derive_seed,
 )
 from .sample import Commit, Sample, Score
@@ -389,11 +390,7 @@ class Engine:
         if len(token_ids) < minimum:
             raise InvalidRequestError(f"token ids: expected at least {minimum}, found {len(token_ids)}")
         self._check_vocabulary("token ids", token_ids)
-        if num_tokens > self.info.max_model_len:
-            raise InvalidRequestError(
-                f"length: expected at most max_model_len = {self.info.max_model_len} tokens in prompt and max_tokens "
-                f"together, found {len(token_ids)} + {num_tokens - len(token_ids)}; shorten one of them"
-            )
+        check_length(len(token_ids), num_tokens - len(token_ids), self.info.max_model_len)
         self._scheduler.check_fits(num_tokens)
 
     def _check_vocabulary(self, what: str, token_ids: np.ndarray) -> None:

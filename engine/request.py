@@ -233,6 +233,15 @@ def derive_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
+def check_length(prompt_len: int, num_new: int, max_model_len: int) -> None:
+    """Raise InvalidRequestError unless a prompt and its new tokens fit the model."""
+    if prompt_len + num_new > max_model_len:
+        raise InvalidRequestError(
+            f"length: expected at most max_model_len = {max_model_len} tokens in prompt and max_tokens together, found "
+            f"{prompt_len} + {num_new}; shorten one of them"
+        )
+
+
 def seed_of(id: str, prompt: bytes) -> int:
     """The 63-bit seed of a request that names none: its id's and its prompt's, so that the same request asked again,
     of any worker, draws the same samples.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..engine.errors import TruerollError
 from . import protocol
-from .errors import IdConflictError
+from .errors import IdConflictError, QueueFullError
 
 MAX_REMEMBERED = 1024
 
@@ -23,55 +23,65 @@ MAX_REMEMBERED = 1024
 class _Known:
     """`content`: the hash of a call, which may be long. `callers`: whoever waits. `reply`: once there is one."""
 
+    id: str
     content: int
     callers: list[bytes] = field(default_factory=list)
     reply: bytes | None = None
 
 
 class Calls:
-    """Calls by id. `send` is called with a caller's identity and the frame for it."""
+    """Calls by key, which is their id, or that with its user. `send` is called with a caller's identity and the frame
+    for it. No more than `most` may be under way at a time, nor wait for the reply of one.
+    """
 
-    def __init__(self, send: Callable[[bytes, bytes], object]) -> None:
+    def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:
         self._send = send
+        self._most = most
         self._under_way: dict[str, _Known] = {}
         self._answered: OrderedDict[str, _Known] = OrderedDict()
 
     @property
     def under_way(self) -> tuple[str, ...]:
-        """The ids of the calls that have no reply yet."""
+        """The keys of the calls that have no reply yet."""
         return tuple(self._under_way)
 
-    def is_new(self, identity: bytes, call: protocol.Call) -> bool:
+    def is_new(self, key: str, identity: bytes, call: protocol.Call) -> bool:
         """Take a call; `answer` is due for it. False if it was sent before, and its reply with that, now or later.
 
-        Raises IdConflictError if its id is another call's.
+        Raises IdConflictError if its key is another call's, QueueFullError if there are too many.
         """
         content = hash(call)
-        known = self._under_way.get(call.id) or self._answered.get(call.id)
+        known = self._under_way.get(key) or self._answered.get(key)
         if known is None:
-            self._under_way[call.id] = _Known(content, [identity])
+            self._check_room(len(self._under_way))
+            self._under_way[key] = _Known(call.id, content, [identity])
             return True
         if known.content != content:
             raise IdConflictError(
                 f"id: {call.id!r} is in use for another call; expected a new id, or the same call again"
             )
         if known.reply is None:
+            self._check_room(len(known.callers))
             known.callers.append(identity)
         else:
             self._send(identity, known.reply)
         return False
 
-    def refuse(self, id: str, error: TruerollError) -> None:
-        """End a call that is under way with an error."""
-        self.answer(id, protocol.error_message(id, error))
+    def _check_room(self, found: int) -> None:
+        if found >= self._most:
+            raise QueueFullError(f"calls: found {found} of at most {self._most} under way; wait for their replies")
 
-    def answer(self, id: str, reply: protocol.FromWorker) -> None:
+    def refuse(self, key: str, error: TruerollError) -> None:
+        """End a call that is under way with an error."""
+        self.answer(key, protocol.error_message(self._under_way[key].id, error))
+
+    def answer(self, key: str, reply: protocol.FromWorker) -> None:
         """End a call that is under way."""
-        known = self._under_way.pop(id)
+        known = self._under_way.pop(key)
         known.reply = protocol.encode(reply)
         for identity in known.callers:
             self._send(identity, known.reply)
         known.callers.clear()
-        self._answered[id] = known
+        self._answered[key] = known
         if len(self._answered) > MAX_REMEMBERED:
             self._answered.popitem(last=False)

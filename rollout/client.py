@@ -61,11 +61,18 @@ class AsyncRolloutClient:
 
     It connects at the first call. `timeout`: after this many seconds without any sign of life from the worker, waiting
     calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
-    `server_public_key`: of a worker with CURVE keys.
+    `server_public_key` and `client_key_file` go together: the key of a worker with named clients, and the file
+    (`.key_secret` of `zmq.auth.create_certificates`) with the keys of this one.
     """
 
-    def __init__(self, address: str, timeout: float = 30.0, server_public_key: str | None = None) -> None:
-        self._connection = Connection(address, timeout, server_public_key)
+    def __init__(
+        self,
+        address: str,
+        timeout: float = 30.0,
+        server_public_key: str | None = None,
+        client_key_file: str | None = None,
+    ) -> None:
+        self._connection = Connection(address, timeout, server_public_key, client_key_file)
 
     async def generate(
         self,
@@ -279,8 +286,14 @@ class RolloutClient:
     when nothing refers to it any more or the interpreter ends; that also gives up what its streams left unfinished.
     """
 
-    def __init__(self, address: str, timeout: float = 30.0, server_public_key: str | None = None) -> None:
-        self._client = AsyncRolloutClient(address, timeout, server_public_key)
+    def __init__(
+        self,
+        address: str,
+        timeout: float = 30.0,
+        server_public_key: str | None = None,
+        client_key_file: str | None = None,
+    ) -> None:
+        self._client = AsyncRolloutClient(address, timeout, server_public_key, client_key_file)
         self._thread = LoopThread("rollout-client")
         self._abandon = weakref.finalize(self, self._thread.end, self._client.close, cancel=True)
 

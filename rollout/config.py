@@ -60,18 +60,23 @@ class WorkerConfig(BaseModel):
     @field_validator("curve_secret_key_file")
     @classmethod
     def _key_file_is_private(cls, path: str | None) -> str | None:
-        if path is None:
-            return None
-        if not Path(path).is_file():
-            raise ValueError(f"curve_secret_key_file: expected a file, found none at {path}")
-        if Path(path).stat().st_mode & 0o077:
-            raise ValueError(f"curve_secret_key_file: others can read {path}; run chmod 600 on it")
+        if path is not None:
+            check_private("curve_secret_key_file", path)
         return path
+
+    @model_validator(mode="after")
+    def _keys_come_with_clients(self) -> WorkerConfig:
+        if (self.curve_secret_key_file is None) != (self.clients_file is None):
+            found = "clients_file" if self.curve_secret_key_file is None else "curve_secret_key_file"
+            raise ValueError(
+                f"keys: expected curve_secret_key_file and clients_file together, or neither, found only {found}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _address_is_safe(self) -> WorkerConfig:
         if self.address is not None:
-            check_address(self.address, encrypted=self.curve_secret_key_file is not None)
+            check_address(self.address, has_keys=self.curve_secret_key_file is not None)
         return self
 
     @model_validator(mode="after")
@@ -87,18 +92,32 @@ class WorkerConfig(BaseModel):
         return {name: value for name, value in self.model_dump().items() if name.startswith("max_")}
 
 
-def check_address(address: str, encrypted: bool) -> None:
-    """Raise ConfigError unless `address` is ipc, tcp on loopback, or any tcp with encryption."""
+def check_private(setting: str, path: str) -> None:
+    """Raise ValueError unless `path` is a file that nobody but its owner can read."""
+    if not Path(path).is_file():
+        raise ValueError(f"{setting}: expected a file, found none at {path}")
+    if Path(path).stat().st_mode & 0o077:
+        raise ValueError(f"{setting}: others can read {path}; run chmod 600 on it")
+
+
+def check_address(address: str, has_keys: bool) -> None:
+    """Raise ConfigError unless `address` is ipc, tcp on loopback, or with keys any tcp."""
     transport, _, rest = address.partition("://")
+    if transport == "ipc" and rest.startswith("@"):
+        raise ConfigError(
+            f"address: expected ipc://PATH, found the abstract socket {address!r}, which every user could connect "
+            "to; give a path"
+        )
     if transport == "ipc" and rest:
         return
     if transport != "tcp" or ":" not in rest:
         raise ConfigError(f"address: expected ipc://PATH or tcp://IP:PORT, found {address!r}")
     host = rest.rpartition(":")[0].strip("[]")
-    if not encrypted and not _is_loopback(host):
+    if not has_keys and not _is_loopback(host):
         raise ConfigError(
-            f"address: expected a loopback IP such as 127.0.0.1, found {address!r}; any other address needs CURVE keys "
-            "(curve_secret_key_file for the worker, server_public_key for the client)"
+            f"address: expected a loopback IP such as 127.0.0.1, found {address!r}; any other address needs keys "
+            "(curve_secret_key_file and clients_file for the worker, server_public_key and client_key_file for the "
+            "client)"
         )
 
 

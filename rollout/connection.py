@@ -5,12 +5,14 @@ Does not own: what calls mean. It knows only that some replies end a call.
 
 Promises: every call gets its terminal reply or an exception. After a broken connection, calls are sent again to the
 same worker process, which knows them by their ids; if another process answers, or nobody for `timeout` seconds, they
-end with WorkerLostError. Everything happens on one event loop.
+end with WorkerLostError. What answers is the worker that was meant: it has the key that it should have, or runs as this
+user or root. Everything happens on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
@@ -19,12 +21,12 @@ from typing import Any, TypeAlias
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
-from zmq.utils.z85 import Z85CHARS
 
 from ..engine.errors import ConfigError, TruerollError
 from . import protocol
 from .config import check_address
-from .errors import MessageTooLargeError, WorkerLostError, error_from_code
+from .errors import ForbiddenError, MessageTooLargeError, WorkerLostError, error_from_code
+from .keys import ClientKeys, client_keys
 
 Reply: TypeAlias = protocol.FromWorker | TruerollError
 Inbox: TypeAlias = "asyncio.Queue[tuple[str, Reply]]"
@@ -49,13 +51,13 @@ class Connection:
     worker.
     """
 
-    def __init__(self, address: str, timeout: float, server_public_key: str | None) -> None:
-        check_address(address, encrypted=server_public_key is not None)
-        if server_public_key is not None:
-            _check_key(server_public_key)
+    def __init__(
+        self, address: str, timeout: float, server_public_key: str | None, client_key_file: str | None
+    ) -> None:
+        check_address(address, has_keys=server_public_key is not None)
         self._address = address
         self._timeout = timeout
-        self._server_public_key = server_public_key
+        self._keys = client_keys(address, server_public_key, client_key_file)
         self._calls: dict[str, _Call] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._worker: protocol.Health | None = None
@@ -112,9 +114,11 @@ class Connection:
         self._socket.set(zmq.IPV6, "[" in self._address)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        if self._server_public_key is not None:
-            _use_curve(self._socket, self._server_public_key)
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        if self._keys is not None:
+            _use_curve(self._socket, self._keys)
+        monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        )
         self._connect()
         self._tasks = [self._spawn(self._read()), self._spawn(self._follow(monitor)), self._spawn(self._watch())]
 
@@ -137,17 +141,35 @@ class Connection:
 
     async def _read(self) -> None:
         while True:
-            reply = protocol.from_worker(await self._socket.recv())
+            frame = await self._socket.recv(copy=False)
+            self._check_worker(frame)
+            reply = protocol.from_worker(frame.bytes)
             self._silent_ticks = 0
             if isinstance(reply, protocol.Health) and reply.id == self._hello_id:
                 self._meet(reply)
             else:
                 self._deliver(reply)
 
+    def _check_worker(self, frame: zmq.Frame) -> None:
+        """Raise ForbiddenError if no keys vouch for it, and another user has taken the place of the worker."""
+        if self._keys is not None:
+            return
+        uid = int(str(frame.get("Peer-Address")).split(":")[1])
+        if uid not in (os.geteuid(), 0):
+            raise ForbiddenError(
+                f"worker: expected one of user {os.geteuid()} or of root at {self._address}, found one of user {uid}; "
+                "choose an address in a folder of your own, or use keys"
+            )
+
     async def _follow(self, monitor: Any) -> None:
         while True:
             event = await recv_monitor_message(monitor)
             self._is_connected = False
+            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise ForbiddenError(
+                    f"worker: expected the one at {self._address} to know this client's key, found that it does not; "
+                    "add its public key to the worker's clients_file and start the worker anew"
+                )
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._hello_id = uuid.uuid4().hex
                 self._socket.send(protocol.encode(protocol.GetHealth(id=self._hello_id)))
@@ -164,11 +186,7 @@ class Connection:
                 self._socket.send(protocol.encode(protocol.GetHealth(id=uuid.uuid4().hex)))
 
     def _silence(self) -> WorkerLostError:
-        hint = (
-            "it ended or hangs"
-            if self._worker
-            else "check the address, that a worker runs there, and server_public_key"
-        )
+        hint = "it ended or hangs" if self._worker else "check the address, that a worker runs there, and its keys"
         return WorkerLostError(f"worker: no answer from {self._address} for {self._timeout} s; {hint}")
 
     def _meet(self, worker: protocol.Health) -> None:
@@ -223,15 +241,7 @@ def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
     return getattr(message, "caller", None)
 
 
-def _check_key(key: str) -> None:
-    if len(key) != 40 or not set(key.encode()) <= set(Z85CHARS):
-        raise ConfigError(
-            f"server_public_key: expected the 40 Z85 characters of a CURVE key, found {len(key)} characters"
-        )
-
-
-def _use_curve(dealer: zmq.Socket[Any], server_public_key: str) -> None:
-    public, secret = zmq.curve_keypair()
-    dealer.set(zmq.CURVE_SERVERKEY, server_public_key.encode())
-    dealer.set(zmq.CURVE_PUBLICKEY, public)
-    dealer.set(zmq.CURVE_SECRETKEY, secret)
+def _use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
+    dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
+    dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
+    dealer.set(zmq.CURVE_SECRETKEY, keys.secret)

@@ -33,6 +33,18 @@ class QueueFullError(TruerollError):
     code = "queue_full"
 
 
+class UnreadError(TruerollError):
+    """The client did not read its replies, and the worker gave them up; ask again."""
+
+    code = "unread"
+
+
+class ForbiddenError(TruerollError):
+    """The client's role does not allow this call, or the worker does not know the client's key."""
+
+    code = "forbidden"
+
+
 class UnavailableError(TruerollError):
     """The worker is in a state in which it accepts no new requests."""
 
@@ -87,6 +99,8 @@ SENT_ERRORS: tuple[type[TruerollError], ...] = (
     InvalidRequestError,
     IdConflictError,
     QueueFullError,
+    UnreadError,
+    ForbiddenError,
     UnavailableError,
     UnknownRequestError,
     WorkerFailedError,

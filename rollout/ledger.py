@@ -1,6 +1,6 @@
 """The worker's record of requests: what makes submission idempotent and results survive a lost connection.
 
-Owns: which request ids are in use, for which content, who waits for them, and what was replied so far.
+Owns: which request ids of which users are in use, for which content, who waits for them, and what was replied so far.
 Does not own: sockets, the engine, or the decision to accept. It holds replies as encoded frames and sends none.
 
 Promises: an id stands for one content for as long as it is known. An open entry is never dropped. Finished entries are
@@ -17,25 +17,40 @@ from typing import TypeAlias
 from ..engine.request import FinishReason, SamplingParams
 from .errors import IdConflictError
 from .protocol import Generate, Score
+from .users import scoped
 
+FIXED_BYTES = 1024
+"""Of a request beside its tokens."""
 INT_BYTES = 36
 """Of a number in memory, with its place in a tuple."""
 Subscriber: TypeAlias = tuple[bytes, str | None]
 """Whom replies are sent to: the identity of a connection, and the caller behind it."""
 
 
+def num_bytes_of(message: Generate | Score) -> int:
+    """What the content of a request takes, about."""
+    if isinstance(message, Score):
+        return FIXED_BYTES + len(message.token_ids)
+    params = message.params
+    num_bytes = FIXED_BYTES + len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
+    return num_bytes + sum(map(len, params.stop))
+
+
 @dataclass
 class Entry:
     """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
 
-    `subscribers` has one for each submission, as each is owed its own replies. `params` are as resolved, None for a
-    score. `num_unfinished` counts samples still to come. `callers`: all that asked for it; `num_aborts`: aborts that
-    the engine has not answered. `successors`: who is not to get what is aborted, and waits until it has ended.
+    `user`: whose it is; `key`: what it is called among those of all users. `subscribers` has one for each submission,
+    as each is owed its own replies. `params` are as resolved, None for a score. `num_unfinished` counts samples still
+    to come. `num_bytes_asked`: of the content. `callers`: all that asked for it; `num_aborts`: aborts that the engine
+    has not answered. `successors`: who is not to get what is aborted, and waits until it has ended.
     """
 
+    user: str | None
     message: Generate | Score
     params: SamplingParams | None
     num_unfinished: int
+    num_bytes_asked: int
     subscribers: list[Subscriber] = field(default_factory=list)
     callers: set[str | None] = field(default_factory=set)
     replies: list[bytes] = field(default_factory=list)
@@ -45,13 +60,13 @@ class Entry:
     is_wanted: bool = True
 
     @property
+    def key(self) -> str:
+        return scoped(self.user, self.message.id)
+
+    @property
     def num_bytes(self) -> int:
         """What its content and its replies take, about."""
-        if isinstance(message := self.message, Score):
-            return len(message.token_ids) + sum(map(len, self.replies))
-        params = message.params
-        num_bytes = len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
-        return num_bytes + sum(map(len, params.stop)) + sum(map(len, self.replies))
+        return self.num_bytes_asked + sum(map(len, self.replies))
 
     @property
     def is_aborted(self) -> bool:
@@ -70,11 +85,12 @@ class Entry:
         self.is_wanted = self.is_wanted and bool(self.subscribers)
         return not self.subscribers
 
-    def lose(self, subscriber: Subscriber) -> None:
-        """The connection of a subscriber is gone. Should it come back, what was aborted meanwhile is not for it."""
-        self.subscribers = [each for each in self.subscribers if each != subscriber]
-        if all(caller != subscriber[1] for _, caller in self.subscribers):
-            self.callers.discard(subscriber[1])
+    def lose(self, identity: bytes) -> None:
+        """A connection is gone. Should its callers come back, what was aborted meanwhile is not for them."""
+        lost = {caller for each, caller in self.subscribers if each == identity}
+        self.subscribers = [each for each in self.subscribers if each[0] != identity]
+        self.successors = [each for each in self.successors if each[0] != identity]
+        self.callers -= lost - {caller for _, caller in self.subscribers}
 
 
 @dataclass
@@ -91,34 +107,39 @@ class ServiceStats:
 
 
 class Ledger:
-    """Requests by id: `open` ones and `kept` ones. `num_samples_left` counts the samples of the open ones to come."""
+    """Requests by key: `open` ones and `kept` ones. `num_samples_left` counts the samples of the open ones to come,
+    `num_bytes_open` what was asked for in them.
+    """
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
         self.open: dict[str, Entry] = {}
         self.kept: dict[str, Entry] = {}
         self.num_samples_left = 0
+        self.num_bytes_open = 0
         self.stats = ServiceStats()
         self._max_kept_results = max_kept_results
         self._max_kept_bytes = max_kept_bytes
         self._kept_bytes = 0
 
-    def find(self, message: Generate | Score) -> Entry | None:
+    def find(self, user: str | None, message: Generate | Score) -> Entry | None:
         """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
-        entry = self.open.get(message.id) or self.kept.get(message.id)
+        key = scoped(user, message.id)
+        entry = self.open.get(key) or self.kept.get(key)
         if entry is not None and entry.message != message.model_copy(update={"caller": entry.message.caller}):
             raise IdConflictError(
                 f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
             )
         return entry
 
-    def add(self, message: Generate | Score, params: SamplingParams | None) -> Entry:
+    def add(self, user: str | None, message: Generate | Score, params: SamplingParams | None) -> Entry:
         """Open an entry for a new id, or in the place of a kept one."""
-        if message.id in self.kept:
-            self.forget(message.id)
+        entry = Entry(user, message, params, 1 if params is None else params.n, num_bytes_of(message))
+        if entry.key in self.kept:
+            self.forget(entry.key)
         self.stats.accepted += 1
-        entry = Entry(message, params, num_unfinished=1 if params is None else params.n)
         self.num_samples_left += entry.num_unfinished
-        self.open[message.id] = entry
+        self.num_bytes_open += entry.num_bytes_asked
+        self.open[entry.key] = entry
         return entry
 
     def join(self, entry: Entry) -> None:
@@ -132,33 +153,38 @@ class Ledger:
         entry.num_unfinished -= 1
         self.num_samples_left -= 1
 
-    def fail(self, id: str) -> Entry:
+    def fail(self, key: str) -> Entry:
         """Close an open entry that gets no result; its id is free again."""
         self.stats.failed += 1
-        entry = self.open.pop(id)
+        entry = self._close(key)
         self.num_samples_left -= entry.num_unfinished
         return entry
 
-    def finish(self, id: str) -> None:
+    def _close(self, key: str) -> Entry:
+        entry = self.open.pop(key)
+        self.num_bytes_open -= entry.num_bytes_asked
+        return entry
+
+    def finish(self, key: str) -> None:
         """Move an open entry to the kept ones, and push out the oldest of those while the bounds are exceeded."""
-        entry = self.open.pop(id)
+        entry = self._close(key)
         self.stats.finished += 1
         if entry.is_wanted:
-            self.kept[id] = entry
+            self.kept[key] = entry
             self._kept_bytes += entry.num_bytes
         while len(self.kept) > self._max_kept_results or self._kept_bytes > self._max_kept_bytes:
             self.forget(next(iter(self.kept)))
             self.stats.dropped += 1
 
-    def acknowledge(self, id: str) -> None:
-        """Drop a kept result. An open request goes on, but its result will not be kept. An unknown id changes
+    def acknowledge(self, key: str) -> None:
+        """Drop a kept result. An open request goes on, but its result will not be kept. An unknown key changes
         nothing.
         """
-        if id in self.kept:
-            self.forget(id)
-        elif id in self.open:
-            self.open[id].is_wanted = False
+        if key in self.kept:
+            self.forget(key)
+        elif key in self.open:
+            self.open[key].is_wanted = False
 
-    def forget(self, id: str) -> None:
+    def forget(self, key: str) -> None:
         """Drop a kept result."""
-        self._kept_bytes -= self.kept.pop(id).num_bytes
+        self._kept_bytes -= self.kept.pop(key).num_bytes

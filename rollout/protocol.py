@@ -567,10 +567,10 @@ def bytes_to_tokens(data: bytes) -> np.ndarray:
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
-def sample_message(output: SampleOutput) -> Sample:
-    """The message that carries a sample the engine finished."""
+def sample_message(id: str, output: SampleOutput) -> Sample:
+    """The message that carries a sample the engine finished of the request `id`."""
     return Sample(
-        id=output.request_id,
+        id=id,
         index=output.index,
         token_ids=output.token_ids.astype("<i4").tobytes(),
         logprobs=None if output.logprobs is None else output.logprobs.astype("<f4").tobytes(),
@@ -582,10 +582,10 @@ def sample_message(output: SampleOutput) -> Sample:
     )
 
 
-def scores_message(output: ScoreOutput) -> Scores:
-    """The message that carries a score the engine finished."""
+def scores_message(id: str, output: ScoreOutput) -> Scores:
+    """The message that carries a score the engine finished of the request `id`."""
     return Scores(
-        id=output.request_id,
+        id=id,
         logprobs=output.logprobs.astype("<f4").tobytes(),
         finish_reason=output.finish_reason,
         weight_versions=_spans(output.weight_versions),

@@ -1,82 +1,192 @@
-"""The worker's ROUTER socket: bound where the settings say, encrypted if they name keys.
+"""The worker's ROUTER socket: bound where the settings say, to clients who may come in, within limits.
 
-Owns nothing: whoever calls gets the socket, and the folder that was made for it, and closes both.
+Owns: the socket, the private folder made for it if any, the check of keys, the gate, and the replies that wait for
+clients that do not read. Does not own what messages mean. Promises: `receive` says of each message who sent it; what
+bytes, connections and slow readers take is bounded; `close` leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import stat
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import zmq
-import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 
 from ..engine.errors import ConfigError
 from .config import WorkerConfig
+from .gate import Gate
+from .keys import OWNER, Client, ServerKeys, server_keys
+from .outboxes import Outboxes
 
-OVERSIZE_FACTOR = 4
+OVERSIZE_FACTOR = 2
 """ZMQ cuts the connection of a client that sends more than this many times `max_message_bytes`; below it, an error
 replies.
 """
-HEARTBEAT_MS = 10_000
+HANDSHAKE_MS = 5000
+SEND_HWM = 256
+RECEIVE_HWM = 64
+KEEPALIVE_SECONDS = 30
+LINGER_MS = 2000
+FLUSH_MS = 10
+"""How long a reply may wait for a look whether its slow reader has read."""
+DOMAIN = "trueroll"
 
 
-def bind_router(
-    context: zmq.Context[Any], config: WorkerConfig
-) -> tuple[zmq.Socket[bytes], str, tempfile.TemporaryDirectory[str] | None]:
-    """A socket bound to the configured address, the address it got, and the folder made for it, if any.
+@dataclass(frozen=True)
+class Peer:
+    """Who sent a message: its connection, by the identity to reply to, and the client behind it."""
 
-    Raise ConfigError if nothing can listen there, or if the keys cannot be read.
+    identity: bytes
+    client: Client
+
+
+class Router:
+    """Listens at once; `address` is where. `on_lost` is called with each identity that gets no more replies.
+
+    Raise ConfigError if nothing can listen at the configured address, or if keys cannot be read.
     """
-    keys = None if config.curve_secret_key_file is None else _read_keys(config.curve_secret_key_file)
-    address, folder = (config.address, None) if config.address is not None else _private_ipc_address()
-    router = context.socket(zmq.ROUTER)
+
+    def __init__(self, config: WorkerConfig, on_lost: Callable[[bytes], None]) -> None:
+        self._keys = server_keys(config)
+        self._context = zmq.Context()
+        self._authenticator = None if self._keys is None else _authenticate(self._context, self._keys)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._gate = Gate(self._socket, config.max_connections)
+        self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost)
+        try:
+            self.address = self._bind(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bind(self, config: WorkerConfig) -> str:
+        if (address := config.address) is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="trueroll-")
+            address = f"ipc://{self._folder.name}/worker.sock"
+        _set_options(self._socket, config, address, self._keys)
+        try:
+            _check_ipc_is_free(address)
+            with _private_files():
+                self._socket.bind(address)
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(
+                f"address: cannot listen at {address}: {error.strerror}; choose another address"
+            ) from None
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Let `poller` wake up when there is something to `receive`."""
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._gate.monitor, zmq.POLLIN)
+
+    @property
+    def poll_ms(self) -> float:
+        """After how long `maintain` has something to do."""
+        return FLUSH_MS if len(self._outboxes) else float("inf")
+
+    def maintain(self) -> None:
+        """See who came and went, and who reads again."""
+        self._gate.follow()
+        self._outboxes.flush()
+
+    def receive(self) -> tuple[Peer, list[bytes]] | None:
+        """The next message's sender and frames; None if there is none now."""
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            if self._gate.has_silent:
+                self._gate.heard(identity.get(zmq.SRCFD))
+            if not self._outboxes.is_dropped(identity.bytes):
+                return Peer(identity.bytes, self._client(identity)), [frame.bytes for frame in frames]
+
+    def _client(self, frame: zmq.Frame) -> Client:
+        return OWNER if self._keys is None else self._keys.clients[str(frame.get("User-Id"))]
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Send to a client; False if it is gone, or was dropped since it does not read."""
+        return self._outboxes.send(identity, frame)
+
+    def close(self) -> None:
+        """Stop listening, and give what was sent up to `LINGER_MS` to leave."""
+        self._gate.close()
+        self._socket.close(linger=LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, keys: ServerKeys | None) -> None:
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
-    # libzmq 4.3.5 aborts the process when the heartbeat of a connection is due that ended while its queue was full, and
-    # of one whose identity another connection took over (ROUTER_HANDOVER).
-    router.set(zmq.RCVHWM, 0)
-    router.set(zmq.SNDHWM, 0)
-    router.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    router.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    # libzmq 4.3.5 aborts the process when a heartbeat of its own is due of a connection that ended while its receive
+    # queue was full, and of one whose identity another connection took over (ROUTER_HANDOVER). So the worker sends no
+    # heartbeats: the system finds out about hosts that are gone.
+    router.set(zmq.RCVHWM, RECEIVE_HWM)
+    router.set(zmq.SNDHWM, SEND_HWM)
+    router.set(zmq.TCP_KEEPALIVE, 1)
+    router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS)
+    router.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS // 3)
+    router.set(zmq.TCP_KEEPALIVE_CNT, 3)
     router.set(zmq.IPV6, "[" in address)
     if keys is not None:
         router.set(zmq.CURVE_SERVER, 1)
-        router.set(zmq.CURVE_PUBLICKEY, keys[0])
-        router.set(zmq.CURVE_SECRETKEY, keys[1])
-    try:
-        _check_ipc_is_free(address)
-        router.bind(address)
-    except (OSError, zmq.ZMQError) as error:
-        context.destroy(linger=0)
-        raise ConfigError(f"address: cannot listen at {address}: {error.strerror}; choose another address") from None
-    return router, router.get_string(zmq.LAST_ENDPOINT), folder
+        router.set(zmq.CURVE_PUBLICKEY, keys.public)
+        router.set(zmq.CURVE_SECRETKEY, keys.secret)
+        router.set_string(zmq.ZAP_DOMAIN, DOMAIN)
+
+
+class _Known:
+    """What the authenticator asks whether it is to let a key in."""
+
+    def __init__(self, keys: ServerKeys) -> None:
+        self._keys = keys
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key.decode() in self._keys.clients
+
+
+def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> ThreadAuthenticator:
+    """Lets in who has one of the keys, and no others; their public keys come with their messages as `User-Id`."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(DOMAIN, credentials_provider=_Known(keys))
+    return authenticator
 
 
 def _check_ipc_is_free(address: str) -> None:
-    """Raise OSError if somebody listens at an ipc address: ZMQ would quietly take it from them."""
+    """Raise OSError if there is anything at an ipc address but the socket of a worker that is gone: ZMQ would quietly
+    remove it.
+    """
     path = address.removeprefix("ipc://")
-    if path == address or not Path(path).exists():
+    if path == address or not os.path.lexists(path):
         return
+    if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+        raise OSError(0, "there is something else than a socket")
     with socket.socket(socket.AF_UNIX) as probe:
-        if probe.connect_ex(path) == 0:
+        probe.setblocking(False)
+        if probe.connect_ex(path) in (0, errno.EAGAIN):
             raise OSError(0, "another process listens there")
 
 
-def _read_keys(secret_key_file: str) -> tuple[bytes, bytes]:
-    """The public and the secret key in a file of `zmq.auth.create_certificates`."""
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """What is made meanwhile, by this process, is for this user alone."""
+    before = os.umask(0o077)
     try:
-        public, secret = zmq.auth.load_certificate(secret_key_file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"curve_secret_key_file: cannot read {secret_key_file}: {error}") from None
-    if secret is None:
-        raise ConfigError(f"curve_secret_key_file: {secret_key_file} has no secret key; name the .key_secret file")
-    return public, secret
-
-
-def _private_ipc_address() -> tuple[str, tempfile.TemporaryDirectory[str]]:
-    """An address in a new folder that only this user can enter, and that folder."""
-    folder = tempfile.TemporaryDirectory(prefix="trueroll-")
-    return f"ipc://{folder.name}/worker.sock", folder
+        yield
+    finally:
+        os.umask(before)

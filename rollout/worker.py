@@ -4,10 +4,11 @@ Two threads: the one that calls `Worker.run` does all input and output, and the 
 Events of the engine wake the first through a socket pair. Health and stats are answered from snapshots, also while a
 step runs long.
 
-Owns: the socket, the ledger of requests, and those that wait because the worker is not ready. Does not own: the engine
-(the engine thread does), the state of the worker (`control` does).
+Owns: the ledger of requests, and those that wait because the worker is not ready; what each role may ask for. Does not
+own: the engine (the engine thread does), the state of the worker (`control` does), connections (`router` does).
 Promises: every accepted request gets exactly one terminal reply for each time it was submitted, also when the engine
-fails or the worker is told to end; no received bytes end the process.
+fails or the worker is told to end, unless its client does not read; no received bytes end the process; a user's
+requests and cached prefixes are nobody else's.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import zmq
 
 from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
-from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest, seed_of
+from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest, check_length, seed_of
 from ..weight_sync.policy import PushPolicy
 from . import protocol
 from .calls import Calls
@@ -49,18 +49,30 @@ from .engine_thread import (
     Run,
     Stop,
 )
-from .errors import MessageTooLargeError, ProtocolError, QueueFullError, UnavailableError, WorkerFailedError
-from .ledger import Entry, Ledger, Subscriber
+from .errors import (
+    ForbiddenError,
+    MessageTooLargeError,
+    ProtocolError,
+    QueueFullError,
+    UnavailableError,
+    WorkerFailedError,
+)
+from .ledger import Entry, Ledger, Subscriber, num_bytes_of
 from .metrics import MetricsServer
-from .router import bind_router
+from .resident import ResidentMemory
+from .router import Peer, Router
 from .timings import Timings
+from .users import salt_of, scoped
 
+MOST_CALLS = 1024
+"""Calls to control the worker that may be under way, and times that one of them may be asked for."""
 ABORT_SECONDS = 5.0
 """How long the engine may take to abort what is left after the drain deadline."""
 FAILED_SECONDS = 0.5
 """How long a failed worker still answers, so that a health check can see the state."""
-LINGER_MS = 2000
 MESSAGES_PER_TURN = 256
+
+FOR_ALL_ROLES = protocol.Generate | protocol.Score | protocol.Abort | protocol.GetHealth | protocol.GetStats
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +98,8 @@ class Worker:
         self._deadline = float("inf")
         self._drain_calls = 0
         self._aborts_sent = False
-        self._calls = Calls(self._send)
-        self._aborts = Calls(self._send)  # of their own, as they are many
+        self._calls = Calls(self._send, MOST_CALLS)
+        self._aborts = Calls(self._send, config.max_queued_requests)  # of their own, as they are many
         self._interrupted: list[Entry] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._waiting_room: dict[str, Request] = {}
@@ -97,8 +109,9 @@ class Worker:
         self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
         policy = PushPolicy(config.push_folder, tuple(config.push_hosts))
         self._control = Control(self, self._calls, self._timings, policy)
-        self._context = zmq.Context()
-        self._socket, self.address, self._folder = bind_router(self._context, config)
+        self._resident = ResidentMemory()
+        self._router = Router(config, self._lose)
+        self.address = self._router.address
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -107,7 +120,7 @@ class Worker:
             try:
                 self._metrics = MetricsServer(config.metrics_port, self)
             except BaseException:
-                self._close_socket()
+                self._close_system()
                 raise
 
     # Callable from other threads, `drain` from signal handlers too.
@@ -158,12 +171,13 @@ class Worker:
 
     def _loop(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        self._router.register(poller)
         poller.register(self._wake_reader, zmq.POLLIN)
         while not self._is_over():
             readable = dict(poller.poll(self._poll_ms()))
             if self._wake_reader.fileno() in readable:
                 self._wake_reader.recv(4096)
+            self._router.maintain()
             self._handle_events()
             self._handle_messages()
             self._follow_drain()
@@ -182,23 +196,20 @@ class Worker:
         return bool(self._ledger.open or self._calls.under_way or self._aborts.under_way)
 
     def _poll_ms(self) -> int | None:
-        deadline = min(self._deadline, self._control.deadline)
-        if deadline == float("inf"):
-            return None
-        return max(0, round(1000 * (deadline - time.monotonic()))) + 1
+        to_deadline = 1000 * (min(self._deadline, self._control.deadline) - time.monotonic())
+        ms = min(max(0.0, to_deadline), self._router.poll_ms)
+        return None if ms == float("inf") else round(ms) + 1
 
     def _close(self) -> None:
         self._engine_thread.commands.put(Stop())
         self._engine_thread.join(timeout=1.0)
         if self._metrics is not None:
             self._metrics.close()
-        self._close_socket()
+        self._close_system()
 
-    def _close_socket(self) -> None:
-        self._socket.close(linger=LINGER_MS)
-        self._context.term()
-        if self._folder is not None:
-            self._folder.cleanup()
+    def _close_system(self) -> None:
+        self._router.close()
+        self._resident.close()
 
     # What `control` needs, beside `publish_event`.
 
@@ -209,7 +220,7 @@ class Worker:
     def command(self, command: Run, aborts: bool) -> None:
         """Give the engine thread a command, which `aborts` what it has or not."""
         if aborts:
-            self._interrupted = [entry for id, entry in self._ledger.open.items() if id not in self._waiting_room]
+            self._interrupted = [entry for key, entry in self._ledger.open.items() if key not in self._waiting_room]
         for entry in self._interrupted:
             entry.num_aborts += 1
         self._engine_thread.commands.put(command)
@@ -226,8 +237,8 @@ class Worker:
         """Give the engine the requests that wait, if it is to have them."""
         if self._control.takes_requests:
             self._not_begun.clear()
-            for id in list(self._waiting_room):
-                self._give_to_engine(id)
+            for key in list(self._waiting_room):
+                self._give_to_engine(key)
 
     @property
     def num_unfinished(self) -> int:
@@ -249,28 +260,27 @@ class Worker:
 
     def _handle_messages(self) -> None:
         for _ in range(MESSAGES_PER_TURN):
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if (received := self._router.receive()) is None:
                 return
-            self._handle_message(identity, frames)
+            self._handle_message(*received)
 
-    def _handle_message(self, identity: bytes, frames: list[bytes]) -> None:
+    def _handle_message(self, peer: Peer, frames: list[bytes]) -> None:
         try:
             message = self._read(frames)
         except TruerollError as error:
             log.debug("refused a message: %s", error.code)
-            self._reply_error(identity, protocol.id_in(frames[-1]), error)
+            self._reply_error(peer.identity, protocol.id_in(frames[-1]), error)
             return
         if isinstance(message, protocol.Ack):
             for id in message.ids:
-                self._ledger.acknowledge(id)
+                self._ledger.acknowledge(scoped(peer.client.user, id))
             return
         try:
-            self._handle(identity, message)
+            _check_role(peer, message)
+            self._handle(peer, message)
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
-            self._reply_error(identity, message.id, error, getattr(message, "caller", None))
+            self._reply_error(peer.identity, message.id, error, getattr(message, "caller", None))
 
     def _read(self, frames: list[bytes]) -> protocol.FromClient:
         """The message in frames. Raises ProtocolError or MessageTooLargeError, whatever the bytes are."""
@@ -294,50 +304,58 @@ class Worker:
             )
         return frames[0]
 
-    def _handle(self, identity: bytes, message: protocol.Call) -> None:
+    def _handle(self, peer: Peer, message: protocol.Call) -> None:
         match message:
             case protocol.Generate() | protocol.Score():
-                self._submit(identity, message)
+                self._submit(peer.identity, peer.client.user, message)
             case protocol.Abort():
-                if self._aborts.is_new(identity, message):
-                    self._abort(message)
+                if self._aborts.is_new(self._abort_key(peer, message), peer.identity, message):
+                    self._abort(peer, message)
             case protocol.GetHealth():
-                self.reply(identity, self.health(message.id))
+                self.reply(peer.identity, self.health(message.id))
             case protocol.GetStats():
-                self.reply(identity, self.stats(message.id))
+                self.reply(peer.identity, self.stats(message.id))
             case _:
-                self._control.handle(identity, message)
+                self._control.handle(peer.identity, message)
 
-    def _submit(self, identity: bytes, message: protocol.Generate | protocol.Score) -> None:
-        entry = self._ledger.find(message)
+    def _submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.Score) -> None:
+        entry = self._ledger.find(user, message)
+        is_open = entry is not None and entry.key in self._ledger.open
         if entry is not None and entry.serves(message.caller):
+            if is_open and len(entry.subscribers) >= self._config.max_queued_requests:
+                raise _too_many("who wait for", entry, len(entry.subscribers))
             self._ledger.join(entry)
-        elif entry is not None and message.id in self._ledger.open:
+        elif entry is not None and is_open:
             self._add_successor(entry, (identity, message.caller))
             return
         else:
-            entry = self._admit(message)
+            entry = self._admit(user, message)
         entry.callers.add(message.caller)
         for reply in entry.replies:
             self._send(identity, protocol.address(reply, message.caller))
-        if message.id in self._ledger.open:
+        if entry.key in self._ledger.open:
             entry.subscribers.append((identity, message.caller))
 
     def _add_successor(self, entry: Entry, successor: Subscriber) -> None:
         if (found := len(entry.successors)) >= self._config.max_queued_requests:
-            raise QueueFullError(f"queue: found {found} waiting for the end of {entry.message.id!r}; try again later")
+            raise _too_many("who wait for the end of", entry, found)
         entry.successors.append(successor)
 
     def _submit_successors(self, entry: Entry) -> None:
         """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
-        if entry.is_aborted and self._ledger.open.get(entry.message.id) is entry:
+        if entry.is_aborted and self._ledger.open.get(entry.key) is entry:
             return
         successors, entry.successors = entry.successors, []
         for identity, caller in successors:
             try:
-                self._submit(identity, entry.message.model_copy(update={"caller": caller}))
+                self._submit(identity, entry.user, entry.message.model_copy(update={"caller": caller}))
             except TruerollError as error:
                 self._reply_error(identity, entry.message.id, error, caller)
+
+    def _lose(self, identity: bytes) -> None:
+        """A client gets no more replies."""
+        for entry in self._ledger.open.values():
+            entry.lose(identity)
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -360,52 +378,64 @@ class Worker:
                 f"queue: holds {self._ledger.num_samples_left} of max_queued_samples = {config.max_queued_samples} "
                 f"unfinished samples, no room for {num_samples} more; wait for results and try again"
             )
+        if self._ledger.num_bytes_open + (num_bytes := num_bytes_of(message)) > config.max_queued_bytes:
+            raise QueueFullError(
+                f"queue: holds {self._ledger.num_bytes_open} of max_queued_bytes = {config.max_queued_bytes} bytes of "
+                f"requests, no room for {num_bytes} more; wait for results and try again"
+            )
+        if self._info is not None:
+            check_length(*_length(message), self._info["max_model_len"])
 
-    def _admit(self, message: protocol.Generate | protocol.Score) -> Entry:
+    def _admit(self, user: str | None, message: protocol.Generate | protocol.Score) -> Entry:
         self._check_admission(message)
         if isinstance(message, protocol.Score):
-            tokens = protocol.bytes_to_tokens(message.token_ids)
-            request = ScoreRequest(message.id, tokens, message.distribution, message.cache_salt)
-            entry = self._ledger.add(message, None)
+            entry = self._ledger.add(user, message, None)
+            tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(user, message.cache_salt)
+            request = ScoreRequest(entry.key, tokens, message.distribution, salt)
         else:
             params = message.params
             if params.seed is None:
                 params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
-            request = GenerateRequest(message.id, protocol.bytes_to_tokens(message.prompt_token_ids), params)
-            entry = self._ledger.add(message, params)
-        self._waiting_room[request.id] = request
+            entry = self._ledger.add(user, message, params)
+            salted = params.model_copy(update={"cache_salt": salt_of(user, params.cache_salt)})
+            request = GenerateRequest(entry.key, protocol.bytes_to_tokens(message.prompt_token_ids), salted)
+        self._waiting_room[entry.key] = request
         self.admit_requests()
         return entry
 
-    def _give_to_engine(self, id: str) -> None:
-        self._engine_thread.commands.put(Add(self._waiting_room.pop(id)))
+    def _give_to_engine(self, key: str) -> None:
+        self._engine_thread.commands.put(Add(self._waiting_room.pop(key)))
 
-    def _abort(self, message: protocol.Abort) -> None:
-        if message.caller is not None and self._withdraw(message.request_id, message.caller):
-            self._finish_abort(message, 0)
-        elif (entry := self._ledger.open.get(message.request_id)) is None:
+    def _abort_key(self, peer: Peer, message: protocol.Abort) -> str:
+        return scoped(peer.client.user, message.id)
+
+    def _abort(self, peer: Peer, message: protocol.Abort) -> None:
+        call, key = self._abort_key(peer, message), scoped(peer.client.user, message.request_id)
+        if message.caller is not None and self._withdraw(key, message.caller):
+            self._finish_abort(call, message, 0)
+        elif (entry := self._ledger.open.get(key)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
-            self._aborts.refuse(message.id, UnknownRequestError(unknown))
+            self._aborts.refuse(call, UnknownRequestError(unknown))
         else:
             entry.num_aborts += 1
-            if message.request_id in self._waiting_room:
-                self._not_begun.add(message.request_id)
-                self._give_to_engine(message.request_id)
-            self._engine_thread.commands.put(End(message.request_id, message.index, tag=(message, entry)))
+            if key in self._waiting_room:
+                self._not_begun.add(key)
+                self._give_to_engine(key)
+            self._engine_thread.commands.put(End(key, message.index, tag=(call, message, entry)))
 
-    def _withdraw(self, id: str, caller: str) -> bool:
+    def _withdraw(self, key: str, caller: str) -> bool:
         """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
-        if entry := self._ledger.open.get(id):
+        if entry := self._ledger.open.get(key):
             return not entry.withdraw(caller)
-        if entry := self._ledger.kept.get(id):
+        if entry := self._ledger.kept.get(key):
             entry.callers.discard(caller)
             if not entry.callers:
-                self._ledger.forget(id)
+                self._ledger.forget(key)
         return entry is not None
 
-    def _finish_abort(self, message: protocol.Abort, num_samples: int) -> None:
+    def _finish_abort(self, call: str, message: protocol.Abort, num_samples: int) -> None:
         reply = protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
-        self._aborts.answer(message.id, reply)
+        self._aborts.answer(call, reply)
 
     # Callable from any thread: they read what changes as a whole, and wait for nothing.
 
@@ -430,7 +460,7 @@ class Worker:
         )
 
     def _memory(self) -> dict[str, int]:
-        memory = {"process": psutil.Process().memory_info().rss}
+        memory = {"process": self._resident.num_bytes()}
         if (snapshot := self._engine_thread.snapshot) is not None:
             memory |= snapshot.memory | {"staging": self._control.staging_bytes}
         return memory
@@ -463,8 +493,8 @@ class Worker:
                 self._finish_loading(info, weights)
             case Finished(outputs):
                 self._publish_outputs(outputs)
-            case Refused(request_id, error):
-                self._publish_error(request_id, error)
+            case Refused(key, error):
+                self._publish_error(key, error)
             case Ended():
                 self._publish_end(event)
             case Ran():
@@ -488,20 +518,20 @@ class Worker:
             if isinstance(output, SampleOutput):
                 self._publish_sample(entry, output)
             else:
-                self._publish(entry, protocol.scores_message(output))
+                self._publish(entry, protocol.scores_message(entry.message.id, output))
                 self._ledger.end_sample(entry, output.finish_reason)
-                self._finish(output.request_id, entry)
+                self._finish(entry)
 
     def _publish_sample(self, entry: Entry, output: SampleOutput) -> None:
-        self._publish(entry, protocol.sample_message(output))
+        self._publish(entry, protocol.sample_message(entry.message.id, output))
         self._ledger.end_sample(entry, output.finish_reason)
         if entry.num_unfinished == 0:
             self._publish(entry, _done(entry))
-            self._finish(output.request_id, entry)
+            self._finish(entry)
 
-    def _finish(self, id: str, entry: Entry) -> None:
-        self._ledger.finish(id)
-        self._not_begun.discard(id)
+    def _finish(self, entry: Entry) -> None:
+        self._ledger.finish(entry.key)
+        self._not_begun.discard(entry.key)
         self._submit_successors(entry)
 
     def _publish(self, entry: Entry, message: protocol.Sample | protocol.Done | protocol.Scores) -> None:
@@ -509,25 +539,25 @@ class Worker:
         entry.replies.append(reply)
         for identity, caller in tuple(entry.subscribers):
             if not self._send(identity, protocol.address(reply, caller)):
-                entry.lose((identity, caller))
+                entry.lose(identity)
 
-    def _publish_error(self, request_id: str, error: TruerollError) -> None:
-        entry = self._ledger.fail(request_id)
-        self._not_begun.discard(request_id)
+    def _publish_error(self, key: str, error: TruerollError) -> None:
+        entry = self._ledger.fail(key)
+        self._not_begun.discard(key)
         for identity, caller in entry.subscribers:
-            self._reply_error(identity, request_id, error, caller)
+            self._reply_error(identity, entry.message.id, error, caller)
         self._submit_successors(entry)
 
     def _publish_end(self, event: Ended) -> None:
         self._publish_outputs(event.outputs)
         if event.command.tag is None:
             return  # nobody asked: the worker ends
-        message, entry = event.command.tag
+        call, message, entry = event.command.tag
         entry.num_aborts -= 1
         if event.error is not None:
-            self._aborts.refuse(message.id, event.error)
+            self._aborts.refuse(call, event.error)
         else:
-            self._finish_abort(message, len(event.outputs))
+            self._finish_abort(call, message, len(event.outputs))
         self._submit_successors(entry)
 
     # Ending.
@@ -546,17 +576,17 @@ class Worker:
 
     def _start_ending(self) -> None:
         self._control.start_ending()
-        for id in list(self._waiting_room):
-            self._give_to_engine(id)
+        for key in list(self._waiting_room):
+            self._give_to_engine(key)
         self._deadline = time.monotonic() + self._config.drain_seconds
 
     def _fail_everything(self, error: TruerollError) -> None:
         """Answer every open request and call with an error."""
-        for id in list(self._ledger.open):
-            self._publish_error(id, error)
+        for key in list(self._ledger.open):
+            self._publish_error(key, error)
         self._control.fail_calls(error)
-        for id in self._aborts.under_way:
-            self._aborts.refuse(id, error)
+        for call in self._aborts.under_way:
+            self._aborts.refuse(call, error)
 
     def _abort_open_requests(self) -> None:
         if self._info is None:
@@ -566,9 +596,9 @@ class Worker:
             self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
             return
         log.warning("aborting %d unfinished requests", len(self._ledger.open))
-        for id, entry in self._ledger.open.items():
+        for key, entry in self._ledger.open.items():
             entry.num_aborts += 1
-            self._engine_thread.commands.put(End(id, None, tag=None))
+            self._engine_thread.commands.put(End(key, None, tag=None))
         self._aborts_sent = True
         self._deadline = time.monotonic() + ABORT_SECONDS
 
@@ -586,14 +616,32 @@ class Worker:
         self.reply(identity, protocol.error_message(id, error, caller))
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
-        """Send to a client; False if it is gone."""
-        try:
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        """Send to a client; False if it gets no more replies."""
+        return self._router.send(identity, frame)
+
+
+def _check_role(peer: Peer, message: protocol.Call) -> None:
+    """Raise ForbiddenError unless the client's role allows the call."""
+    client = peer.client
+    if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
+        raise ForbiddenError(
+            f"{message.type}: expected a client with the role control, found {client.user} with the role "
+            f"{client.role}; use another key, or change the worker's clients_file and start it anew"
+        )
+    # Replies to a request go to the identity that asked for it, which another user could take up once it is free.
+    if client.user is not None and not peer.identity.startswith(b"\0"):
+        raise ForbiddenError("connection: expected no identity of its own (ZMQ_ROUTING_ID), found one; set none")
+
+
+def _too_many(which: str, entry: Entry, found: int) -> QueueFullError:
+    return QueueFullError(f"queue: found {found} {which} {entry.message.id!r}; try again later")
+
+
+def _length(message: protocol.Generate | protocol.Score) -> tuple[int, int]:
+    """Tokens of the prompt, and how many may follow."""
+    if isinstance(message, protocol.Score):
+        return len(message.token_ids) // 4, 0
+    return len(message.prompt_token_ids) // 4, message.params.max_tokens
 
 
 def _done(entry: Entry) -> protocol.Done:

@@ -47,6 +47,7 @@ class FakeInfo:
     backend: str = "fake"
     backend_note: str = ""
     eos_token_ids: tuple[int, ...] = (2,)
+    max_model_len: int = MAX_MODEL_LEN
 
 
 @dataclass(frozen=True)

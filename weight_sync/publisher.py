@@ -78,7 +78,7 @@ class WeightPublisher:
     they go on under the new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with
     what they have (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a
     push that fails then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and
-    infinities. `server_public_key`: of workers with CURVE keys.
+    infinities. `server_public_key`, `client_key_file`: see `RolloutClient`; the client's role must be control.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class WeightPublisher:
         reject_nonfinite: bool = False,
         drain_timeout: float = 600.0,
         server_public_key: str | None = None,
+        client_key_file: str | None = None,
     ) -> None:
         _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
         _check(
@@ -113,7 +114,7 @@ class WeightPublisher:
         self._folder = None if folder is None else Path(folder)
         self._host = host or DEFAULT_HOST
         self._is_sparse = sparse
-        self._server_public_key = server_public_key
+        self._keys = server_public_key, client_key_file
         self._workers: Workers | None = None
         self._buffers: list[torch.Tensor] = []
         self._base: Base | None = None
@@ -122,7 +123,7 @@ class WeightPublisher:
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Push to these workers from now on, and to no others. Sends nothing yet."""
-        workers = Workers(addresses, self._settings.timeout, self._server_public_key)
+        workers = Workers(addresses, self._settings.timeout, self._keys)
         self._disconnect()
         self._workers = workers
 

@@ -30,15 +30,17 @@ class WorkerFailure(Exception):
 
 
 class Workers:
-    """The workers at `addresses`; a position is an index into them."""
+    """The workers at `addresses`; a position is an index into them. `keys`: `server_public_key` and `client_key_file`
+    of `RolloutClient`.
+    """
 
-    def __init__(self, addresses: Sequence[str], timeout: float, server_public_key: str | None) -> None:
+    def __init__(self, addresses: Sequence[str], timeout: float, keys: tuple[str | None, str | None]) -> None:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ConfigError(f"addresses: expected a list of strings, found {addresses!r:.80}; give a list")
         if len(set(addresses)) != len(addresses):
             raise ConfigError(f"addresses: expected each worker once, found {list(addresses)}; leave the others out")
         self.addresses = tuple(addresses)
-        self._clients = [AsyncRolloutClient(address, timeout, server_public_key) for address in addresses]
+        self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
 
     def ask(self, what: str, calls: Calls, timeout: float) -> Future[list[Any]]:

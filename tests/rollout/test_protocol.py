@@ -110,7 +110,7 @@ def test_a_sample_comes_back_by_bits() -> None:
     tokens = np.array([5, 0, 2**31 - 1], np.int32)
     logprobs = np.array([-0.0, -np.inf, 1e-45], np.float32)
     output = SampleOutput("a", 3, tokens, logprobs, "stop", 2**64 - 1, 17, (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3)))
-    frame = protocol.encode(protocol.sample_message(output))
+    frame = protocol.encode(protocol.sample_message(output.request_id, output))
     message = protocol.from_worker(frame)
     assert isinstance(message, protocol.Sample)
     back = protocol.sample_output(message)

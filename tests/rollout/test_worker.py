@@ -136,7 +136,7 @@ def test_acknowledging_a_running_request_means_that_it_is_not_kept(raw: RawClien
     assert raw.health()["requests"]["kept"] == 0
 
 
-@pytest.mark.parametrize("bound", [{"max_kept_results": 2}, {"max_kept_bytes": 500}])
+@pytest.mark.parametrize("bound", [{"max_kept_results": 2}, {"max_kept_bytes": 5000}])
 def test_the_oldest_results_are_dropped_beyond_the_bound(engine: FakeEngine, bound: dict[str, int]) -> None:
     with serving(engine, **bound) as worker, RawClient(worker.address) as raw:
         for i in range(8):

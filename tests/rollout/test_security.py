@@ -1,0 +1,615 @@
+"""Who may ask for what, and that no client harms the others: keys, roles, users, connections, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import psutil
+import pytest
+import zmq
+from fake_engine import MAX_MODEL_LEN, FakeEngine
+from rollout.certificates import Certificates, make_certificates
+from serving import RawClient, WorkerOnThread, check_group, fake_process, serving
+
+from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
+from trueroll.engine.request import SamplingParams
+from trueroll.rollout import RolloutClient, protocol
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.errors import ForbiddenError, QueueFullError, UnreadError, WorkerLostError
+from trueroll.rollout.gate import MAX_SILENT
+from trueroll.rollout.keys import OWNER, Client, read_clients, server_keys
+from trueroll.rollout.worker import Worker
+
+MIB = 2**20
+NOBODY = 65534
+as_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return make_certificates(tmp_path, {"alice": "generate", "bob": "generate", "trainer": "control"})
+
+
+@pytest.fixture
+def worker(engine: FakeEngine, certificates: Certificates) -> Iterator[WorkerOnThread]:
+    with serving(engine, **certificates.settings) as worker:
+        yield worker
+
+
+@pytest.fixture
+def enter(worker: WorkerOnThread, certificates: Certificates) -> Iterator[Callable[[str], RolloutClient]]:
+    """Clients of the worker by name."""
+    clients: list[RolloutClient] = []
+
+    def enter(name: str) -> RolloutClient:
+        clients.append(RolloutClient(worker.address, timeout=20.0, **certificates.client(name)))
+        return clients[-1]
+
+    yield enter
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that every user can reach and write to."""
+    with tempfile.TemporaryDirectory(prefix="trueroll-test-") as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def as_nobody(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Runs a script as a user without rights. Its imports come before, as that user may be unable to read Python."""
+    drop = f"import os, sys, msgpack, zmq; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+    command = [sys.executable, "-c", drop + code, *arguments]
+    return subprocess.Popen(
+        command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+# Keys.
+
+
+def test_tcp_on_loopback_needs_no_typing_by_its_user_and_lets_nobody_else_in(engine: FakeEngine) -> None:
+    with serving(engine, address="tcp://127.0.0.1:*") as worker:
+        with RolloutClient(worker.address) as client:
+            check_group(client.generate([[1]], SamplingParams(n=2))[0], 2)
+            client.pause()
+            client.resume()
+        with RawClient(worker.address) as keyless:
+            keyless.socket.set(zmq.RCVTIMEO, 500)
+            keyless.generate("a")
+            with pytest.raises(zmq.Again):
+                keyless.receive()
+    assert [request.params.n for request in engine.requests] == [2]
+
+
+@as_another_user
+def test_another_user_of_the_machine_gets_no_answer(engine: FakeEngine, open_folder: Path) -> None:
+    code = (
+        "socket = zmq.Context().socket(zmq.DEALER); socket.LINGER = 0; socket.RCVTIMEO = 1000\n"
+        "if sys.argv[2]:\n"
+        "    socket.CURVE_SERVERKEY = sys.argv[2].encode()\n"
+        "    socket.CURVE_PUBLICKEY, socket.CURVE_SECRETKEY = zmq.curve_keypair()\n"
+        "socket.connect(sys.argv[1]); socket.send(msgpack.packb({'version': 1, 'type': 'health', 'id': 'a'}))\n"
+        "try: print('got', len(socket.recv()))\n"
+        "except zmq.Again: print('silence')\n"
+    )
+    keys = server_keys(WorkerConfig(address="tcp://127.0.0.1:*"))
+    assert keys is not None
+    for address in ("tcp://127.0.0.1:*", f"ipc://{open_folder}/worker.sock"):
+        with serving(engine, address=address) as worker:
+            for key in ("", keys.public.decode()) if address.startswith("tcp") else ("",):
+                told, complaints = as_nobody(code, worker.address, key).communicate(timeout=60)
+                assert told == "silence\n", complaints
+
+
+def test_a_worker_started_anew_has_the_same_keys_on_loopback(engine: FakeEngine) -> None:
+    with serving(engine, address="tcp://127.0.0.1:*") as worker:
+        address = worker.address
+        client = RolloutClient(address)
+        instance = client.health().instance
+    with serving(FakeEngine(), address=address), client:
+        assert client.health().instance != instance
+
+
+def test_the_keys_of_loopback_are_for_their_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    config = WorkerConfig(address="tcp://127.0.0.1:*")
+    made: list[Any] = []
+    threads = [threading.Thread(target=lambda: made.append(server_keys(config))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 8 and len({keys.secret for keys in made}) == 1
+    (file,) = (tmp_path / "trueroll").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600 and made[0].secret.decode() not in repr(made[0])
+    for spoil in (
+        lambda: file.chmod(0o644),
+        lambda: (file.chmod(0o600), file.write_text("{}")),
+        lambda: file.write_text("[" * 100_000),
+        lambda: (file.unlink(), file.symlink_to("/dev/zero")),
+        lambda: (file.unlink(), os.mkfifo(file, 0o600)),
+        lambda: (file.unlink(), tmp_path.joinpath("trueroll").chmod(0o777)),
+    ):
+        spoil()
+        with pytest.raises(ConfigError, match="keys for tcp addresses of this user alone"):
+            RolloutClient("tcp://127.0.0.1:1")
+
+
+@as_another_user
+def test_the_keys_of_another_user_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    server_keys(WorkerConfig(address="tcp://127.0.0.1:*"))
+    os.chown(tmp_path / "trueroll", NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=f"of user {NOBODY}"):
+        RolloutClient("tcp://127.0.0.1:1")
+
+
+def test_abstract_sockets_are_refused() -> None:
+    for make in (lambda: WorkerConfig(address="ipc://@name"), lambda: RolloutClient("ipc://@name")):
+        with pytest.raises(ConfigError, match="abstract socket"):
+            make()
+
+
+def test_an_ipc_socket_is_private_and_replaces_no_file(engine: FakeEngine, tmp_path: Path) -> None:
+    path = tmp_path / "worker.sock"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="something else than a socket"):
+        Worker(WorkerConfig(address=f"ipc://{path}"), lambda: engine)
+    assert path.read_text() == "precious"
+    path.unlink()
+    before = os.umask(0)
+    try:
+        with serving(engine, address=f"ipc://{path}"):
+            assert path.is_socket() and path.stat().st_mode & 0o077 == 0
+    finally:
+        assert os.umask(before) == 0
+
+
+# Who answers.
+
+
+@as_another_user
+def test_a_client_refuses_a_worker_of_another_user(open_folder: Path) -> None:
+    code = (
+        "router = zmq.Context().socket(zmq.ROUTER); router.bind(sys.argv[1]); print('bound', flush=True)\n"
+        "identity, frame = router.recv_multipart()\n"
+        "router.send_multipart([identity, msgpack.packb({'version': 1, 'type': 'error', 'id': None, 'code': 'x',"
+        " 'message': 'I am the worker'})])\n"
+        "sys.stdin.read()\n"
+    )
+    address = f"ipc://{open_folder}/worker.sock"
+    squatter = as_nobody(code, address)
+    try:
+        assert squatter.stdout is not None and squatter.stdout.readline() == "bound\n"
+        with RolloutClient(address) as client, pytest.raises(ForbiddenError, match=f"found one of user {NOBODY}"):
+            client.health()
+    finally:
+        squatter.communicate()
+
+
+def test_a_client_tells_nothing_to_a_port_without_the_key() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as squatter:
+        squatter.linger = 0
+        port = squatter.bind_to_random_port("tcp://127.0.0.1")
+        with RolloutClient(f"tcp://127.0.0.1:{port}", timeout=0.5) as client:
+            with pytest.raises(WorkerLostError):
+                client.generate([[1]])
+        assert squatter.poll(0) == 0
+
+
+# Roles.
+
+
+def test_a_key_that_the_worker_does_not_know_is_refused_at_once(enter: Callable[[str], RolloutClient]) -> None:
+    with pytest.raises(ForbiddenError, match="to know this client's key, found that it does not"):
+        enter("stranger").health()
+    check_group(enter("alice").generate([[1]], SamplingParams(n=2))[0], 2)
+
+
+CONTROL_CALLS: dict[str, dict[str, Any]] = {
+    "pause": {},
+    "resume": {},
+    "drain": {},
+    "sleep": {},
+    "wake_up": {},
+    "invalidate": {},
+    "weights": {},
+    "begin_push": dict(
+        push_id="0" * 32, weight_version=1, dtype="float32", source={"kind": "disk", "folder": "/nowhere"}
+    ),
+    "stage_bucket": dict(push_id="0" * 32, bucket={"index": 0, "num_bytes": 0, "pieces": []}),
+    "verify_push": dict(push_id="0" * 32, num_buckets=0),
+    "commit_push": dict(push_id="0" * 32),
+    "abort_push": dict(push_id="0" * 32),
+}
+FREE_CALLS = {"generate", "score", "abort", "ack", "health", "stats"}
+
+
+def test_every_call_is_either_for_all_or_for_control() -> None:
+    assert CONTROL_CALLS.keys() | FREE_CALLS == set(protocol.message_types(protocol.FromClient))
+    assert not CONTROL_CALLS.keys() & FREE_CALLS
+
+
+def test_a_generating_client_controls_nothing(
+    worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
+) -> None:
+    answers: dict[str, dict[str, Any]] = {}
+    for name in ("alice", "trainer"):
+        with certificates.raw(name, worker.address) as dealer:
+            answers[name] = {}
+            for type, fields in CONTROL_CALLS.items():
+                dealer.send(msgpack.packb({"version": 1, "type": type, "id": f"{name}-{type}", **fields}))
+                assert dealer.poll(20_000), type
+                reply = msgpack.unpackb(dealer.recv())
+                answers[name][type] = reply.get("code", reply["type"])
+    assert set(answers["alice"].values()) == {"forbidden"} and "forbidden" not in answers["trainer"].values()
+    assert answers["trainer"]["sleep"] == "status"
+
+
+def test_a_generating_client_gets_all_that_is_for_it(enter: Callable[[str], RolloutClient], engine: FakeEngine) -> None:
+    alice = enter("alice")
+    check_group(alice.generate([[1]], SamplingParams(n=2))[0], 2)
+    assert len(alice.score([[1, 2, 3]])[0]) == 2
+    assert alice.health().state == "ready" and alice.stats().service["accepted"] == 2
+    with pytest.raises(ForbiddenError, match="role control, found alice with the role generate"):
+        alice.pause()
+
+
+# Users.
+
+
+def ask(dealer: zmq.Socket[bytes], type: str, **fields: Any) -> None:
+    dealer.send(msgpack.packb({"version": 1, "type": type, **fields}))
+
+
+def receive(dealer: zmq.Socket[bytes]) -> dict[str, Any]:
+    assert dealer.poll(20_000)
+    return msgpack.unpackb(dealer.recv())
+
+
+def generate(dealer: zmq.Socket[bytes], id: str, **params: Any) -> None:
+    tokens = np.array([1, 2, 3], "<i4").tobytes()
+    ask(dealer, "generate", id=id, prompt_token_ids=tokens, params={"max_tokens": 4, "seed": 7, **params})
+
+
+def test_an_id_is_its_users(worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with certificates.raw("alice", worker.address) as alice, certificates.raw("bob", worker.address) as bob:
+        generate(alice, "a")
+        ask(alice, "health", id="h")
+        assert receive(alice)["type"] == "health"
+        ask(bob, "abort", id="1", request_id="a")
+        assert receive(bob)["code"] == "unknown_request"
+        generate(bob, "a", max_tokens=3)  # other content: it would be a conflict for one user
+        ask(bob, "ack", ids=["a"])
+        ask(bob, "abort", id="2", request_id="a", caller="nobody")
+        ask(bob, "health", id="h")
+        while receive(bob)["type"] != "health":
+            pass
+        engine.gate.set()
+        for dealer, count in ((alice, 4), (bob, 3)):
+            sample = receive(dealer)
+            assert sample["id"] == "a" and len(sample["token_ids"]) == 4 * count
+            assert receive(dealer)["type"] == "done"
+        ask(bob, "ack", ids=["a"])
+        ask(bob, "abort", id="1", request_id="a")
+        assert receive(bob)["code"] == "unknown_request", "an abort's id is its user's too"
+        generate(alice, "a")
+        assert receive(alice)["type"] == "sample" and receive(alice)["type"] == "done"
+    assert len(engine.requests) == 2, "alice's result was kept for her"
+
+
+def test_cached_prefixes_are_their_users(
+    enter: Callable[[str], RolloutClient], worker: WorkerOnThread, engine: FakeEngine
+) -> None:
+    guess = SamplingParams(cache_salt="user:alice")
+    for name, params in (("alice", None), ("alice", None), ("bob", None), ("bob", guess), ("alice", guess)):
+        done = enter(name).generate([[1]], params)[0]
+        assert done.params.cache_salt == (params.cache_salt if params else None)
+    enter("alice").score([[1, 2]])
+    salts = [getattr(request, "cache_salt", None) or request.params.cache_salt for request in engine.requests]
+    alice, again, bob, guessed, shared, scored = salts
+    assert alice == again == scored and guessed == shared and len({alice, bob, guessed, None}) == 4
+
+
+def test_a_seed_does_not_depend_on_the_user(enter: Callable[[str], RolloutClient]) -> None:
+    first, second = (enter(name).generate([[1]], request_ids=["a"])[0] for name in ("alice", "bob"))
+    assert first.params.seed == second.params.seed
+
+
+def test_a_user_sets_no_identity(worker: WorkerOnThread, certificates: Certificates) -> None:
+    """Replies go to identities: one that is free again must not bring them to whoever takes it."""
+    with certificates.raw("alice", worker.address, identity=b"me") as alice:
+        ask(alice, "health", id="a")
+        reply = receive(alice)
+        assert reply["code"] == "forbidden" and "set none" in reply["message"]
+
+
+def test_roles_leave_nothing_behind(engine: FakeEngine, certificates: Certificates) -> None:
+    def counts() -> tuple[int, int]:
+        gc.collect()
+        return threading.active_count(), psutil.Process().num_fds()
+
+    def visit() -> None:
+        with serving(FakeEngine(), **certificates.settings) as worker:
+            with RolloutClient(worker.address, **certificates.client("alice")) as client:
+                client.health()
+
+    visit()
+    before = counts()
+    for _ in range(3):
+        visit()
+    assert counts() == before
+
+
+# The files of keys.
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "at least one client"),
+        ("# only a comment\n", "at least one client"),
+        ("admin alice KEY\n", "line 1: expected a role"),
+        ("\ngenerate alice\n", "line 2: expected a role"),
+        ("generate a/b KEY\n", "line 1: expected a role"),
+        (f"generate {'a' * 65} KEY\n", "line 1: expected a role"),
+        ("generate alice short\n", "40 Z85 characters"),
+        ("generate alice KEY\ncontrol bob KEY\n", "line 2: expected each key once"),
+        ("\udcff", "a text file"),
+    ],
+)
+def test_a_clients_file_is_checked(text: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "clients"
+    file.write_bytes(text.replace("KEY", zmq.curve_keypair()[0].decode()).encode(errors="surrogateescape"))
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=fault):
+        read_clients(str(file))
+
+
+def test_a_user_may_have_several_keys(tmp_path: Path) -> None:
+    keys = [zmq.curve_keypair()[0].decode() for _ in range(2)]
+    (file := tmp_path / "clients").write_text(f"control ann.b@c-d_1 {keys[0]}\n  generate ann.b@c-d_1 {keys[1]}  \n")
+    assert read_clients(str(file)) == {
+        keys[0]: Client("ann.b@c-d_1", "control"),
+        keys[1]: Client("ann.b@c-d_1", "generate"),
+    }
+    file.chmod(0o666)
+    with pytest.raises(ConfigError, match="others cannot write"):
+        read_clients(str(file))
+    with pytest.raises(ConfigError, match="clients_file"):
+        read_clients(str(tmp_path))
+
+
+def test_keys_come_in_pairs(certificates: Certificates) -> None:
+    for name in ("curve_secret_key_file", "clients_file"):
+        settings = {key: value for key, value in certificates.settings.items() if key != name}
+        with pytest.raises(ConfigError, match="together"):
+            WorkerConfig(**settings)
+    for name in ("server_public_key", "client_key_file"):
+        arguments = {key: value for key, value in certificates.client("alice").items() if key != name}
+        with pytest.raises(ConfigError, match="together"):
+            RolloutClient("tcp://127.0.0.1:1", **arguments)
+    Path(certificates.client("alice")["client_key_file"]).chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        RolloutClient("tcp://127.0.0.1:1", **certificates.client("alice"))
+
+
+def test_the_default_socket_needs_no_keys() -> None:
+    assert server_keys(WorkerConfig()) is None and OWNER == Client(None, "control")
+
+
+# Connections.
+
+
+def test_silent_connections_neither_use_up_descriptors_nor_keep_others_out() -> None:
+    with fake_process(address="tcp://127.0.0.1:*", max_connections=80) as worker:
+        process = psutil.Process(worker.pid)
+        with RolloutClient(worker.address) as before:
+            before.health()
+            num_fds, num_threads = process.num_fds(), process.num_threads()
+            silent = [socket.create_connection(("127.0.0.1", port_of(worker.address))) for _ in range(200)]
+            for _ in range(3):
+                with RolloutClient(worker.address) as client:
+                    check_group(client.generate([[1]])[0], 1)
+            assert before.health().state == "ready"
+            assert process.num_fds() <= num_fds + MAX_SILENT + 4
+            for each in silent:
+                each.close()
+            while process.num_fds() > num_fds:
+                time.sleep(0.01)
+            assert process.num_threads() == num_threads and before.health().state == "ready"
+
+
+def test_no_more_connections_than_allowed(engine: FakeEngine) -> None:
+    with serving(engine, max_connections=2) as worker:
+        with RawClient(worker.address) as first, RawClient(worker.address) as second:
+            assert first.health() and second.health()
+            with RawClient(worker.address) as third:
+                third.socket.set(zmq.RCVTIMEO, 300)
+                with pytest.raises(zmq.Again):
+                    third.health()
+                first.close()
+                third.socket.set(zmq.RCVTIMEO, 20_000)
+                assert third.health()["state"] == "ready"
+                assert second.health()["state"] == "ready"
+
+
+def test_a_worker_without_descriptors_goes_on() -> None:
+    with fake_process() as worker, RolloutClient(worker.address) as client:
+        client.health()
+        used = max(int(name) for name in os.listdir(f"/proc/{worker.pid}/fd")) + 1
+        resource.prlimit(worker.pid, resource.RLIMIT_NOFILE, (used, used))
+        assert resource.prlimit(worker.pid, resource.RLIMIT_NOFILE) == (used, used)
+        for _ in range(3):
+            assert client.health().state == "ready"
+            check_group(client.generate([[1]])[0], 1)
+
+
+# Memory.
+
+
+def test_unfinished_messages_take_little_memory() -> None:
+    with fake_process(address="tcp://127.0.0.1:*") as worker, RolloutClient(worker.address) as client:
+        process = psutil.Process(worker.pid)
+        client.health()
+        before = process.memory_info().rss
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\0" + bytes(31)
+        assert len(greeting) == 64
+        connections = []
+        for _ in range(8):
+            connection = socket.create_connection(("127.0.0.1", port_of(worker.address)))
+            connection.sendall(greeting)
+            with pytest.raises(OSError):  # the worker hangs up
+                connection.sendall(b"\x06" + (63 * MIB).to_bytes(8, "big"))
+                for _ in range(63):
+                    connection.sendall(bytes(MIB))
+            connections.append(connection)
+        assert process.memory_info().rss - before < 100 * MIB
+        assert client.health().state == "ready"
+        for connection in connections:
+            connection.close()
+
+
+def test_a_prompt_that_cannot_be_computed_is_refused_while_paused(engine: FakeEngine) -> None:
+    with serving(engine) as worker, RolloutClient(worker.address) as client:
+        client.pause()
+        with pytest.raises(InvalidRequestError, match=f"max_model_len = {MAX_MODEL_LEN}"):
+            client.generate([[1] * 500_000])
+        with pytest.raises(InvalidRequestError, match=f"max_model_len = {MAX_MODEL_LEN}"):
+            client.score([[1] * 500_000])
+        assert client.health().requests["open"] == 0
+        client.resume()
+
+
+def test_queued_requests_are_limited_in_bytes(engine: FakeEngine) -> None:
+    with serving(engine, max_queued_bytes=10_000) as worker, RawClient(worker.address) as raw:
+        raw.send("pause", id="p")
+        raw.receive()
+        for i in range(12):
+            raw.generate(str(i), prompt=[1] * 100)
+        errors = [raw.receive()]
+        while raw.socket.poll(200):
+            errors.append(raw.receive())
+        assert {error["code"] for error in errors} == {"queue_full"} and 2 <= len(errors) < 12
+        assert "max_queued_bytes = 10000" in errors[0]["message"]
+        raw.send("resume", id="r")
+        replies = [raw.receive() for _ in range(1 + 2 * (12 - len(errors)))]
+        assert sum(reply["type"] == "done" for reply in replies) == 12 - len(errors)
+        raw.generate("more", prompt=[1] * 100)
+        assert raw.receive_until("done", "error")[-1]["type"] == "done", "what has ended takes no room"
+
+
+def test_who_waits_for_one_request_is_limited(engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with serving(engine, max_queued_requests=3) as worker, RawClient(worker.address) as raw:
+        for _ in range(5):
+            raw.generate("a")
+        assert [raw.receive()["code"] for _ in range(2)] == ["queue_full"] * 2
+        for number in range(5):
+            raw.send("abort", id=str(number), request_id="a", index=None)
+        codes = [raw.receive()["code"] for _ in range(2)]
+        assert codes == ["queue_full"] * 2, "aborts under way are limited too"
+        engine.gate.set()
+        while raw.receive_until("done", "error", "aborted")[-1]["type"] != "aborted":
+            pass
+
+
+def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(engine: FakeEngine) -> None:
+    with serving(engine, max_unread_bytes=MIB) as worker, RolloutClient(worker.address) as other:
+        with RawClient(worker.address) as raw:
+            raw.generate("a", n=64, max_tokens=200)
+            raw.receive_until("done")
+            repeat = msgpack.packb(
+                dict(
+                    version=1,
+                    type="generate",
+                    id="a",
+                    prompt_token_ids=np.array([1, 2, 3], "<i4").tobytes(),
+                    params=dict(max_tokens=200, n=64, seed=7),
+                    caller=None,
+                )
+            )
+            for _ in range(2000):
+                raw.socket.send(repeat)
+            check_group(other.generate([[1]])[0], 1)
+            num_errors, reply = 0, {"type": ""}
+            while reply["type"] != "done" or reply["id"] != "b":
+                reply = raw.receive()
+                if reply["type"] == "error":
+                    assert reply["id"] is None and "max_unread_bytes" in reply["message"]
+                    assert reply["code"] == UnreadError.code
+                    num_errors += 1
+                    raw.generate("b")  # the rest of what was sent before may have it dropped again
+            assert num_errors > 0
+    assert len(engine.requests) == 3
+
+
+def test_what_waits_for_one_who_does_not_read_arrives_in_order(engine: FakeEngine) -> None:
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        raw.socket.set(zmq.RCVHWM, 1)
+        for number in range(3000):
+            raw.send("health", id=str(number))
+        time.sleep(0.2)
+        assert [raw.receive()["id"] for _ in range(3000)] == [str(number) for number in range(3000)]
+
+
+def test_an_error_for_all_calls_ends_them(engine: FakeEngine) -> None:
+    """As whoever is dropped gets it."""
+    engine.gate.clear()
+    with serving(engine) as worker, RolloutClient(worker.address) as client:
+        results: list[TruerollError] = []
+
+        def call() -> None:
+            try:
+                client.generate([[1]])
+            except TruerollError as error:
+                results.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while not (entries := list(worker.worker._ledger.open.values())) or not entries[0].subscribers:
+            time.sleep(0.001)
+        ((identity, _),) = entries[0].subscribers
+        error = protocol.error_message(None, UnreadError("read"))
+        worker.worker._send(identity, protocol.encode(error))
+        thread.join(20)
+        assert [type(result) for result in results] == [UnreadError]
+        engine.gate.set()
+
+
+def test_unknown_requests_stay_unknown(enter: Callable[[str], RolloutClient]) -> None:
+    with pytest.raises(UnknownRequestError, match="found 'a'"):
+        enter("alice").abort("a")
+    with pytest.raises(UnknownRequestError):
+        enter("trainer").abort("alice/a")
+
+
+def test_too_many_samples_are_named(enter: Callable[[str], RolloutClient], engine: FakeEngine) -> None:
+    with pytest.raises((QueueFullError, InvalidRequestError)):
+        enter("alice").generate([[1]] * 300, SamplingParams(n=1024))
