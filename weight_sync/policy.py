@@ -17,7 +17,7 @@ from ..rollout.errors import PushError
 log = logging.getLogger(__name__)
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
