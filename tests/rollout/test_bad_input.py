@@ -265,7 +265,7 @@ def test_long_messages_of_many_small_values_are_refused_before_they_are_built() 
         "lists of lists": b"\x83" + head + b"\xa3ids\xdc\x03\xe8" + (b"\xdc\x07\xd0" + b"\xc0" * 2000) * 1000,
         "stop strings": b"\x83" + head + b"\xa6params\x81\xa4stop\xdd" + many.to_bytes(4, "big") + b"\xa1a" * many,
     }
-    with serving(FakeEngine()) as worker, RawClient(worker.address) as raw:
+    with serving(FakeEngine(), max_message_bytes=2**24) as worker, RawClient(worker.address) as raw:
         for name, message in messages.items():
             raw.socket.send(message)
             reply = raw.receive()

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -390,13 +392,16 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
 
 
 class Proxy:
-    """Forwards a TCP port to a unix socket until `cut` closes every connection; it accepts new ones unless `closed`."""
+    """Forwards one unix socket to another until `cut` closes every connection; it accepts new ones unless `closed`."""
 
     def __init__(self, target: str) -> None:
         self._target = target.removeprefix("ipc://")
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._folder = tempfile.TemporaryDirectory(prefix="trueroll-test-")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._folder.name}/proxy.sock")
+        self._listener.listen()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.address = f"ipc://{self._folder.name}/proxy.sock"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def retarget(self, target: str) -> None:
@@ -411,6 +416,7 @@ class Proxy:
         if self._listener.fileno() >= 0:
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
+            self._folder.cleanup()
         self.cut()
 
     def _accept(self) -> None:
@@ -568,10 +574,10 @@ def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: Roll
     assert len({group.params.seed for group in (first, other_prompt, other_id, drawn)}) == 4
 
 
-def test_an_error_that_names_no_message_ends_every_call() -> None:
+def test_an_error_that_names_no_message_ends_every_call(tmp_path: Path) -> None:
     """Whoever sent what could not be read must not wait for ever, and nobody can tell who that was."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        port = router.bind_to_random_port("tcp://127.0.0.1")
+        router.bind(f"ipc://{tmp_path}/worker.sock")
         results: list[BaseException] = []
 
         def call() -> None:
@@ -579,7 +585,7 @@ def test_an_error_that_names_no_message_ends_every_call() -> None:
                 client.health()
             results.append(raised.value)
 
-        with RolloutClient(f"tcp://127.0.0.1:{port}") as client:
+        with RolloutClient(f"ipc://{tmp_path}/worker.sock") as client:
             threads = [threading.Thread(target=call) for _ in range(3)]
             for thread in threads:
                 thread.start()
@@ -622,8 +628,8 @@ def test_a_result_asked_for_by_id_is_not_computed_again(worker: WorkerOnThread, 
 
 @pytest.mark.parametrize("key", ["short", "~" * 40])
 def test_a_server_key_that_is_none_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="server_public_key"):
-        RolloutClient("tcp://127.0.0.1:9", server_public_key=key)
+    with pytest.raises(ConfigError, match="server_public_key: expected the 40 Z85 characters"):
+        RolloutClient("tcp://127.0.0.1:9", server_public_key=key, client_key_file="unread")
 
 
 @pytest.mark.parametrize("module", ["client", "protocol", "launch"])

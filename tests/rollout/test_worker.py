@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zmq.auth
+import zmq
 from fake_engine import FAIL_IN_ADD, FAIL_IN_STEP, FakeEngine, expected_tokens
+from rollout.certificates import make_certificates
 from serving import RawClient, WorkerOnThread, check_group, serving
 
 from trueroll.engine.errors import ConfigError, ModelError
@@ -589,32 +589,29 @@ def test_the_default_address_is_in_a_private_folder(worker: WorkerOnThread) -> N
     assert socket_file.is_socket() and socket_file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_curve_keys_open_the_door_and_nothing_else_does(tmp_path: Path, engine: FakeEngine) -> None:
-    public_file, secret_file = zmq.auth.create_certificates(tmp_path, "worker")
-    key = zmq.auth.load_certificate(public_file)[0].decode()
+def test_keys_open_an_address_for_everybody_and_nothing_else_does(tmp_path: Path, engine: FakeEngine) -> None:
+    certificates = make_certificates(tmp_path, {"alice": "generate"})
     other_key = zmq.curve_keypair()[0].decode()
-    Path(secret_file).chmod(0o600)
-    settings: dict[str, Any] = dict(address="tcp://0.0.0.0:*", curve_secret_key_file=str(secret_file))
-    with serving(engine, **settings) as worker:
+    with serving(engine, **(certificates.settings | {"address": "tcp://0.0.0.0:*"})) as worker:
         address = worker.address.replace("0.0.0.0", "127.0.0.1")
-        with RolloutClient(address, server_public_key=key) as client:
+        with RolloutClient(address, **certificates.client("alice")) as client:
             check_group(client.generate([[1]], SamplingParams(n=2))[0], 2)
-        for wrong in (None, other_key):
-            with RolloutClient(address, timeout=0.5, server_public_key=wrong) as client:
-                with pytest.raises(WorkerLostError):
-                    client.health()
+        for wrong in ({}, certificates.client("alice") | {"server_public_key": other_key}):
+            with RolloutClient(address, timeout=0.5, **wrong) as client, pytest.raises(WorkerLostError):
+                client.health()
 
 
 def test_key_files_must_be_private_and_hold_a_secret(tmp_path: Path, engine: FakeEngine) -> None:
-    public_file, secret_file = (Path(path) for path in zmq.auth.create_certificates(tmp_path, "worker"))
+    settings = make_certificates(tmp_path, {"alice": "generate"}).settings
+    public_file, secret_file = tmp_path / "worker.key", tmp_path / "worker.key_secret"
     secret_file.chmod(0o644)
     public_file.chmod(0o600)
     with pytest.raises(ConfigError, match="chmod 600"):
-        WorkerConfig(curve_secret_key_file=str(secret_file))
+        WorkerConfig(**settings)
     with pytest.raises(ConfigError, match="found none"):
-        WorkerConfig(curve_secret_key_file=str(tmp_path / "missing"))
+        WorkerConfig(**(settings | {"curve_secret_key_file": str(tmp_path / "missing")}))
     with pytest.raises(ConfigError, match="has no secret key"):
-        Worker(WorkerConfig(curve_secret_key_file=str(public_file)), lambda: engine)
+        Worker(WorkerConfig(**(settings | {"curve_secret_key_file": str(public_file)})), lambda: engine)
 
 
 def test_the_tokens_are_those_of_the_engine(raw: RawClient) -> None:

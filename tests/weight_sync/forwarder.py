@@ -1,10 +1,10 @@
-"""A line between a client and a worker on TCP that a test can cut or freeze at a chosen message."""
+"""A line between a client and a worker on ipc that a test can cut or freeze at a chosen message."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import struct
+import tempfile
 import threading
 from types import TracebackType
 from typing import Literal
@@ -21,10 +21,12 @@ class Forwarder:
     """
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = target.removeprefix("ipc://")
+        self._folder = tempfile.TemporaryDirectory(prefix="trueroll-test-")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"{self._folder.name}/line.sock")
+        self._listener.listen()
+        self.address = f"ipc://{self._folder.name}/line.sock"
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._passing = threading.Event()
@@ -48,11 +50,10 @@ class Forwarder:
             try:
                 client, _ = self._listener.accept()
                 self._passing.wait()
-                worker = socket.create_connection(self._target)
+                worker = socket.socket(socket.AF_UNIX)
+                worker.connect(self._target)
             except OSError:
                 return
-            for each in (client, worker):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets |= {client, worker}
             threading.Thread(target=self._forward, args=(client, worker, True), daemon=True).start()
             threading.Thread(target=self._forward, args=(worker, client, False), daemon=True).start()
@@ -100,11 +101,10 @@ class Forwarder:
         return False
 
     def _cut(self) -> None:
-        """Reset every connection; new ones are welcome."""
+        """End every connection; new ones are welcome."""
         sockets, self._sockets = self._sockets, set()
         for each in sockets:
             with contextlib.suppress(OSError):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 each.shutdown(socket.SHUT_RDWR)
         self.struck.set()
 
@@ -118,5 +118,6 @@ class Forwarder:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._folder.cleanup()
         with self._lock:
             self._cut()

@@ -217,7 +217,7 @@ class Fleet:
 
     def start(self, index: int, address: str | None = None, model: str = "old") -> None:
         """Start a worker, without waiting for it: at its old address, or at one that nobody had before."""
-        fresh = ("tcp://127.0.0.1:*", f"ipc://{self._folder}/{secrets.token_hex(4)}")[index]
+        fresh = (f"ipc://{self._folder}/{secrets.token_hex(4)}", "tcp://127.0.0.1:*")[index]
         starting = self._launch(address or fresh, model)
         if index == 1 and address is None and self._spare is not None:
             starting, self._spare = self._spare, starting
