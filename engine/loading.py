@@ -13,10 +13,11 @@ import torch
 from ..kernels.ops import SelectedBackend, select_backend
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
-from .models.dense import DenseModel
+from .models.dense import DenseModel, Empty
 from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config
-from .models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
+from .models.files import shown
+from .models.loader import check_checkpoint, load_checkpoint, read_config, read_eos_token_ids, resolve_model
 from .weights import WeightStore
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,15 +73,34 @@ class EngineInfo:
     kv_bytes: int
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What is known of a model before memory is taken for it."""
+
+    folder: Path
+    build: Callable[[Empty], DenseModel]
+    dtype: torch.dtype
+    device: torch.device
+    backend: SelectedBackend
+    eos_token_ids: tuple[int, ...]
+
+    def outline(self) -> DenseModel:
+        """The model without memory."""
+        return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
+
+
 def load_model(config: EngineConfig) -> LoadedModel:
     """The model and its backend.
 
     Raise ConfigError for a device or a backend that is not there or cannot serve the model, ModelError for a model that
-    cannot be loaded.
+    cannot be loaded. No memory is taken for a model that does not fit its checkpoint.
     """
-    loaded = _allocate(config, resolve_model)
-    weights = loaded.weights
-    load_checkpoint(loaded.folder, weights.tensors, weights.ignored | weights.tied.keys())
+    plan = _plan(config, resolve_model)
+    outline = plan.outline()
+    ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
+    check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    loaded = _allocate(plan)
+    load_checkpoint(loaded.folder, loaded.weights.tensors, ignored)
     return loaded
 
 
@@ -88,7 +108,7 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     """A model with random weights, and its backend. `config.model` names its configuration alone, as `find_config`
     takes it. Raise what `load_model` raises.
     """
-    loaded = _allocate(config, find_config)
+    loaded = _allocate(_plan(config, find_config))
     fill_randomly(loaded.weights.tensors, loaded.model.device)
     return loaded
 
@@ -121,8 +141,7 @@ def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
     )
 
 
-def _allocate(config: EngineConfig, find_folder: Callable[[str], Path]) -> LoadedModel:
-    """The model with uninitialized weights, and its backend."""
+def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
@@ -131,13 +150,31 @@ def _allocate(config: EngineConfig, find_folder: Callable[[str], Path]) -> Loade
     _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
     dtype = _dtype(config, folder, model_config.dtype)
     backend = _backend(config.backend, device, dtype, model_config.head_dim)
+    return _Plan(folder, partial(DenseModel, model_config, backend.ops), dtype, device, backend, eos_token_ids)
+
+
+def _allocate(plan: _Plan) -> LoadedModel:
+    """The model with uninitialized weights, and its backend."""
+    _check_memory(plan)
     try:
-        weights = WeightStore(partial(DenseModel, model_config, backend.ops), dtype, device)
+        weights = WeightStore(plan.build, plan.dtype, plan.device)
     except (RuntimeError, MemoryError) as error:  # torch says the first
         raise ModelError(
-            f"{folder}: expected weights that fit into memory, found: {error}; use a smaller one"
+            f"{plan.folder}: expected weights that fit into memory, found: {error}; use a smaller one"
         ) from None
-    return LoadedModel(folder, weights, backend, eos_token_ids)
+    return LoadedModel(plan.folder, weights, plan.backend, plan.eos_token_ids)
+
+
+def _check_memory(plan: _Plan) -> None:
+    """Of the host, which hands out memory that it does not have, and ends a process that uses it."""
+    if plan.device.type != "cpu":
+        return
+    needed, available = plan.outline().num_bytes, _available_memory(plan.device)
+    if needed > available:
+        raise ModelError(
+            f"{plan.folder}: expected weights that fit into memory, of which {available} bytes are available, found "
+            f"{needed} bytes of them; use a smaller model"
+        )
 
 
 def _backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
@@ -151,7 +188,7 @@ def _check_vocabulary(folder: Path, eos_token_ids: tuple[int, ...], vocab_size: 
     outside = [token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size]
     if outside:
         raise ModelError(
-            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {outside[0]}; correct it in "
+            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {shown(outside[0])}; correct it in "
             "generation_config.json, or in config.json if it is not there"
         )
 
@@ -161,7 +198,7 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
         return getattr(torch, config.dtype)
     if own not in _DTYPES:
         raise ModelError(
-            f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {own}; set dtype"
+            f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {shown(own)}; set dtype"
         )
     return own
 

@@ -1,15 +1,16 @@
 """The shapes and constants of a dense decoder, from the config.json of a Llama, Qwen2 or Qwen3 checkpoint.
 
-Promises that what the decoder does not compute is refused. The base class of transformers' configurations checks the
-values and brings old files up to date. Its classes for the architectures are not used: importing one imports torch's
-compiler too, which takes 150 MB.
+Promises that what the decoder does not compute is refused, and that no size is beyond `_MOST`, so that a list of all
+layers is made in a blink whoever wrote the file. The base class of transformers' configurations checks the values and
+brings old files up to date. Its classes for the architectures are not used: importing one imports torch's compiler too,
+which takes 150 MB.
 """
 
 # No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import ModelError
+from .files import said, shown
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 # For each architecture what transformers takes for settings that a file leaves out, where they differ.
@@ -27,6 +29,17 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "Qwen2ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "Qwen3ForCausalLM": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+}
+# Of sizes: several times those of any dense decoder that was published, and their products stay far below 2**63.
+_MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**24,
 }
 # What `_ConfigFile` understands beside its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
@@ -84,17 +97,17 @@ class DenseConfig:
         )
 
 
-def _check_size(size: int | None) -> None:
-    if size is not None and not 1 <= size < 2**60:
-        raise ValueError(f"expected at least 1 and less than 2**60, found {size}")
+def _size(name: str, **options: Any) -> Any:
+    def check(size: int | None) -> None:
+        if size is not None and not 1 <= size <= _MOST[name]:
+            raise ValueError(f"expected at least 1 and at most {_MOST[name]}, found {shown(size)}")
+
+    return validated_field(check, **options)
 
 
 def _check_eps(eps: float) -> None:
     if not 0.0 <= eps < float("inf"):
         raise ValueError(f"expected a finite number of at least 0, found {eps}")
-
-
-_size = partial(validated_field, _check_size)
 
 
 @strict
@@ -103,14 +116,14 @@ class _ConfigFile(PreTrainedConfig):
     `rope_parameters`, from the keys of older files too (`torch_dtype`, `rope_theta`, `rope_scaling`).
     """
 
-    vocab_size: int = _size()
-    hidden_size: int = _size()
-    intermediate_size: int = _size()
-    num_hidden_layers: int = _size()
-    num_attention_heads: int = _size()
-    max_position_embeddings: int = _size()
-    num_key_value_heads: int | None = _size(default=None)
-    head_dim: int | None = _size(default=None)
+    vocab_size: int = _size("vocab_size")
+    hidden_size: int = _size("hidden_size")
+    intermediate_size: int = _size("intermediate_size")
+    num_hidden_layers: int = _size("num_hidden_layers")
+    num_attention_heads: int = _size("num_attention_heads")
+    max_position_embeddings: int = _size("max_position_embeddings")
+    num_key_value_heads: int | None = _size("num_key_value_heads", default=None)
+    head_dim: int | None = _size("head_dim", default=None)
     hidden_act: str = "silu"
     rms_norm_eps: float = validated_field(_check_eps, default=1e-6)
     rope_parameters: Any = None
@@ -133,7 +146,7 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in _DEFAULTS:
         supported = ", ".join(_DEFAULTS)
-        raise ModelError(f"{folder}: expected an architecture of {supported}, found {name}; serve another model")
+        raise ModelError(f"{folder}: expected an architecture of {supported}, found {shown(name)}; serve another model")
     return name
 
 
@@ -146,7 +159,7 @@ def _parse(folder: Path, raw: dict[str, Any]) -> Any:
 
 
 def _broken(folder: Path, error: Exception) -> ModelError:
-    cause = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = said(f"{type(error).__name__}: {error}")
     return ModelError(f"{folder}/config.json: expected a model's settings, found a fault: {cause}; correct the file")
 
 
@@ -164,7 +177,7 @@ def _check_supported(folder: Path, raw: dict[str, Any], file: Any) -> None:
     for name, (found, expected) in faults.items():
         if found != expected:
             raise ModelError(
-                f"{folder}: expected {name} = {expected!r} in config.json, found {found!r}; serve another model"
+                f"{folder}: expected {name} = {expected!r} in config.json, found {shown(found)}; serve another model"
             )
 
 
@@ -174,20 +187,23 @@ def _rope(folder: Path, file: Any) -> tuple[Tensor, float]:
     kind = parameters.get("rope_type")
     if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
         raise ModelError(
-            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)} for all layers, found {parameters}; "
+            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)} for all layers, found {shown(parameters)}; "
             "serve another model"
         )
     try:
         inv_freq, scale = _inv_freq(file, kind)
     except Exception as error:
         raise _broken(folder, error) from error
-    if not (inv_freq.isfinite() & (inv_freq > 0)).all():
-        raise ModelError(f"{folder}: expected rope parameters that rotate, found {parameters}; correct config.json")
+    if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
+        raise ModelError(
+            f"{folder}: expected rope parameters that rotate, found {shown(parameters)}; correct config.json"
+        )
     return inv_freq, scale
 
 
 def _inv_freq(file: Any, kind: str) -> tuple[Tensor, float]:
     if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](file, torch.device("cpu"))
+        inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](file, torch.device("cpu"))
+        return inv_freq, math.fsum([scale])  # takes numbers alone, and none beyond a float
     exponents = torch.arange(0, file.head_dim, 2, dtype=torch.int64).float() / file.head_dim
     return 1.0 / file.rope_parameters["rope_theta"] ** exponents, 1.0

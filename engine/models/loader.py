@@ -2,12 +2,12 @@
 
 Owns nothing that lasts: files are closed when a function returns. Knows no architecture: whoever calls says which
 tensors it expects and where they go. Promises that a checkpoint is checked as a whole before the first tensor is
-copied, and that at most one tensor of it is in memory beside its destination.
+copied, and that beside its destination at most one tensor, or `_MOST_OPEN_BYTES` of smaller ones, is in memory.
 """
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +19,20 @@ from safetensors import SafetensorError, safe_open
 
 from ...kernels.ops import Weight
 from ..errors import ModelError
+from .files import check_file, read_json, said, shown
 from .smollm2 import smollm2_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MOST_HEADER_BYTES = 2**24
+"""Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a dense decoder has some thousands."""
+MOST_FILES = 1024
+"""Of a checkpoint. Files of 5 GB hold 5 TB so."""
+MOST_EOS_TOKENS = 256
+_MOST_OPEN_BYTES = 2**26
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _MOST_NAMES = 10
+_MOST_NAME = 200  # characters of a tensor's name in an error message
 _DOWNLOADED = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
 
 
@@ -47,7 +56,7 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=["*/*"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        cause = " ".join(str(error).split()).rstrip(".")
+        cause = said(error).rstrip(".")
         raise ModelError(
             f"{name}: expected smollm2, a local folder or the name of a model on the Hugging Face hub; there is no "
             f"such folder, and the download failed: {cause}; check the name and the network, or give a local folder"
@@ -56,7 +65,7 @@ def _download(name: str) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What config.json of a model folder holds. Raise ModelError if it is missing or broken."""
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def read_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
@@ -65,44 +74,53 @@ def read_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     Nothing else is read from generation_config.json, so that it cannot change how a request is sampled.
     """
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.exists() else {}
+    generation = read_json(path) if os.path.lexists(path) else {}
     found = generation.get("eos_token_id", config.get("eos_token_id"))
     if found is None:
         return ()
     token_ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(token_id, int) for token_id in token_ids):
-        raise ModelError(f"{folder}: eos_token_id: expected a token id or a list of them, found {found!r}")
-    return tuple(token_ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if len(token_ids) > MOST_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
         raise ModelError(
-            f"{path}: expected a file that can be read, found {error.strerror}; is it a complete model folder?"
-        ) from None
-    except ValueError as error:
-        raise ModelError(f"{path}: expected JSON, found {error}; download or save the model again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}; save the model again")
-    return content
+            f"{folder}: eos_token_id: expected a token id or a list of at most {MOST_EOS_TOKENS}, found "
+            f"{shown(found)}; correct it in generation_config.json, or in config.json if it is not there"
+        )
+    return tuple(token_ids)
 
 
 def load_checkpoint(folder: Path, destinations: Mapping[str, Weight], ignored: Collection[str]) -> None:
     """Copy every tensor of the folder's safetensors into `destinations[its name]`, converting dtype and device.
 
-    Names in `ignored` may be in the checkpoint and are passed over.
-    Raise ModelError, with nothing copied, if a file is missing or broken, or if a tensor is missing, unknown, in two
-    files, or of another shape than its destination.
+    Names in `ignored` may be in the checkpoint and are passed over. Raise what `check_checkpoint` raises, with nothing
+    copied.
+    """
+    for file in check_checkpoint(folder, destinations, ignored):
+        names = sorted(_read_names(file) & destinations.keys())
+        while names:
+            # Opened anew now and then: what was read of an open file stays in memory.
+            with _open(file) as checkpoint:
+                _copy_some(checkpoint, names, destinations)
+
+
+def _copy_some(checkpoint: Any, names: list[str], destinations: Mapping[str, Weight]) -> None:
+    """Copies tensors, and takes their names off the list, until _MOST_OPEN_BYTES were read."""
+    num_bytes = 0
+    while names and num_bytes < _MOST_OPEN_BYTES:
+        name = names.pop()
+        tensor = checkpoint.get_tensor(name)
+        destinations[name].copy_(tensor)
+        num_bytes += tensor.nbytes
+
+
+def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Collection[str]) -> list[Path]:
+    """The folder's safetensors files, whose headers were read and nothing else. Of `expected` only shapes are used.
+
+    Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
+    files, or of another shape or kind of numbers than expected.
     """
     files = _checkpoint_files(folder)
-    _check_tensors(folder, _read_shapes(files), destinations, ignored)
-    for file in files:
-        for name in _read_names(file) & destinations.keys():
-            # Opened anew for each tensor: what was read of an open file stays in memory.
-            with _open(file) as checkpoint:
-                destinations[name].copy_(checkpoint.get_tensor(name))
+    _check_headers(folder, files)
+    _check_tensors(folder, _read_headers(files), expected, ignored)
+    return files
 
 
 def _read_names(file: Path) -> set[str]:
@@ -111,14 +129,50 @@ def _read_names(file: Path) -> set[str]:
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).exists():
+    if os.path.lexists(folder / SINGLE_FILE):
         return [folder / SINGLE_FILE]
-    if not (folder / INDEX_FILE).exists():
+    index = folder / INDEX_FILE
+    if not os.path.lexists(index):
         raise ModelError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither; save it as safetensors")
-    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    weight_map = read_json(index, MOST_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{folder / INDEX_FILE}: expected a weight_map of tensors to files; save the model again")
-    return [folder / name for name in sorted(set(weight_map.values()))]
+        raise ModelError(f"{index}: expected a weight_map of tensors to files; save the model again")
+    names = sorted(set(weight_map.values()))
+    if len(names) > MOST_FILES:
+        raise ModelError(f"{index}: expected at most {MOST_FILES} files, found {len(names)}; save it in fewer")
+    outside = [name for name in names if not _is_plain(name)]
+    if outside:
+        raise ModelError(
+            f"{index}: expected names of .safetensors files in this folder, found {shown(outside[0])}; check where the "
+            "model comes from"
+        )
+    return [folder / name for name in names]
+
+
+def _is_plain(name: str) -> bool:
+    return name.endswith(".safetensors") and name.isprintable() and "/" not in name
+
+
+def _check_headers(folder: Path, files: Sequence[Path]) -> None:
+    """Before a header is parsed, which takes up to 50 times its bytes of memory."""
+    num_bytes = sum(_header_bytes(file) for file in files)
+    if num_bytes > MOST_HEADER_BYTES:
+        raise ModelError(
+            f"{folder}: expected headers of at most {MOST_HEADER_BYTES} bytes in its safetensors, found {num_bytes}; "
+            "no model that is served here needs so many, so check where it comes from"
+        )
+
+
+def _header_bytes(file: Path) -> int:
+    check_file(file)
+    try:
+        with file.open("rb") as opened:
+            header, rest = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno()).st_size - 8
+    except OSError as error:
+        raise _incomplete(file, error) from None
+    if header > rest:
+        raise _incomplete(file, f"a header of {header} bytes in a file with {rest} more")
+    return header
 
 
 @contextmanager
@@ -127,37 +181,45 @@ def _open(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as checkpoint:
             yield checkpoint
     except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{file}: expected a complete safetensors file, found: {error}; download or save the model again"
-        ) from error
+        raise _incomplete(file, error) from error
 
 
-def _read_shapes(files: Sequence[Path]) -> dict[str, list[tuple[int, ...]]]:
-    """For each name the shapes of the tensors that carry it, which should be one."""
-    shapes: dict[str, list[tuple[int, ...]]] = {}
+def _incomplete(file: Path, found: object) -> ModelError:
+    return ModelError(
+        f"{file}: expected a complete safetensors file, found: {said(found)}; download or save the model again"
+    )
+
+
+def _read_headers(files: Sequence[Path]) -> dict[str, list[tuple[tuple[int, ...], str]]]:
+    """For each name shape and dtype of the tensors that carry it, which should be one."""
+    headers: dict[str, list[tuple[tuple[int, ...], str]]] = {}
     for file in files:
         with _open(file) as checkpoint:
             for name in checkpoint.keys():
-                shapes.setdefault(name, []).append(tuple(checkpoint.get_slice(name).get_shape()))
-    return shapes
+                tensor = checkpoint.get_slice(name)
+                headers.setdefault(name, []).append((tuple(tensor.get_shape()), tensor.get_dtype()))
+    return headers
 
 
 def _check_tensors(
     folder: Path,
-    found: dict[str, list[tuple[int, ...]]],
-    destinations: Mapping[str, Weight],
+    found: dict[str, list[tuple[tuple[int, ...], str]]],
+    expected: Mapping[str, Weight],
     ignored: Collection[str],
 ) -> None:
-    misshapen = [
-        f"{name} (expected {list(tensor.shape)}, found {list(found[name][0])})"
-        for name, tensor in destinations.items()
-        if name in found and found[name][0] != tuple(tensor.shape)
-    ]
+    both = {name: (tuple(tensor.shape), *found[name][0]) for name, tensor in expected.items() if name in found}
     faults = {
-        "missing": sorted(destinations.keys() - found.keys()),
-        "unknown": sorted(found.keys() - destinations.keys() - set(ignored)),
-        "in more than one file": sorted(name for name, shapes in found.items() if len(shapes) > 1),
-        "of the wrong shape": misshapen,
+        "missing": sorted(expected.keys() - found.keys()),
+        "unknown": sorted(found.keys() - expected.keys() - set(ignored)),
+        "in more than one file": sorted(name for name, tensors in found.items() if len(tensors) > 1),
+        "of the wrong shape": [
+            f"{name} (expected {list(wanted)}, found {shown(list(shape))})"
+            for name, (wanted, shape, _) in both.items()
+            if wanted != shape
+        ],
+        f"not of {', '.join(_DTYPES)}": [
+            f"{name} ({dtype})" for name, (_, _, dtype) in both.items() if dtype not in _DTYPES
+        ],
     }
     described = [f"{len(names)} {fault}: {_list_names(names)}" for fault, names in faults.items() if names]
     if described:
@@ -169,4 +231,5 @@ def _check_tensors(
 
 def _list_names(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    listed = (name if name.isprintable() and len(name) <= _MOST_NAME else shown(name) for name in names[:_MOST_NAMES])
+    return ", ".join(listed) + (f" and {more} more" if more > 0 else "")

@@ -88,7 +88,7 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(rope_parameters=dict(rope_type="default", rope_theta=-5.0)), "rope parameters that rotate"),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0))), "for all layers"),
         (dict(rms_norm_eps=float("nan")), "config.json: .*'rms_norm_eps'.* expected a finite number"),
-        (dict(hidden_size=2**63), "config.json: .*'hidden_size'.* less than"),
+        (dict(hidden_size=2**63), "config.json: .*'hidden_size'.* at most 1048576, found"),
         (dict(architectures=None), "found None"),
         (dict(architectures=5), "found None"),
         (dict(num_attention_heads="many"), r"config.json: .*'num_attention_heads' expected int, got str"),
@@ -97,7 +97,6 @@ def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dt
         (dict(per_layer_config={"1": {"rms_norm_eps": 1e-3}}), "expected per_layer_config = None"),
         (dict(head_dim=15), "head_dim"),
         (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads = 0 .*found 1"),
-        (dict(vocab_size=2**50), "fit into memory"),
     ],
 )
 def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:

@@ -1,0 +1,72 @@
+"""Files of a model folder, which anyone may have made: what they may be, and how much of one is read.
+
+Owns nothing. Promises that nothing but a regular file is opened (a link to one is one), that memory is bounded by the
+limits here, and that whatever is wrong with a file is a ModelError of bounded length that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+
+MOST_SETTINGS_BYTES = 2**20
+"""Of a file of settings, such as config.json. Real ones have some kilobytes."""
+_MOST_CAUSE = 300  # characters
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
+_shortened.maxdict = _shortened.maxlist = 8
+
+
+def shown(value: object) -> str:
+    """A value that a file held, for an error message: its `repr`, cut if it is long or deep."""
+    return _shortened.repr(value)
+
+
+def said(cause: object) -> str:
+    """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
+    line = " ".join(str(cause).split())[:_MOST_CAUSE]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def check_file(path: Path, most_bytes: int | None = None) -> None:
+    """Raise ModelError unless `path` is a regular file, or a link to one, of at most `most_bytes` bytes."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+        raise ModelError(f"{path}: expected a regular file, found {kind}; download or save the model again")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise ModelError(
+            f"{path}: expected at most {most_bytes} bytes, found {status.st_size}; no model that is served here needs "
+            "so many, so check where it comes from"
+        )
+
+
+def read_json(path: Path, most_bytes: int = MOST_SETTINGS_BYTES) -> dict[str, Any]:
+    """The JSON object in a file. Raise ModelError if it cannot be read, is too large or holds anything else."""
+    check_file(path, most_bytes)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except ValueError as error:
+        raise ModelError(f"{path}: expected JSON, found {error}; download or save the model again") from None
+    except RecursionError:
+        raise ModelError(f"{path}: expected JSON, found it nested too deeply; save the model again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}; save the model again")
+    return content
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"{path}: expected a file that can be read, found {error.strerror}; is it a complete model folder?"
+    )
