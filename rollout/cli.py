@@ -39,7 +39,7 @@ def _check_folder(file: Path | None) -> Path | None:
     return file
 
 
-_MODEL = typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, a hub name, or smollm2.")
+_MODEL = typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, hf://ORG/NAME[@REVISION] from the hub, or smollm2.")
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: the checkpoint's own.")]
@@ -51,6 +51,10 @@ Backend = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; results do not depend on it. Default: torch's choice.")]
+
+
+ServerPublicKey = Annotated[str | None, typer.Option(help="Of a worker with named clients.")]
+ClientKeyFile = Annotated[str | None, typer.Option(help="The .key_secret file that such a worker knows you by.")]
 
 
 class WorkloadName(StrEnum):
@@ -172,6 +176,8 @@ def generate(
     tokenizer: Annotated[
         str | None, typer.Option(help="The model whose tokenizer is used. Default: the worker's model.")
     ] = None,
+    server_public_key: ServerPublicKey = None,
+    client_key_file: ClientKeyFile = None,
 ) -> None:
     """Complete prompts and print the samples."""
     from .text import print_completions
@@ -187,13 +193,16 @@ def generate(
         seed=seed,
         stop=tuple(stop),
     )
-    print_completions(model_or_address, prompt, params, chat, tokenizer)
+    keys = server_public_key, client_key_file
+    print_completions(model_or_address, prompt, params, chat, tokenizer, keys)
 
 
 @app.command()
 def top(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    server_public_key: ServerPublicKey = None,
+    client_key_file: ClientKeyFile = None,
 ) -> None:
     """Watch a worker: requests, tokens per second, cache, memory, pushes. Ends at Ctrl-C.
 
@@ -205,7 +214,7 @@ def top(
     from .top import SILENCE_SECONDS
     from .top import top as watch
 
-    with RolloutClient(address, timeout=SILENCE_SECONDS) as client:
+    with RolloutClient(address, SILENCE_SECONDS, server_public_key, client_key_file) as client:
         watch(client, interval, Console())
 
 

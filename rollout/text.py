@@ -51,17 +51,23 @@ class TextModel:
 
 
 def print_completions(
-    model_or_address: str, prompts: Sequence[str], params: SamplingParams, chat: bool, tokenizer: str | None
+    model_or_address: str,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    chat: bool,
+    tokenizer: str | None,
+    keys: tuple[str | None, str | None] = (None, None),
 ) -> None:
     """Completes prompts with the worker at an address, or with one started for a model, and prints all samples.
 
-    `tokenizer`: the model whose tokenizer is used; None: the one that the worker serves.
+    `tokenizer`: the model whose tokenizer is used; None: the one that the worker serves. `keys`: `server_public_key`
+    and `client_key_file` of `RolloutClient`.
     """
     with ExitStack() as stack:
         address = model_or_address
         if not address.startswith(("ipc://", "tcp://")):
             address = stack.enter_context(launch_worker(model_or_address)).address
-        client = stack.enter_context(RolloutClient(address))
+        client = stack.enter_context(RolloutClient(address, 30.0, *keys))
         text = TextModel(tokenizer or _served_model(client))
         token_ids = [text.encode_chat(prompt) if chat else text.encode(prompt) for prompt in prompts]
         groups = client.generate(token_ids, params, progress=sys.stderr.isatty())
