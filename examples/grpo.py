@@ -274,7 +274,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Of the whole run.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Of tasks and samples.")] = 1,
     prompts: Annotated[int, typer.Option(min=1, help="Tasks in a step, with 8 samples each.")] = 8,
-    model: Annotated[str, typer.Option(help="A folder in Hugging Face format, a hub name, or smollm2.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="A model folder, hf://ORG/NAME, or smollm2.")] = "smollm2",
     unaligned: Annotated[bool, typer.Option("--unaligned", help="Train with the plain forward pass.")] = False,
     staleness: Annotated[int, typer.Option(min=0, max=1, help="1: generate the next batch while training.")] = 0,
     sleep: Annotated[int, typer.Option(min=0, max=2, help="How deep the worker sleeps while training.")] = 0,

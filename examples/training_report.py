@@ -54,7 +54,7 @@ def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="A folder in Hugging Face format, a hub name, or smollm2.")] = "smollm2",
+    model: Annotated[str, typer.Argument(help="A model folder, hf://ORG/NAME, or smollm2.")] = "smollm2",
     pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of steps; one more comes first.")] = 3,
     shapes: Annotated[str, typer.Option(help="Sequences x tokens, with commas.")] = "1x128,8x128,4x512",
 ) -> None:

@@ -39,7 +39,7 @@ def _check_folder(file: Path | None) -> Path | None:
     return file
 
 
-_MODEL = typer.Argument(metavar="MODEL", help="A folder in Hugging Face format, hf://ORG/NAME[@REVISION] from the hub, or smollm2.")
+_MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] of the hub, or smollm2.")
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: the checkpoint's own.")]

@@ -13,6 +13,7 @@ import torch
 
 from ...kernels.ops import Weight
 from ..errors import ModelError
+from .files import local_path
 
 CONFIG_FILE = "config.json"
 _CONFIGS = Path(__file__).parent / "configs"
@@ -24,9 +25,9 @@ def find_config(name: str) -> Path:
     Raise ModelError if there is none.
     """
     shipped = {folder.name: folder for folder in _CONFIGS.iterdir()}
-    path = Path(name).expanduser()
-    folder = shipped.get(name) or (path.parent if path.name == CONFIG_FILE else path)
-    if not (folder / CONFIG_FILE).is_file():
+    path = local_path(name)
+    folder = shipped.get(name) or (path.parent if path is not None and path.name == CONFIG_FILE else path)
+    if folder is None or not (folder / CONFIG_FILE).is_file():
         raise ModelError(
             f"{name}: expected a {CONFIG_FILE}, a folder that holds one, or one of {', '.join(sorted(shipped))}, "
             "found none of them; check the path"

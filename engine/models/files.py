@@ -23,6 +23,16 @@ _shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
 _shortened.maxdict = _shortened.maxlist = 8
 
 
+def local_path(name: str) -> Path | None:
+    """The path that a user names, with `~` for the home folder. None if nothing that this user may see is there."""
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (OSError, ValueError, RuntimeError):  # of a NUL, and of an unknown home
+        return None
+    return path
+
+
 def shown(value: object) -> str:
     """A value that a file held, for an error message: its `repr`, cut if it is long or deep."""
     return _shortened.repr(value)

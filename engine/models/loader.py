@@ -8,6 +8,7 @@ copied, and that beside its destination at most one tensor, or `_MOST_OPEN_BYTES
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...kernels.ops import Weight
 from ..errors import ModelError
-from .files import check_file, read_json, said, shown
+from .files import check_file, local_path, read_json, said, shown
 from .smollm2 import smollm2_folder
 
 SINGLE_FILE = "model.safetensors"
@@ -29,38 +30,50 @@ MOST_HEADER_BYTES = 2**24
 MOST_FILES = 1024
 """Of a checkpoint. Files of 5 GB hold 5 TB so."""
 MOST_EOS_TOKENS = 256
+HUB = "hf://"
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MOST_OPEN_BYTES = 2**26
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _MOST_NAMES = 10
 _MOST_NAME = 200  # characters of a tensor's name in an error message
-_DOWNLOADED = ["*.json", "*.jinja", "model*.safetensors", "tokenizer*", "*.txt"]
+_DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
 
 
 def resolve_model(name: str) -> Path:
-    """The folder of a model: `smollm2`, a local folder, or a Hugging Face hub name, downloaded if need be.
+    """The folder of a model: `smollm2`; `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub,
+    downloaded if need be; or any other name, a local folder. No code is downloaded.
 
     Raise ModelError if there is no such folder, or if the download fails.
     """
     if name == "smollm2":
         return smollm2_folder()
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if name.startswith(HUB):
+        return _download(name)
+    if (path := local_path(name)) is not None and path.is_dir():
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        found = "a file" if path.exists() else "nothing there"
-        raise ModelError(f"{name}: expected a model folder in Hugging Face format, found {found}; check the path")
-    return _download(name)
+    found = "nothing there" if path is None else "a file"
+    hint = f"; a model of the Hugging Face hub is written {HUB}{name}" if path is None and _ON_HUB.match(name) else ""
+    raise ModelError(f"{name}: expected a model folder in Hugging Face format, found {found}; check the path{hint}")
 
 
 def _download(name: str) -> Path:
+    repository, at, revision = name.removeprefix(HUB).partition("@")
+    if not _ON_HUB.match(repository) or bool(at) != bool(revision):
+        raise ModelError(
+            f"{name}: expected {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, with the revision a commit, a tag or a branch, "
+            "found another form; correct it"
+        )
     try:
-        return Path(snapshot_download(name, allow_patterns=_DOWNLOADED, ignore_patterns=["*/*"]))
+        folder = snapshot_download(
+            repository, revision=revision or None, allow_patterns=_DOWNLOADED, ignore_patterns=["*/*"]
+        )
     except (OSError, ValueError, HfHubHTTPError) as error:
         cause = said(error).rstrip(".")
         raise ModelError(
-            f"{name}: expected smollm2, a local folder or the name of a model on the Hugging Face hub; there is no "
-            f"such folder, and the download failed: {cause}; check the name and the network, or give a local folder"
+            f"{name}: expected a model of the Hugging Face hub, found that the download failed: {cause}; check the "
+            "name and the network, or give a local folder"
         ) from error
+    return Path(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

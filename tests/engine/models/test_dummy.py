@@ -48,7 +48,14 @@ def test_shipped_configurations(
 def test_a_configuration_is_a_file_or_its_folder(tiny_llama: Path, tmp_path: Path) -> None:
     shutil.copy(tiny_llama / "config.json", tmp_path)
     assert find_config(str(tmp_path)) == find_config(str(tmp_path / "config.json")) == tmp_path
-    for nothing in ("qwen", str(tmp_path / "nowhere"), str(tmp_path / "nowhere" / "config.json"), ""):
+    for nothing in (
+        "qwen",
+        str(tmp_path / "nowhere"),
+        str(tmp_path / "nowhere" / "config.json"),
+        "",
+        "~nobody/x",
+        "x" * 5000,
+    ):
         with pytest.raises(ModelError, match="expected a config.json, .* or one of qwen2.5-7b, qwen3-0.6b, found none"):
             find_config(nothing)
 

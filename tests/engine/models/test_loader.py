@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from trueroll.engine.errors import ModelError
+from trueroll.engine.models import loader
 from trueroll.engine.models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
 
 INDEX = "model.safetensors.index.json"
@@ -181,19 +183,65 @@ def test_a_local_folder_is_its_own_answer(tiny_llama: Path) -> None:
     assert read_config(tiny_llama)["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("name", ["./gone", "../gone", "/gone/model", "~/gone", "a/b/c"])
+NAMES = ["./gone", "../gone", "/gone/model", "~/gone", "~nobody_of_this_name/gone", "a/b/c", "org/name", "gpt2"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "x" * 5000, "nul\0", "/dev/null/gone"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trueroll.engine.models.loader.snapshot_download", None)
-    with pytest.raises(ModelError, match="expected a model folder .* found nothing there"):
+    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelError, match="expected a model folder .* found nothing there; check the path") as caught:
         resolve_model(name)
+    hint = "a model of the Hugging Face hub is written hf://org/name"
+    assert str(caught.value).endswith(hint) == (name == "org/name")
 
 
 def test_a_file_is_not_a_model_folder(tiny_llama: Path) -> None:
-    with pytest.raises(ModelError, match="found a file"):
+    with pytest.raises(ModelError, match="found a file; check the path$"):
         resolve_model(str(tiny_llama / "config.json"))
 
 
-@pytest.mark.parametrize("name", ["nobody/no-such-model", "not a hub name"])
+@pytest.mark.parametrize(
+    ("name", "repository", "revision"),
+    [
+        ("hf://org/name", "org/name", None),
+        ("hf://Org-1/a_name.v2-x@main", "Org-1/a_name.v2-x", "main"),
+        ("hf://org/name@refs/pr/1", "org/name", "refs/pr/1"),
+    ],
+)
+def test_a_model_of_the_hub_is_downloaded_at_its_revision(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, name: str, repository: str, revision: str | None
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(repo_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((repo_id, revision))
+        offered = ["config.json", "model-1.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+        code = [
+            "modeling_x.py",
+            "tokenizer_x.py",
+            "tokenizer.so",
+            "pytorch_model.bin",
+            "sub/x.json",
+            "sub/model.safetensors",
+        ]
+        allowed = filter_repo_objects(offered + code, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        assert list(allowed) == offered
+        return str(tiny_llama)
+
+    monkeypatch.setattr(loader, "snapshot_download", download)
+    assert resolve_model(name) == tiny_llama and asked == [(repository, revision)]
+
+
+@pytest.mark.parametrize(
+    "name", ["hf://", "hf://gpt2", "hf://org/name@", "hf://a/b/c", "hf:///etc/passwd", "hf://../up", "hf://org/na me"]
+)
+def test_another_form_of_a_name_of_the_hub_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(ModelError, match=r"expected hf://ORG/NAME or hf://ORG/NAME@REVISION, .*; correct it"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["hf://nobody/no-such-model", "hf://nobody/no-such-model@v1"])
 def test_a_download_that_fails_is_one_clear_line(name: str) -> None:
     with pytest.raises(ModelError, match="the download failed: .*; check the name and the network") as caught:
         resolve_model(name)
