@@ -281,6 +281,10 @@ class Worker:
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._reply_error(peer.identity, message.id, error, getattr(message, "caller", None))
+        except OSError as error:  # of this message alone: the others go on
+            log.exception("could not serve a %s", message.type)
+            refused = UnavailableError(f"worker: the system refused what it needs ({error.strerror}); try again later")
+            self._reply_error(peer.identity, message.id, refused, getattr(message, "caller", None))
 
     def _read(self, frames: list[bytes]) -> protocol.FromClient:
         """The message in frames. Raises ProtocolError or MessageTooLargeError, whatever the bytes are."""

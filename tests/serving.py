@@ -20,6 +20,7 @@ from trueroll.engine.errors import TruerollError
 from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.engine_thread import Engine
+from trueroll.rollout.router import Peer
 from trueroll.rollout.worker import Worker
 
 RECEIVE_MS = 20_000
@@ -77,13 +78,13 @@ class FaultyWorker(Worker):
         self.refuse: dict[str, TruerollError] = {}
         self.mute: set[str] = set()
 
-    def _handle(self, identity: bytes, message: protocol.FromClient) -> None:
+    def _handle(self, peer: Peer, message: protocol.Call) -> None:
         if message.type != "health":
             self.calls.append(message.type)
         if message.type in self.refuse:
             raise self.refuse.pop(message.type)
         if message.type not in self.mute:
-            super()._handle(identity, message)
+            super()._handle(peer, message)
 
 
 def fake_process(model: str = "fake", **settings: Any) -> WorkerProcess:

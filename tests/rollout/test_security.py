@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import resource
@@ -19,19 +20,28 @@ import msgpack
 import numpy as np
 import psutil
 import pytest
+import torch
 import zmq
 from fake_engine import MAX_MODEL_LEN, FakeEngine
 from rollout.certificates import Certificates, make_certificates
-from serving import RawClient, WorkerOnThread, check_group, fake_process, serving
+from serving import FaultyWorker, RawClient, WorkerOnThread, check_group, fake_process, serving
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
 from trueroll.engine.request import SamplingParams
 from trueroll.rollout import RolloutClient, protocol
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.errors import ForbiddenError, QueueFullError, UnreadError, WorkerLostError
+from trueroll.rollout.errors import (
+    ForbiddenError,
+    PushError,
+    QueueFullError,
+    UnavailableError,
+    UnreadError,
+    WorkerLostError,
+)
 from trueroll.rollout.gate import MAX_SILENT
 from trueroll.rollout.keys import OWNER, Client, read_clients, server_keys
 from trueroll.rollout.worker import Worker
+from trueroll.weight_sync import WeightPublisher
 
 MIB = 2**20
 NOBODY = 65534
@@ -280,6 +290,20 @@ def test_a_generating_client_gets_all_that_is_for_it(enter: Callable[[str], Roll
         alice.pause()
 
 
+def test_a_trainer_with_a_key_pushes_and_a_generating_client_does_not(
+    worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
+) -> None:
+    tensors = {name: torch.ones(shape) for name, shape in engine.weights.shapes.items()}
+    with WeightPublisher("shared", **certificates.client("alice")) as publisher:
+        publisher.connect([worker.address])
+        with pytest.raises(PushError, match="role control, found alice"):
+            publisher.push(tensors, version=8)
+    with WeightPublisher("shared", **certificates.client("trainer")) as publisher:
+        publisher.connect([worker.address])
+        assert publisher.push(tensors, version=9).version == 9
+    assert worker.worker.health().weight_version == 9
+
+
 # Users.
 
 
@@ -469,6 +493,23 @@ def test_a_worker_without_descriptors_goes_on() -> None:
         for _ in range(3):
             assert client.health().state == "ready"
             check_group(client.generate([[1]])[0], 1)
+
+
+def test_what_the_system_refuses_one_message_is_that_messages_error(engine: FakeEngine) -> None:
+    class Refused(FaultyWorker):
+        def stats(self, id: str = "metrics") -> protocol.Stats:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    worker = Refused(WorkerConfig(), engine)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    with RolloutClient(worker.address) as client:
+        with pytest.raises(UnavailableError, match="Too many open files"):
+            client.stats()
+        check_group(client.generate([[1]])[0], 1)
+    worker.drain()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 # Memory.
