@@ -111,6 +111,7 @@ class Campaign:
         self._streams: list[Stream] = []
         self._operator = Operator(worker.address, tensors, plan.patience, self._look)
         self._good = start_good_clients(worker.address)
+        self._operator.start_receiving()
 
     def run(self) -> Numbers:
         """Attack as planned."""

@@ -42,8 +42,8 @@ def _flip_a_bit(sample: dict[str, Any]) -> None:
 
 
 def _is_due(count: int, frame: bytes) -> bool:
-    """Whether it is an error, which only the attack gets, and one of few."""
-    return count % 20 == 0 and b"\xa4type\xa5error" in frame
+    """Whether it is an error that the attack gets, and one of few."""
+    return count % 20 == 0 and b"\xa4type\xa5error" in frame and b"x-" in frame
 
 
 def _grow(count: int, frame: bytes) -> list[bytes]:

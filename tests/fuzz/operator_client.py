@@ -8,6 +8,7 @@ to it that no push of the attack is ever served.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import msgpack
 import torch
 from fuzz.attack import dealer
+from fuzz.corpus import CLOSED_PORT, SECONDS
 from fuzz.violation import Violation
 
 from trueroll.engine.errors import TruerollError
@@ -91,6 +93,14 @@ class Operator:
         except TruerollError:
             return  # a call of the attack came between; the next look at the state tells
         self._served, self.num_pushes = result.push_id, self.num_pushes + 1
+
+    def start_receiving(self) -> None:
+        """Let the worker start the process behind its pushes by gloo, which stays; this one cannot succeed."""
+        place = {"kind": "collective", "host": "127.0.0.1", "port": CLOSED_PORT, "rank": 1, "world_size": 2}
+        fields = {"push_id": secrets.token_hex(16), "weight_version": 1, "dtype": self.ask("weights")["dtype"]}
+        reply = self.ask("begin_push", **fields, source=place, timeout=SECONDS)
+        if reply.get("code") != "push_failed":
+            raise Violation(f"the worker was asked to receive from a closed port, and answered {reply!r:.300}")
 
     def close(self) -> None:
         self._publisher.close()
