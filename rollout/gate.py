@@ -22,7 +22,7 @@ MAX_SILENT = 64
 class Gate:
     """To be made before the socket is bound, so that no connection escapes it."""
 
-    def __init__(self, router: zmq.Socket[bytes], max_connections: int) -> None:
+    def __init__(self, router: zmq.Socket[bytes], max_connections: float) -> None:
         self._router = router
         self._max_connections = max_connections
         self._silent: dict[int, None] = {}

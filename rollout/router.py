@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import stat
 import tempfile
@@ -60,7 +61,7 @@ class Router:
         self._authenticator = None if self._keys is None else _authenticate(self._context, self._keys)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._gate = Gate(self._socket, config.max_connections)
+        self._gate = Gate(self._socket, min(config.max_connections, _most_descriptors() // 2))
         self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost)
         try:
             self.address = self._bind(config)
@@ -126,6 +127,12 @@ class Router:
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _most_descriptors() -> float:
+    """That this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return float("inf") if soft == resource.RLIM_INFINITY else soft
 
 
 def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, keys: ServerKeys | None) -> None:

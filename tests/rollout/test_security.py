@@ -484,6 +484,27 @@ def test_no_more_connections_than_allowed(engine: FakeEngine) -> None:
                 assert second.health()["state"] == "ready"
 
 
+def test_connections_leave_half_of_the_descriptors_free() -> None:
+    code = (
+        "import resource, sys, time; resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))\n"
+        "sys.path.insert(0, sys.argv[1]); from fake_engine import FakeEngine; from serving import serving\n"
+        "with serving(FakeEngine(), address='tcp://127.0.0.1:*') as worker:\n"
+        "    print(worker.address, flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-P", "-c", code, str(Path(__file__).parents[1])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        address = process.stdout.readline().strip()
+        silent = [socket.create_connection(("127.0.0.1", port_of(address))) for _ in range(100)]
+        with RolloutClient(address) as client:
+            check_group(client.generate([[1]])[0], 1)
+            assert psutil.Process(process.pid).num_fds() < 100
+        for each in silent:
+            each.close()
+        process.stdin.close()
+    assert process.returncode == 0
+
+
 def test_a_worker_without_descriptors_goes_on() -> None:
     with fake_process() as worker, RolloutClient(worker.address) as client:
         client.health()
