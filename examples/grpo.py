@@ -61,7 +61,7 @@ class Tasks:
     """What is asked at each step, and what an answer is worth."""
 
     def __init__(self, folder: Path, seed: int, per_step: int) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         sizes = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
         self.tasks: Any = reasoning_gym.create_dataset("chain_sum", seed=seed * 10**6, size=10**6, **sizes)
         self.per_step = per_step
@@ -91,7 +91,7 @@ class Trainer:
     """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
 
     def __init__(self, folder: Path, is_aligned: bool) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         self.version, self.is_aligned = 0, is_aligned
         if is_aligned:

@@ -61,7 +61,7 @@ def main(
     """Compare training steps of an aligned model with those of the same model unaligned."""
     table = Table("weights", "batch", "unaligned, s", "aligned, s", "ratio", title=f"Training steps of {model}")
     for way, (dtype, is_autocast) in WAYS.items():
-        trained = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype)
+        trained = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
         for shape in shapes.split(","):
             rows, columns = map(int, shape.split("x"))
             ids = torch.randint(3, trained.config.vocab_size, (rows, columns))

@@ -174,7 +174,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Default: a new one, printed with the samples.")] = SAMPLING["seed"],
     stop: Annotated[list[str], typer.Option(help="A text that ends a sample; may be given several times.")] = [],  # noqa: B006
     tokenizer: Annotated[
-        str | None, typer.Option(help="The model whose tokenizer is used. Default: the worker's model.")
+        str | None,
+        typer.Option(help="The model whose tokenizer is used; to be given for tcp://. Default: the one served."),
     ] = None,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,

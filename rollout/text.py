@@ -1,36 +1,53 @@
 """Text in and out of token ids, and `trueroll generate`, which needs both. The service itself speaks token ids only.
 
-Imports transformers when a tokenizer is loaded, not before.
+Promises that a model's folder runs no code of its own here: a tokenizer is loaded without it, and a chat template,
+which is a program, is rendered in a child process with little time and memory. Imports transformers when a tokenizer
+is loaded, not before.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ..engine.errors import ConfigError, ModelError
 from ..engine.request import SamplingParams
 from .client import Group, RolloutClient
 from .launch import launch_worker
 
+MOST_TOKENIZER_BYTES = 2**26
+"""Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
+_TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
+# Of the child that renders a chat template: processor time, time, memory beyond this process's, and characters made.
+_MOST_CPU_SECONDS, _MOST_SECONDS, _MOST_MORE_BYTES, _MOST_CHARACTERS = 10, 60, 2**30, 2**22
+
 
 class TextModel:
-    """The tokenizer and the chat template of a model. Raise ModelError if the model has no tokenizer."""
+    """The tokenizer and the chat template of a model. Raise ModelError if the model has no tokenizer that can be used
+    without running code of the model's own.
+    """
 
     def __init__(self, model: str) -> None:
         from transformers import AutoTokenizer
 
+        from ..engine.models.files import said
         from ..engine.models.loader import resolve_model
 
         folder = resolve_model(model)
+        _check_files(folder)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            cause = " ".join(str(error).split())
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # of any kind, as it reads whatever the files hold
+            cause = said(f"{type(error).__name__}: {error}")
             raise ModelError(f"{folder}: expected a tokenizer beside the model, found none: {cause}") from None
 
     def encode(self, text: str) -> list[int]:
@@ -43,11 +60,68 @@ class TextModel:
             raise ModelError("chat: expected a model with a chat template, found one without; leave out --chat")
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return self._tokenizer.encode(_render(self._tokenizer, messages), add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids, without special tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _check_files(folder: Path) -> None:
+    from ..engine.models.files import check_file
+
+    for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
+        if path.suffix in _TOKENIZER_FILES:
+            check_file(path, MOST_TOKENIZER_BYTES)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """The text of a conversation. In a child process, which can be killed, from whichever thread this is called."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_render_in_child, args=(sender, tokenizer, messages))
+    child.start()
+    sender.close()
+    reply = b""  # of a child that is killed
+    try:
+        if receiver.poll(_MOST_SECONDS):
+            reply = receiver.recv_bytes()
+    except (EOFError, OSError):
+        pass
+    finally:
+        child.kill()
+        child.join()
+        receiver.close()
+    text = reply[1:].decode()
+    if reply[:1] != b"+":
+        raise ModelError(
+            f"chat: expected a chat template that renders within {_MOST_CPU_SECONDS} s and {_MOST_MORE_BYTES} bytes, "
+            f"found {text or 'that it does not'}; check the model's chat template, or leave out --chat"
+        )
+    return text
+
+
+def _render_in_child(sender: Connection, tokenizer: Any, messages: list[dict[str, str]]) -> None:
+    """Sends `+` and the text, or `-` and what is wrong."""
+    from ..engine.models.files import said
+
+    _limit(resource.RLIMIT_CPU, _MOST_CPU_SECONDS)
+    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MOST_MORE_BYTES)
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if len(text) > _MOST_CHARACTERS:
+            raise ValueError(f"{len(text)} characters, more than {_MOST_CHARACTERS}")
+        reply = b"+" + text.encode()
+    except Exception as error:  # of any kind, as the template is a program
+        reply = b"-" + said(f"{type(error).__name__}: {error}").encode()
+    sender.send_bytes(reply)
+
+
+def _limit(kind: int, most: int) -> None:
+    """The kernel kills a process that reaches its hard limit of processor time."""
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 def print_completions(
@@ -60,12 +134,19 @@ def print_completions(
 ) -> None:
     """Completes prompts with the worker at an address, or with one started for a model, and prints all samples.
 
-    `tokenizer`: the model whose tokenizer is used; None: the one that the worker serves. `keys`: `server_public_key`
-    and `client_key_file` of `RolloutClient`.
+    `tokenizer`: the model whose tokenizer is used; None: the one that is served, where this process or this machine
+    serves it. `keys`: `server_public_key` and `client_key_file` of `RolloutClient`. Raise ConfigError if `tokenizer`
+    has to be given: nothing is looked up anywhere because a worker names it.
     """
+    address = model_or_address
+    if tokenizer is None and address.startswith("tcp://"):
+        raise ConfigError(
+            "tokenizer: expected one for a worker that may run elsewhere, found none; give --tokenizer MODEL, the "
+            "model that it serves"
+        )
     with ExitStack() as stack:
-        address = model_or_address
         if not address.startswith(("ipc://", "tcp://")):
+            tokenizer = tokenizer or model_or_address
             address = stack.enter_context(launch_worker(model_or_address)).address
         client = stack.enter_context(RolloutClient(address, 30.0, *keys))
         text = TextModel(tokenizer or _served_model(client))
@@ -76,12 +157,22 @@ def print_completions(
 
 
 def _served_model(client: RolloutClient) -> str:
+    """What a worker of this machine serves, if nothing has to be fetched for it."""
+    from ..engine.models.files import local_path, shown
+
     health = client.health()
     if health.engine is None:
         raise ConfigError(
             f"tokenizer: expected a worker that is ready, found it {health.state}; wait, or give --tokenizer MODEL"
         )
-    return health.engine["model"]
+    model = health.engine.get("model")
+    path = local_path(model) if isinstance(model, str) else None
+    if not isinstance(model, str) or model != "smollm2" and (path is None or not path.is_dir()):
+        raise ConfigError(
+            f"tokenizer: expected a worker that serves smollm2 or a folder of this machine, found {shown(model)}; give "
+            "--tokenizer MODEL, the model that it serves"
+        )
+    return model
 
 
 def _print_group(text: TextModel, prompt: str, group: Group) -> None:

@@ -25,6 +25,8 @@ _shortened.maxdict = _shortened.maxlist = 8
 
 def local_path(name: str) -> Path | None:
     """The path that a user names, with `~` for the home folder. None if nothing that this user may see is there."""
+    if not name:
+        return None
     try:
         path = Path(name).expanduser()
         path.stat()

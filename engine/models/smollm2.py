@@ -105,13 +105,14 @@ def _convert(folder: Path) -> None:
 
     source = _gguf_file()
     _log.info("converting %s to %s, once", source.name, folder.parent)
-    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
     tensors = _read_tensors(source, config.num_attention_heads, config.num_key_value_heads)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    tokenizer.save_pretrained(folder)
 
 
 def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:

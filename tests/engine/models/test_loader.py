@@ -186,7 +186,7 @@ def test_a_local_folder_is_its_own_answer(tiny_llama: Path) -> None:
 NAMES = ["./gone", "../gone", "/gone/model", "~/gone", "~nobody_of_this_name/gone", "a/b/c", "org/name", "gpt2"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "x" * 5000, "nul\0", "/dev/null/gone"])
+@pytest.mark.parametrize("name", [*NAMES, "", "x" * 5000, "nul\0", "/dev/null/gone"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ModelError, match="expected a model folder .* found nothing there; check the path") as caught:
