@@ -16,9 +16,20 @@ import torch.distributed
 c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
 
 
+STORE_SECONDS = 30.0
+"""How long a store, which is there before a push begins, may take to be reached."""
+
+
 def connect(host: str, port: int, timeout: timedelta) -> Any:
-    """A client of the store at `host`:`port`. Raise RuntimeError if nothing listens there."""
-    return c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    """A client of the store at `host`:`port`, whose waits for a key end within the timeout.
+
+    Raise RuntimeError if nothing listens there.
+    """
+    store = c10d.TCPStore(
+        host, port, None, False, min(timeout, timedelta(seconds=STORE_SECONDS)), wait_for_workers=False
+    )
+    store.set_timeout(timeout)
+    return store
 
 
 def under(store: Any, prefix: str) -> Any:

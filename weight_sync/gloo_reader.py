@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..rollout.errors import PushError
+from .gloo import STORE_SECONDS
 from .group_child import MAX_MESSAGE_BYTES
 from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 
@@ -33,8 +34,6 @@ from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 _COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.group_child")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Only a process of one thread may fork and go on; these would start others."""
-STORE_SECONDS = 30.0
-"""How long the store, which is there before a push begins, may take to answer."""
 MARGIN_SECONDS = 1.0
 """How much longer than its timeout gloo may take to say that it failed."""
 TURN_SECONDS = 0.02
@@ -115,16 +114,15 @@ class GlooReader:
             self._sides.pop().close()
 
     def _join(self, source: CollectiveSource, push_id: str, join_timeout: float) -> None:
-        store_seconds = min(STORE_SECONDS, join_timeout)
         deadline = time.monotonic() + join_timeout + MARGIN_SECONDS
         push = source.model_dump(include={"host", "port", "rank", "world_size"}) | dict(
-            push_id=push_id, timeout=self._timeout, connect_timeout=store_seconds, join_timeout=join_timeout
+            push_id=push_id, timeout=self._timeout, join_timeout=join_timeout
         )
         self._channel = _launcher.launch(push, [side.descriptor for side in self._sides])
         self._channel.setblocking(False)
         starting = "a process that receives within the timeout"
         self._wait("start", starting, deadline, "that it takes longer to start; the next push will find it ready")
-        store_deadline = min(deadline, time.monotonic() + store_seconds + MARGIN_SECONDS)
+        store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + MARGIN_SECONDS)
         store = f"the store at {source.host}:{source.port}"
         self._wait("connect", f"{store} to answer", store_deadline, "silence")
         group = f"{store}, and {source.world_size} members in the group of push {push_id}"

@@ -127,11 +127,11 @@ def _receive(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> 
 
 
 def _join(push: dict[str, Any], channel: socket.socket) -> Any:
+    place, timeout = (push["host"], push["port"]), timedelta(seconds=push["join_timeout"])
     _say(channel, did="start")
-    store = gloo.connect(push["host"], push["port"], timedelta(seconds=push["connect_timeout"]))
+    store = gloo.under(gloo.connect(*place, timeout), push["push_id"])
     _say(channel, did="connect")
-    place = push["host"], push["port"], push["rank"], push["world_size"]
-    group = gloo.new_group(gloo.under(store, push["push_id"]), *place, timedelta(seconds=push["join_timeout"]))
+    group = gloo.new_group(store, *place, push["rank"], push["world_size"], timeout)
     _say(channel, did="join")
     return group
 

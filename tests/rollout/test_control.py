@@ -13,9 +13,11 @@ from fake_engine import SHAPES, STAGING_BYTES, FakeEngine
 from pushing import HandPush, ask
 from serving import RawClient, WorkerOnThread, serving
 
-from trueroll.rollout import RolloutClient
+from trueroll.rollout import RolloutClient, control
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import DeadlineError, IllegalStateError
+from trueroll.weight_sync.assembly import Assembly
+from trueroll.weight_sync.receiver import Receiver
 
 LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate")
 NEW = {name: torch.randn(shape) for name, shape in SHAPES.items()}
@@ -425,6 +427,88 @@ def test_a_silent_trainer_is_given_up(raw: RawClient, engine: FakeEngine) -> Non
         assert push.begin(timeout=0.1)["phase"] == "begun"
         wait_until(lambda: raw.health()["push"] is None)
         assert push.stage()["code"] == "push_failed"
+
+
+class Hanging:
+    """Pushes to `engine` hang before they begin, until `released`."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.released = threading.Event()
+        self._new_staging = engine.weights.new_staging
+        engine.weights.new_staging = self._hang  # type: ignore[method-assign]
+
+    def _hang(self, in_place: bool) -> Any:
+        self.released.wait(20)
+        return self._new_staging(in_place)
+
+
+@pytest.fixture
+def hanging(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    monkeypatch.setattr(control, "MARGIN_SECONDS", 0.1)
+    hanging = Hanging(engine)
+    yield hanging
+    hanging.released.set()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_push_that_hangs_is_given_up(raw: RawClient, hanging: Hanging, in_place: bool) -> None:
+    with HandPush(raw, NEW) as push:
+        error = push.begin(timeout=0.1, drain_timeout=0.1, in_flight="drain", in_place=in_place)
+        assert error["code"] == "deadline_exceeded" and "found that it hangs" in error["message"]
+        assert raw.health()["push"] is None and push.stage()["code"] == "push_failed"
+        hanging.released.set()
+    with HandPush(raw, NEW) as push:
+        assert push.run()["phase"] == "committed"
+
+
+def test_pushes_that_hang_are_few(raw: RawClient, hanging: Hanging, engine: FakeEngine) -> None:
+    with HandPush(raw, NEW) as push:
+        for _ in range(control.MOST_ABANDONED):
+            assert push.begin(timeout=0.1)["code"] == "deadline_exceeded"
+        threads = threading.active_count()
+        for in_place in (False, True):
+            error = push.begin(timeout=0.1, in_place=in_place)
+            assert error["code"] == "push_failed" and "4 pushes that were given up" in error["message"]
+        assert threading.active_count() == threads and raw.health()["state"] == "ready"
+        hanging.released.set()
+        wait_until(lambda: threading.active_count() == threads - control.MOST_ABANDONED)
+        assert push.run()["phase"] == "committed"
+    assert_serves(engine, NEW)
+
+
+@pytest.mark.parametrize("call", ["stage_bucket", "verify_push"])
+def test_a_call_of_a_push_that_hangs_is_given_up(
+    raw: RawClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(control, "MARGIN_SECONDS", 0.1)
+    released = threading.Event()
+    hangs = {"stage_bucket": "inspect", "verify_push": "finish"}[call]
+    monkeypatch.setattr(Assembly, hangs, lambda *_: released.wait(20))
+    with HandPush(raw, NEW) as push:
+        assert push.begin(timeout=2.0)["phase"] == "begun"
+        reply = push.stage()
+        if call == "verify_push":
+            assert reply["phase"] == "staged"
+            reply = push.verify()
+        assert reply["code"] == "deadline_exceeded" and "timeout of 2 s" in reply["message"]
+    released.set()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_system_without_threads_refuses_a_push(
+    raw: RawClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    def start(receiver: Receiver) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with HandPush(raw, NEW) as push:
+        with monkeypatch.context() as patch:
+            patch.setattr(Receiver, "start", start)
+            error = push.begin(in_place=in_place)
+            assert error["code"] == "push_failed" and "has none left" in error["message"]
+        assert raw.health()["push"] is None and raw.health()["state"] == ("dirty" if in_place else "ready")
+        assert push.run()["phase"] == "committed"
+    assert_serves(engine, NEW)
 
 
 def test_an_aborted_push_is_forgotten(raw: RawClient, engine: FakeEngine) -> None:

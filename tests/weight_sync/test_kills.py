@@ -294,12 +294,15 @@ def whole_fleet(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def fleet(whole_fleet: Fleet) -> Fleet:
-    """Two workers that are alive and serve `old` by a push."""
+def fleet(whole_fleet: Fleet, request: pytest.FixtureRequest) -> Fleet:
+    """Two workers that are alive and serve `old` by a push; by `collective` where a worker's first takes longer than
+    SHORT.
+    """
+    transport = request.getfixturevalue("transport") if "transport" in request.fixturenames else "shared"
     for index in (0, 1):
         if whole_fleet.client(index) and whole_fleet.worker(index).exit_code is not None:
             whole_fleet.start(index)
-    whole_fleet.push("old")
+    whole_fleet.push("old", "collective" if transport == "collective" else "shared")
     for index in (0, 1):
         whole_fleet.check(index, "old")
     return whole_fleet
@@ -440,6 +443,8 @@ def test_a_worker_started_anew_at_its_address(
     fleet.start(victim, address)
     fleet.check(victim, "old", 0)
     assert fleet.addresses[victim] == address
+    if transport == "collective":
+        fleet.push("old", transport)  # for the first takes longer than SHORT
     fleet.version += 1
     trainer.push(fleet.models["new"], fleet.version)
     for index in (0, 1):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from trueroll.rollout.errors import PushError
 from trueroll.weight_sync import nccl
-from trueroll.weight_sync.collective import GroupReader, GroupSlots
+from trueroll.weight_sync.collective import MOST_JOINING, GroupSlots, NcclReader
 from trueroll.weight_sync.manifest import Bucket, CollectiveSource
 
 from .stand_ins import BLOCKING_WAIT, NcclGroup, gpu
@@ -41,11 +42,17 @@ def new_slots(num_workers: int, timeout: float = SECONDS) -> GroupSlots:
     return GroupSlots("nccl", slots, "127.0.0.1", num_workers, PUSH_ID, timeout, timeout)
 
 
-def join(slots: GroupSlots, position: int, timeout: float = SECONDS) -> GroupReader:
-    return GroupReader(slots.source(position), PUSH_ID, timeout, timeout, CPU)
+def join(slots: GroupSlots, position: int, timeout: float = SECONDS) -> NcclReader:
+    return read_from(slots.source(position), timeout)
 
 
-def joined(num_workers: int, timeout: float = SECONDS) -> tuple[GroupSlots, list[GroupReader]]:
+def read_from(
+    source: CollectiveSource, timeout: float = SECONDS, is_closed: Callable[[], bool] = lambda: False
+) -> NcclReader:
+    return NcclReader(source, PUSH_ID, timeout, timeout, CPU, is_closed)
+
+
+def joined(num_workers: int, timeout: float = SECONDS) -> tuple[GroupSlots, list[NcclReader]]:
     slots = new_slots(num_workers, timeout)
     slots.open()
     with ThreadPoolExecutor(num_workers) as executor:
@@ -54,7 +61,7 @@ def joined(num_workers: int, timeout: float = SECONDS) -> tuple[GroupSlots, list
     return slots, readers
 
 
-def close(slots: GroupSlots, readers: list[GroupReader]) -> None:
+def close(slots: GroupSlots, readers: list[NcclReader]) -> None:
     for each in (slots, *readers):
         each.close()
 
@@ -165,6 +172,49 @@ def test_a_connection_that_comes_about_too_late_is_left_behind_and_then_aborted(
     assert len(NcclGroup.made) == 2 and not any(group.is_aborted for group in NcclGroup.made)
     released.set()
     wait_until(lambda: all(group.is_aborted for group in NcclGroup.made))
+
+
+def test_joins_that_hang_are_few() -> None:
+    """A store that falls silent keeps its clients waiting. Whoever closes a push is not kept, nor others for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = CollectiveSource(backend="nccl", host="127.0.0.1", port=silent.getsockname()[1], rank=1, world_size=2)
+        for _ in range(MOST_JOINING):
+            with pytest.raises(PushError, match="^collective: expected NCCL to connect"):
+                read_from(source, timeout=0.5, is_closed=lambda: True)
+        assert len(joining_threads()) == MOST_JOINING
+        with pytest.raises(PushError, match=f"^collective: expected fewer than {MOST_JOINING} pushes"):
+            read_from(source)
+        assert len(joining_threads()) == MOST_JOINING
+    wait_until(lambda: not joining_threads())  # their connections are gone with the listener
+    slots, readers = joined(1)
+    close(slots, readers)
+
+
+def joining_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "group-join"]
+
+
+def test_a_worker_without_a_gpu_connects_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "gpu_of", lambda device: None)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        source = CollectiveSource(backend="nccl", host="127.0.0.1", port=store.getsockname()[1], rank=1, world_size=2)
+        with pytest.raises(PushError, match="^collective: expected a GPU for NCCL, found the device cpu"):
+            read_from(source)
+        store.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            store.accept()
+
+
+def test_a_trainer_without_a_thread_to_join_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    slots = new_slots(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(PushError, match="^collective: expected a thread, found that the system has none left"):
+            slots.open()
+    slots.close()
 
 
 def test_a_group_that_nobody_waits_for_is_aborted() -> None:

@@ -29,6 +29,7 @@ from trueroll.weight_sync.manifest import MANIFEST_FILE, MODEL_FILE
 from trueroll.weight_sync.tensors import DTYPES
 from trueroll.weight_sync.transaction import Transaction
 
+from .gloo_push import warm_up
 from .stand_ins import CudaLibrary, NcclGroup, gpu, host_tensor_at
 
 SHAPES = {"embed.weight": (100, 8), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
@@ -37,6 +38,12 @@ TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("weights", "begin_push", "stage_bucket", "verify_push", "commit_push")
 STEPS = [(way, phase) for way in TRANSPORTS for phase in PHASES if (way, phase) != ("disk", "stage_bucket")]
 BUCKET_BYTES = 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """The timeouts here are shorter than what the first push through gloo may take."""
+    warm_up()
 
 
 @pytest.fixture(autouse=True)

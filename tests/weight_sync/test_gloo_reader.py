@@ -1,0 +1,170 @@
+"""Pushes through gloo: whatever a trainer or the process that receives does ends the push, and not the worker."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trueroll.rollout.errors import PushError
+from trueroll.weight_sync import gloo as gloo_module
+from trueroll.weight_sync import gloo_reader as gloo_reader_module
+from trueroll.weight_sync.collective import GroupSlots
+from trueroll.weight_sync.gloo_reader import GlooReader
+from trueroll.weight_sync.manifest import Bucket
+
+from .gloo_push import (
+    DAY,
+    PUSH_ID,
+    SECONDS,
+    SLOT_BYTES,
+    descendants,
+    held_by,
+    joined,
+    new_slots,
+    receiving_process,
+    silent_store,
+    source_at,
+    wait_until,
+    warm_up,
+)
+
+ME = psutil.Process()
+
+
+def bucket(index: int, num_bytes: int = SLOT_BYTES) -> Bucket:
+    return Bucket(index=index, num_bytes=num_bytes, pieces=())
+
+
+def send(slots: GroupSlots, index: int, num_bytes: int = SLOT_BYTES) -> None:
+    slots.slots[index % 2].fill_(index + 1)
+    slots.send(index % 2, num_bytes)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """A push leaves the launcher behind and nothing else."""
+    warm_up()
+    wait_until(lambda: len(descendants(ME)) == 1)
+    before = held_by(ME)
+    yield
+    wait_until(lambda: held_by(ME) == before)
+
+
+def test_buckets_of_any_size_pass() -> None:
+    slots, reader = joined()
+    for index, num_bytes in enumerate((10, 0, 4096, 4096, 7, 300)):
+        if num_bytes:
+            send(slots, index, num_bytes)
+        if index == 2:
+            reader.prepare(bucket(2, 4096))
+        data = reader.read(bucket(index, num_bytes))
+        assert len(data) >= num_bytes and (data[:num_bytes] == index + 1).all()
+        slots.wait(index % 2)
+    reader.close()
+    reader.close()
+    slots.close()
+
+
+def test_members_may_take_longer_to_come_than_the_store_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another worker drains before it begins."""
+    monkeypatch.setattr(gloo_module, "STORE_SECONDS", 0.5)
+    slots = new_slots()
+    late = threading.Timer(2.0, slots.open)
+    late.start()
+    reader = GlooReader(slots.source(0), PUSH_ID, SECONDS, SECONDS, lambda: False)
+    late.join()
+    slots.opened()
+    for each in (reader, slots):
+        each.close()
+
+
+def test_a_process_that_is_killed_is_told_and_the_next_push_goes_well() -> None:
+    slots, reader = joined()
+    os.kill(receiving_process(ME).pid, signal.SIGKILL)
+    with pytest.raises(PushError, match="^collective: expected a bucket to pass, .* ended with SIGKILL; .*push again$"):
+        reader.read(bucket(0))
+    for each in (reader, slots, *joined()):
+        each.close()
+
+
+def test_a_process_whose_watcher_is_killed_ends_too() -> None:
+    slots, reader = joined()
+    receiving = receiving_process(ME)
+    os.kill(receiving.ppid(), signal.SIGKILL)
+    with pytest.raises(PushError, match="found that the process that receives is gone; push again$"):
+        reader.read(bucket(0))
+    wait_until(lambda: not receiving.is_running())
+    for each in (reader, slots):
+        each.close()
+
+
+def test_a_launcher_that_was_killed_is_started_anew() -> None:
+    [launcher] = ME.children()
+    launcher.kill()
+    launcher.wait()
+    slots, reader = joined()
+    send(slots, 0)
+    assert (reader.read(bucket(0)) == 1).all()
+    assert launcher.pid not in [process.pid for process in ME.children()]
+    for each in (reader, slots):
+        each.close()
+
+
+def test_a_bucket_that_does_not_come_is_an_error_within_the_timeout() -> None:
+    slots, reader = joined(timeout=0.5)
+    with pytest.raises(PushError, match="^collective: expected a bucket to pass, found .*; push again$"):
+        reader.read(bucket(0))
+    for each in (reader, slots):
+        each.close()
+
+
+def test_a_process_that_hangs_is_given_up_within_the_timeout() -> None:
+    slots, reader = joined(timeout=0.5)
+    receiving_process(ME).suspend()
+    with pytest.raises(PushError, match="^collective: expected a bucket to pass, found silence for 0.5 s; push again$"):
+        reader.read(bucket(0))
+    for each in (reader, slots):
+        each.close()
+
+
+@pytest.mark.parametrize("cause", ["timeout", "closed"])
+def test_a_store_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    monkeypatch.setattr(gloo_reader_module, "STORE_SECONDS", 0.1 if cause == "timeout" else SECONDS)
+    with silent_store() as store:
+        words = {"timeout": "store at .* to answer, found silence", "closed": "found that it was given up"}[cause]
+        with pytest.raises(PushError, match=f"^collective: expected .*{words}; push again$"):
+            GlooReader(source_at(store), PUSH_ID, DAY, DAY, lambda: cause == "closed" and len(descendants(ME)) == 3)
+
+
+def test_a_system_without_processes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(gloo_reader_module, "_launcher", gloo_reader_module._Launcher())
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with silent_store() as store, pytest.raises(PushError, match="found Resource temporarily unavailable; free"):
+        GlooReader(source_at(store), PUSH_ID, DAY, DAY, lambda: False)
+
+
+def test_the_launcher_imports_little() -> None:
+    code = "import sys, trueroll.weight_sync.group_child; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=Path("/"))
+    found = {
+        name for name in done.stdout.split() if name.split(".")[0] in ("trueroll", "pydantic", "zmq", "transformers")
+    }
+    assert found == {
+        "trueroll",
+        "trueroll.weight_sync",
+        "trueroll.weight_sync.gloo",
+        "trueroll.weight_sync.group_child",
+    }
