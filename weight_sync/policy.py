@@ -23,7 +23,8 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True)
 class PushPolicy:
-    """`folder`: pushes by disk come from inside it; None: from folders that belong to the user the worker runs as.
+    """`folder`: pushes by disk come from inside it, whoever wrote them; None: from folders that belong to the user the
+    worker runs as, and that nobody else can write.
 
     `hosts`: where collective pushes may have their store beside loopback: IPs, networks such as 10.0.0.0/8, or names,
     which are compared and not looked up.
