@@ -76,7 +76,7 @@ class TensorFile:
                 raise PushError(f"disk: expected to read {self._path}, found {error.strerror}; push again") from None
             if not count:
                 raise PushError(
-                    f"disk: expected {num_bytes} bytes more in {self._path}, found the file cut short while it was "
+                    f"disk: expected {len(left)} bytes more in {self._path}, found the file cut short while it was "
                     "read; write the folder again"
                 )
             left, offset = left[count:], offset + count
