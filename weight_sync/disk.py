@@ -13,8 +13,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,13 @@ class FolderReader:
     def read(self, bucket: Bucket) -> torch.Tensor:
         raise PushError(f"bucket {bucket.index}: expected none in a push by disk; ask to verify")
 
-    def read_unannounced(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each tensor whole, as a bucket of one piece, and its bytes. Raise PushError for what cannot be read."""
+    def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
+        """Each tensor whole, as a bucket of one piece, and what reads its bytes.
+
+        Both raise PushError for what is wrong. Memory is taken only by the reading.
+        """
         for entry in self._tensors.entries:
-            bucket = self._bucket(entry)
-            yield bucket, self._tensors.read(entry)
+            yield self._bucket(entry), partial(self._tensors.read, entry)
 
     def _bucket(self, entry: TensorEntry) -> Bucket:
         if entry.name not in self._manifest.checksums:

@@ -46,8 +46,8 @@ class _Reader(Protocol):
         """The bucket's bytes, valid until the next one is read: uint8 [at least bucket.num_bytes]."""
         ...
 
-    def read_unannounced(self) -> Iterable[tuple[Bucket, torch.Tensor]]:
-        """What no call announces, each bucket with its bytes."""
+    def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
+        """What no call announces: each bucket, and what reads its bytes once the bucket is checked."""
         ...
 
     def close(self) -> None:
@@ -199,9 +199,9 @@ class Receiver(threading.Thread):
     def _verify(self, num_buckets: int, reader: _Reader, assembly: Assembly) -> None:
         if num_buckets != self._num_buckets:
             raise PushError(f"verify: expected {self._num_buckets} buckets, as arrived, found {num_buckets}")
-        for bucket, data in reader.read_unannounced():
-            assembly.check(bucket)
-            self._add(bucket, data, assembly)
+        for bucket, read in reader.read_unannounced():
+            assembly.check(bucket)  # before memory is taken for it
+            self._add(bucket, read(), assembly)
         assembly.finish()
         self._is_verified = True
         self._advance("verified", 0)

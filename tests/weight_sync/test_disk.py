@@ -50,7 +50,8 @@ def open_reader(folder: Path | str, root: Path | str | None = None) -> FolderRea
 def read_all(folder: Path | str, root: Path | str | None = None) -> dict[str, torch.Tensor]:
     with closing(open_reader(folder, root)) as reader:
         found = {}
-        for bucket, data in reader.read_unannounced():
+        for bucket, read in reader.read_unannounced():
+            data = read()
             [piece] = bucket.pieces
             assert piece.checksum == checksum(data.numpy())
             found[piece.name] = data.clone().view(torch.float32).view(piece.shape)
@@ -278,15 +279,19 @@ def test_a_folder_that_is_exchanged_for_a_link_is_not_followed(
     assert exchanged.is_symlink()
 
 
+def begin_push(client: RawClient, folder: Path) -> dict[str, Any]:
+    source = {"kind": "disk", "folder": str(folder)}
+    fields = {"push_id": PUSH_ID, "weight_version": 7, "dtype": "float32", "timeout": 20.0}
+    return ask(client, "begin_push", source=source, **fields)
+
+
 @pytest.mark.parametrize("name", [MODEL_FILE, MANIFEST_FILE])
 def test_a_worker_that_meets_a_fifo_goes_on(tmp_path: Path, name: str) -> None:
     """Whoever opens it for reading waits for a writer, which there is none."""
     folder = write_folder(tmp_path / "pushes", {name: torch.ones(shape) for name, shape in SHAPES.items()})
     replace(folder / name, os.mkfifo)
-    source = {"kind": "disk", "folder": str(folder)}
-    begin = {"push_id": PUSH_ID, "weight_version": 7, "dtype": "float32", "timeout": 20.0, "source": source}
     with serving(FakeEngine()) as running, RawClient(running.address) as client:
-        reply = ask(client, "begin_push", **begin)
+        reply = begin_push(client, folder)
         if reply["type"] != "error":  # the file was not looked at before it is read
             reply = ask(client, "verify_push", push_id=PUSH_ID, num_buckets=0)
         assert (reply["type"], reply["code"]) == ("error", "push_failed")
@@ -377,10 +382,12 @@ def test_padding_metadata_and_empty_tensors_are_taken(folder: Path) -> None:
     header = {"__metadata__": {"format": "pt"}, "b": entry(8, 28), "c": entry(8, 8), "a": entry(0, 8, shape=[2, 1])}
     (folder / MODEL_FILE).write_bytes(file_of(json.dumps(header).encode() + b"   ", 28))
     with closing(open_reader(folder)) as reader:
-        found = [
-            (bucket.pieces[0].name, bucket.pieces[0].shape, len(data)) for bucket, data in reader.read_unannounced()
-        ]
-    assert found == [("a", (2, 1), 8), ("c", (0,), 0), ("b", (5,), 20)]
+        found = [(*bucket.pieces, len(read())) for bucket, read in reader.read_unannounced()]
+    assert [(piece.name, piece.shape, size) for piece, size in found] == [
+        ("a", (2, 1), 8),
+        ("c", (0,), 0),
+        ("b", (5,), 20),
+    ]
 
 
 def test_a_tensor_without_checksum_is_refused(folder: Path) -> None:
@@ -389,15 +396,28 @@ def test_a_tensor_without_checksum_is_refused(folder: Path) -> None:
         next(reader.read_unannounced())
 
 
+def test_a_tensor_larger_than_the_workers_own_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "pushes", {name: torch.ones(shape) for name, shape in SHAPES.items()})
+    (folder / MODEL_FILE).write_bytes(file_of({"a": entry(0, 2**40)}, 0))
+    os.truncate(folder / MODEL_FILE, (folder / MODEL_FILE).stat().st_size + 2**40)  # takes no space
+    with serving(FakeEngine()) as running, RawClient(running.address) as client:
+        assert begin_push(client, folder)["phase"] == "begun"
+        reply = ask(client, "verify_push", push_id=PUSH_ID, num_buckets=0)
+        assert reply["code"] == "push_failed"
+        assert f"tensor a: expected shape {list(SHAPES['a'])}, found [{2**38}]" in reply["message"]
+
+
 def test_a_file_that_is_cut_while_it_is_read_is_an_error(folder: Path) -> None:
     """What was read of it stays as it was: memory that is mapped from the file would be gone, and a touch fatal."""
     with closing(open_reader(folder)) as reader:
         tensors = reader.read_unannounced()
-        bucket, data = next(tensors)
+        bucket, read = next(tensors)
+        data = read()
         os.truncate(folder / MODEL_FILE, 0)
         assert bucket.pieces[0].checksum == checksum(data.numpy())
+        _, read = next(tensors)
         with pytest.raises(PushError, match="found the file cut short while it was read; write the folder again"):
-            next(tensors)
+            read()
 
 
 def test_a_file_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,9 +425,10 @@ def test_a_file_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pytes
         raise OSError(5, "Input/output error")
 
     with closing(open_reader(folder)) as reader:
+        _, read = next(reader.read_unannounced())
         monkeypatch.setattr(os, "preadv", fail)
         with pytest.raises(PushError, match=f"expected to read .*{MODEL_FILE}, found Input/output error"):
-            next(reader.read_unannounced())
+            read()
 
 
 @pytest.mark.parametrize(
