@@ -4,7 +4,8 @@ Owns: the launcher of those processes (see `group_child`), one for this process,
 for the next ones; for each push the channel to the process that receives, and the memory for two buckets. Promises: a
 crash of that process is an error of the push and nothing else; every wait has a deadline, and ends within
 `TURN_SECONDS` once the push is closed; `close` waits for nothing, and leaves no thread, descriptor or process of the
-push behind. The launcher ends with this process.
+push behind. The launcher ends with this process. With a torch for CPUs it holds about 220 MB of memory, 160 of them its
+own, and makes the first push a second or two longer.
 """
 
 from __future__ import annotations
