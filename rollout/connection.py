@@ -26,7 +26,7 @@ from ..engine.errors import ConfigError, TruerollError
 from . import protocol
 from .config import check_address
 from .errors import ForbiddenError, MessageTooLargeError, WorkerLostError, error_from_code
-from .keys import ClientKeys, client_keys
+from .keys import client_keys, use_curve
 
 Reply: TypeAlias = protocol.FromWorker | TruerollError
 Inbox: TypeAlias = "asyncio.Queue[tuple[str, Reply]]"
@@ -115,7 +115,7 @@ class Connection:
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         if self._keys is not None:
-            _use_curve(self._socket, self._keys)
+            use_curve(self._socket, self._keys)
         monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
@@ -239,9 +239,3 @@ class Connection:
 
 def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
     return getattr(message, "caller", None)
-
-
-def _use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
-    dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
-    dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
-    dealer.set(zmq.CURVE_SECRETKEY, keys.secret)

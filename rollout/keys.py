@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import zmq
 import zmq.auth
@@ -88,6 +88,13 @@ def client_keys(address: str, server_public_key: str | None, client_key_file: st
         own = _OwnKeys.load()
         return ClientKeys(own.server_public.encode(), own.client_public.encode(), own.client_secret.encode())
     return None
+
+
+def use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
+    """Let a socket that is not connected yet speak with these keys."""
+    dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
+    dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
+    dealer.set(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def read_clients(path: str) -> dict[str, Client]:

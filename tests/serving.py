@@ -20,6 +20,7 @@ from trueroll.engine.errors import TruerollError
 from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.engine_thread import Engine
+from trueroll.rollout.keys import client_keys, use_curve
 from trueroll.rollout.router import Peer
 from trueroll.rollout.worker import Worker
 
@@ -102,6 +103,8 @@ class RawClient:
         self.socket.set(zmq.LINGER, 0)
         if identity is not None:
             self.socket.set(zmq.IDENTITY, identity)
+        if (keys := client_keys(address, None, None)) is not None:
+            use_curve(self.socket, keys)
         self.socket.connect(address)
 
     def send(self, type: str, **fields: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import zmq
 import zmq.auth
 
+from trueroll.rollout.keys import client_keys, use_curve
+
 
 @dataclass(frozen=True)
 class Certificates:
@@ -28,11 +30,9 @@ class Certificates:
         socket.set(zmq.LINGER, 0)
         if identity is not None:
             socket.set(zmq.IDENTITY, identity)
-        public, secret = zmq.auth.load_certificate(self.folder / f"{name}.key_secret")
-        assert secret is not None
-        socket.set(zmq.CURVE_SERVERKEY, self.client(name)["server_public_key"].encode())
-        socket.set(zmq.CURVE_PUBLICKEY, public)
-        socket.set(zmq.CURVE_SECRETKEY, secret)
+        keys = client_keys(address, **self.client(name))
+        assert keys is not None
+        use_curve(socket, keys)
         socket.connect(address)
         return socket
 
