@@ -27,7 +27,9 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 CODE = """
 import pathlib
 pathlib.Path({marker!r}).touch()
-from transformers import PreTrainedTokenizerFast as Other
+from transformers import PreTrainedTokenizerFast
+class Other(PreTrainedTokenizerFast):
+    pass
 """
 
 
