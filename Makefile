@@ -5,7 +5,7 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
-SOURCES := pyproject.toml $(wildcard kernels/cpu/native/*)
+SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/*)
 
 .PHONY: demo test test-gpu test-trl fuzz lint clean
 

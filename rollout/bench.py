@@ -143,7 +143,9 @@ class TransformersSystem:
         from transformers import AutoModelForCausalLM
 
         self.vocab_size = loaded.model.config.vocab_size
-        model: Any = AutoModelForCausalLM.from_pretrained(loaded.folder, dtype=loaded.model.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded.folder, dtype=loaded.model.dtype, trust_remote_code=False, local_files_only=True
+        )
         self.model = model.to(loaded.model.device)
 
     def __call__(self, workload: Workload) -> Timing:
