@@ -23,7 +23,8 @@ class EngineConfig(BaseModel):
     own. `backend` `auto`: `cpu` or, on a GPU, `triton` where they serve the model, else `reference`. KV memory is
     `num_blocks` blocks of `block_size` tokens, or as many as `kv_memory` bytes hold; with neither given, what
     `max_num_seqs` sequences of `max_model_len` tokens need, but at most a quarter of the memory that is available.
-    `block_size` is even, since native kernels store tokens in pairs. `max_model_len` None: what the model was trained for.
+    `block_size` is even, since native kernels store tokens in pairs. `max_model_len` None: what the model was trained
+    for.
     `max_num_batched_tokens`: the token budget of a step. `cuda_graphs`: whether decode steps on a GPU run as graphs.
     `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device`, `backend` and its instruction set
     alone.
