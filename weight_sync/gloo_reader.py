@@ -1,11 +1,11 @@
 """The worker's side of a push through gloo: a process of its own receives, into memory that this one shares.
 
-Owns: the launcher of those processes (see `group_child`), one for this process, started by the first such push and kept
-for the next ones; for each push the channel to the process that receives, and the memory for two buckets. Promises: a
-crash of that process is an error of the push and nothing else; every wait has a deadline, and ends within
-`TURN_SECONDS` once the push is closed; `close` waits for nothing, and leaves no thread, descriptor or process of the
-push behind. The launcher ends with this process. With a torch for CPUs it holds about 220 MB of memory, 160 of them its
-own, and makes the first push a second or two longer.
+Owns: the fork server that those processes come from (see `fork_server`), one for this process, started by the first
+such push and kept for the next ones; for each push the channel to the process that receives, and the memory for two
+buckets. Promises: a crash of that process is an error of the push and nothing else; every wait has a deadline, and ends
+within `TURN_SECONDS` once the push is closed; `close` waits for nothing, and leaves no thread, descriptor or process of
+the push behind. The fork server ends with this process. With a torch for CPUs it holds about 220 MB of memory, 160 of
+them its own, and makes the first push a second or two longer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 import torch
 
 from ..rollout.errors import PushError
+from .fork_server import MAX_MESSAGE_BYTES
 from .gloo import STORE_SECONDS
-from .group_child import MAX_MESSAGE_BYTES
 from .manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
 
 # -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
-_COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.group_child")
+_COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.fork_server")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Only a process of one thread may fork and go on; these would start others."""
-MARGIN_SECONDS = 1.0
+_MARGIN_SECONDS = 1.0
 """How much longer than its timeout gloo may take to say that it failed."""
 TURN_SECONDS = 0.02
-_LAUNCHER_SECONDS = 10.0
+_REQUEST_SECONDS = 10.0
 _SIGNALS = {int(number): number.name for number in signal.Signals}
 _HINTS = {
     "SIGABRT": "does the trainer broadcast as many bytes as it announces? ",
@@ -99,7 +99,7 @@ class GlooReader:
             if self._under_way != bucket.index:
                 self.prepare(bucket)
             silence = f"silence for {self._timeout:g} s"
-            self._wait("receive", "a bucket to pass", time.monotonic() + self._timeout + MARGIN_SECONDS, silence)
+            self._wait("receive", "a bucket to pass", time.monotonic() + self._timeout + _MARGIN_SECONDS, silence)
         return self._sides[bucket.index % len(self._sides)].view
 
     def read_unannounced(self) -> tuple[()]:
@@ -115,15 +115,15 @@ class GlooReader:
             self._sides.pop().close()
 
     def _join(self, source: CollectiveSource, push_id: str, join_timeout: float) -> None:
-        deadline = time.monotonic() + join_timeout + MARGIN_SECONDS
+        deadline = time.monotonic() + join_timeout + _MARGIN_SECONDS
         push = source.model_dump(include={"host", "port", "rank", "world_size"}) | dict(
             push_id=push_id, timeout=self._timeout, join_timeout=join_timeout
         )
-        self._channel = _launcher.launch(push, [side.descriptor for side in self._sides])
+        self._channel = _fork_server.begin(push, [side.descriptor for side in self._sides])
         self._channel.setblocking(False)
         starting = "a process that receives within the timeout"
         self._wait("start", starting, deadline, "that it takes longer to start; the next push will find it ready")
-        store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + MARGIN_SECONDS)
+        store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + _MARGIN_SECONDS)
         store = f"the store at {source.host}:{source.port}"
         self._wait("connect", f"{store} to answer", store_deadline, "silence")
         group = f"{store}, and {source.world_size} members in the group of push {push_id}"
@@ -168,7 +168,7 @@ class _Memory:
         os.close(self.descriptor)
 
 
-class _Launcher:
+class _ForkServer:
     """The process that those which receive are forked from."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class _Launcher:
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
 
-    def launch(self, push: dict[str, Any], sides: list[int]) -> socket.socket:
+    def begin(self, push: dict[str, Any], sides: list[int]) -> socket.socket:
         """The channel to a process that receives this push. Raise OSError if there can be none."""
         channel, end = _channel()
         try:
@@ -200,7 +200,7 @@ class _Launcher:
         if self._requests is not None:
             self._requests.close()
         self._requests, end = _channel()
-        self._requests.settimeout(_LAUNCHER_SECONDS)
+        self._requests.settimeout(_REQUEST_SECONDS)
         with end:
             self._process = subprocess.Popen(
                 (*_COMMAND, str(end.fileno()), str(MOST_UNDER_WAY)),
@@ -212,7 +212,7 @@ class _Launcher:
             )
 
 
-_launcher = _Launcher()
+_fork_server = _ForkServer()
 
 
 def _channel() -> tuple[socket.socket, socket.socket]:

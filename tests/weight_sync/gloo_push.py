@@ -33,13 +33,13 @@ def joined(timeout: float = SECONDS) -> tuple[GroupSlots, GlooReader]:
 
 
 def warm_up() -> None:
-    """Let the launcher of this process have imported torch: from now on a push begins in no time."""
+    """Let the fork server of this process have imported torch: from now on a push begins in no time."""
     for each in joined():
         each.close()
 
 
 def receiving_process(worker: psutil.Process) -> psutil.Process:
-    """The process that receives for a worker which is in a push: launcher, watcher and it are in one line."""
+    """The process that receives for a worker which is in a push: fork server, watcher and it are in one line."""
     *_, last = descendants(worker)
     return last
 

@@ -52,7 +52,7 @@ def send(slots: GroupSlots, index: int, num_bytes: int = SLOT_BYTES) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """A push leaves the launcher behind and nothing else."""
+    """A push leaves the fork server behind and nothing else."""
     warm_up()
     wait_until(lambda: len(descendants(ME)) == 1)
     before = held_by(ME)
@@ -108,14 +108,14 @@ def test_a_process_whose_watcher_is_killed_ends_too() -> None:
         each.close()
 
 
-def test_a_launcher_that_was_killed_is_started_anew() -> None:
-    [launcher] = ME.children()
-    launcher.kill()
-    launcher.wait()
+def test_a_fork_server_that_was_killed_is_started_anew() -> None:
+    [server] = ME.children()
+    server.kill()
+    server.wait()
     slots, reader = joined()
     send(slots, 0)
     assert (reader.read(bucket(0)) == 1).all()
-    assert launcher.pid not in [process.pid for process in ME.children()]
+    assert server.pid not in [process.pid for process in ME.children()]
     for each in (reader, slots):
         each.close()
 
@@ -150,14 +150,14 @@ def test_a_system_without_processes_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     def popen(*_: Any, **__: Any) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(gloo_reader_module, "_launcher", gloo_reader_module._Launcher())
+    monkeypatch.setattr(gloo_reader_module, "_fork_server", gloo_reader_module._ForkServer())
     monkeypatch.setattr(subprocess, "Popen", popen)
     with silent_store() as store, pytest.raises(PushError, match="found Resource temporarily unavailable; free"):
         GlooReader(source_at(store), PUSH_ID, DAY, DAY, lambda: False)
 
 
-def test_the_launcher_imports_little() -> None:
-    code = "import sys, trueroll.weight_sync.group_child; print(*sys.modules)"
+def test_the_fork_server_imports_little() -> None:
+    code = "import sys, trueroll.weight_sync.fork_server; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=Path("/"))
     found = {
         name for name in done.stdout.split() if name.split(".")[0] in ("trueroll", "pydantic", "zmq", "transformers")
@@ -166,5 +166,5 @@ def test_the_launcher_imports_little() -> None:
         "trueroll",
         "trueroll.weight_sync",
         "trueroll.weight_sync.gloo",
-        "trueroll.weight_sync.group_child",
+        "trueroll.weight_sync.fork_server",
     }

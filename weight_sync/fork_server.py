@@ -1,10 +1,10 @@
 """The processes that receive weights by gloo in a worker's stead, so that a crash in gloo is not the worker's.
 
-`python -m trueroll.weight_sync.group_child DESCRIPTOR SIDES` is the launcher. It imports torch, which takes seconds,
+`python -m trueroll.weight_sync.fork_server DESCRIPTOR SIDES` is a fork server. It imports torch, which takes seconds,
 once; for each push it forks two processes, which takes milliseconds. One joins the group and receives. The other
-watches that one and says how it ended. Both end when the worker closes its end of the push's channel, the launcher when
+watches that one and says how it ended. Both end when the worker closes its end of the push's channel, the server when
 the worker closes its end of DESCRIPTOR; the system does either for a worker that was killed. So nothing outlives a push
-but the launcher, and nothing outlives the worker.
+but the server, and nothing outlives the worker.
 
 A channel is a socket that keeps messages apart, each of them JSON. The receiving process says `{"did": ...}` in this
 order: `start`; `connect`, to the store; `join`, the group; then `receive` for each `{"side", "num_bytes"}` that it is
@@ -38,7 +38,7 @@ _MAX_REASON_CHARS = 1000
 _PR_SET_PDEATHSIG = 1
 
 
-def launch(requests: socket.socket, num_sides: int) -> None:
+def serve(requests: socket.socket, num_sides: int) -> None:
     """Begin every push that is asked for, until `requests` ends.
 
     With each message come the push's channel and `num_sides` descriptors of memory.
@@ -144,7 +144,7 @@ def _say(channel: socket.socket, **words: str | int) -> None:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a peer that makes gloo abort shall not fill the disk
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps who watched a push
-    launch(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 
 
 if __name__ == "__main__":
