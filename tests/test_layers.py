@@ -71,7 +71,7 @@ RECEIVING = {
     "tensors": set(),
     "wanted": {"manifest"},
     "gpu": set(),
-    "nccl": {"gpu"},
+    "nccl": {"gloo", "gpu"},
     "assembly": {"manifest", "tensors", "wanted"},
     "gloo": set(),
     "fork_server": {"gloo"},

@@ -25,10 +25,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from ..rollout.errors import ConfigError, PushError
 from . import gloo, nccl
+from .gloo import c10d
 from .manifest import MOST_UNDER_WAY, Bucket, CollectiveBackend, CollectiveSource
 
 _BACKLOG = 512
@@ -37,7 +37,6 @@ _JOIN_MARGIN_SECONDS = 1.0
 _TURN_SECONDS = 0.02
 MOST_JOINING = 4
 _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
-c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
 
 
 class GroupSlots:
@@ -243,7 +242,7 @@ def _abandon(joining: Future[Any]) -> None:
 def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device) -> Any:
     place = source.host, source.port
     try:
-        store = gloo.under(gloo.connect(*place, timeout), push_id)
+        store = gloo.connect(*place, push_id, timeout)
         if source.backend == "nccl":
             return nccl.new_group(store, rank, source.world_size, timeout, device)
         return gloo.new_group(store, *place, rank, source.world_size, timeout)

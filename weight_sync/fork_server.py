@@ -129,7 +129,7 @@ def _receive(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> 
 def _join(push: dict[str, Any], channel: socket.socket) -> Any:
     place, timeout = (push["host"], push["port"]), timedelta(seconds=push["join_timeout"])
     _say(channel, did="start")
-    store = gloo.under(gloo.connect(*place, timeout), push["push_id"])
+    store = gloo.connect(*place, push["push_id"], timeout)
     _say(channel, did="connect")
     group = gloo.new_group(store, *place, push["rank"], push["world_size"], timeout)
     _say(channel, did="join")

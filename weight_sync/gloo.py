@@ -15,13 +15,13 @@ import torch.distributed
 
 c10d: Any = torch.distributed  # its stores and groups are documented, but not in its list of exports
 
-
 STORE_SECONDS = 30.0
 """How long a store, which is there before a push begins, may take to be reached."""
 
 
-def connect(host: str, port: int, timeout: timedelta) -> Any:
-    """A client of the store at `host`:`port`, whose waits for a key end within the timeout.
+def connect(host: str, port: int, prefix: str, timeout: timedelta) -> Any:
+    """A client of the store at `host`:`port`, for the keys that begin with `prefix`. Its waits for a key end within the
+    timeout.
 
     Raise RuntimeError if nothing listens there.
     """
@@ -29,11 +29,6 @@ def connect(host: str, port: int, timeout: timedelta) -> Any:
         host, port, None, False, min(timeout, timedelta(seconds=STORE_SECONDS)), wait_for_workers=False
     )
     store.set_timeout(timeout)
-    return store
-
-
-def under(store: Any, prefix: str) -> Any:
-    """The part of a store whose keys begin with `prefix`."""
     return c10d.PrefixStore(prefix, store)
 
 

@@ -18,14 +18,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from ..rollout.errors import PushError
+from .gloo import c10d
 from .gpu import gpu_of
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _environment = threading.Lock()
-c10d: Any = torch.distributed
 
 
 def check_available(device: torch.device) -> Any:

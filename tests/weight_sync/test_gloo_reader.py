@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -75,14 +76,37 @@ def test_buckets_of_any_size_pass() -> None:
     slots.close()
 
 
-def test_members_may_take_longer_to_come_than_the_store_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another worker drains before it begins."""
+def test_the_trainer_may_take_longer_to_join_than_its_store_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another worker drains before it begins. Here the worker's clock jumps, and nobody waits."""
+    slots, jump, hear = new_slots(), 0.0, GlooReader._hear
+
+    def hear_and_jump(reader: GlooReader, deadline: float) -> dict[str, Any] | None:
+        nonlocal jump
+        word = hear(reader, deadline)
+        if word == {"did": "connect"}:
+            jump = SECONDS / 2
+        elif jump and word is None and slots._joining is None:
+            slots.open()
+        return word
+
+    monkeypatch.setattr(gloo_reader_module, "STORE_SECONDS", SECONDS / 4)
+    monkeypatch.setattr(gloo_reader_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump))
+    monkeypatch.setattr(GlooReader, "_hear", hear_and_jump)
+    reader = GlooReader(slots.source(0), PUSH_ID, SECONDS, SECONDS, lambda: False)
+    assert jump, "the worker waited for the trainer"
+    slots.opened()
+    for each in (reader, slots):
+        each.close()
+
+
+def test_a_worker_may_take_longer_to_join_than_the_store_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_module, "STORE_SECONDS", 0.5)
     slots = new_slots()
-    late = threading.Timer(2.0, slots.open)
-    late.start()
+    slots.open()
+    assert slots._joining is not None
+    with pytest.raises(TimeoutError):
+        slots._joining.result(0.7)
     reader = GlooReader(slots.source(0), PUSH_ID, SECONDS, SECONDS, lambda: False)
-    late.join()
     slots.opened()
     for each in (reader, slots):
         each.close()
