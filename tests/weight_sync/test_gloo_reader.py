@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ import psutil
 import pytest
 
 from trueroll.rollout.errors import PushError
-from trueroll.weight_sync import gloo as gloo_module
 from trueroll.weight_sync import gloo_reader as gloo_reader_module
 from trueroll.weight_sync.collective import GroupSlots
+from trueroll.weight_sync.gloo import STORE_SECONDS, connect
 from trueroll.weight_sync.gloo_reader import GlooReader
 from trueroll.weight_sync.manifest import Bucket
 
@@ -99,17 +100,11 @@ def test_the_trainer_may_take_longer_to_join_than_its_store_to_answer(monkeypatc
         each.close()
 
 
-def test_a_worker_may_take_longer_to_join_than_the_store_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_module, "STORE_SECONDS", 0.5)
+def test_a_store_that_was_reached_is_waited_for_as_long_as_the_caller_says() -> None:
     slots = new_slots()
-    slots.open()
-    assert slots._joining is not None
-    with pytest.raises(TimeoutError):
-        slots._joining.result(0.7)
-    reader = GlooReader(slots.source(0), PUSH_ID, SECONDS, SECONDS, lambda: False)
-    slots.opened()
-    for each in (reader, slots):
-        each.close()
+    store = connect(slots.source(0).host, slots.source(0).port, PUSH_ID, timedelta(seconds=DAY))
+    assert STORE_SECONDS < DAY and store.timeout == timedelta(seconds=DAY)
+    slots.close()
 
 
 def test_a_process_that_is_killed_is_told_and_the_next_push_goes_well() -> None:
