@@ -101,7 +101,7 @@ def serve(
     clients_file: Annotated[
         str | None, typer.Option(help="Who may come in: on each line a role (generate, control), a user, a public key.")
     ] = WORKER["clients_file"],
-    max_connections: Annotated[int, typer.Option(help="Most clients at a time.")] = WORKER["max_connections"],
+    max_connections: Annotated[int, typer.Option(help="Most connections at a time.")] = WORKER["max_connections"],
     max_message_bytes: Annotated[int, typer.Option(help="Longest message that is read.")] = WORKER["max_message_bytes"],
     max_n: Annotated[int, typer.Option(help="Most samples in one request.")] = WORKER["max_n"],
     max_queued_requests: Annotated[int, typer.Option(help="Most requests accepted and not finished.")] = WORKER[

@@ -6,13 +6,12 @@ Imports neither torch nor zmq, so that the command line and the client can check
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..engine.errors import ConfigError
-from ..engine.request import describe_validation_error
+from ..engine.request import brief, describe_validation_error
 
 
 class WorkerConfig(BaseModel):
@@ -20,15 +19,16 @@ class WorkerConfig(BaseModel):
 
     `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free one); None: an ipc socket in a new private folder.
     `curve_secret_key_file`, a file of `zmq.auth.create_certificates`, and `clients_file`, the public keys of those who
-    may come in (see `keys`), belong together; a tcp address beyond loopback needs them, one on loopback has keys of
-    this user's without them. `max_connections`: clients at a time. `max_message_bytes`: the longest message that is
-    read. `max_n`: samples per request. `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: requests
-    accepted and not finished, their samples, and what they hold. Results wait for their acknowledgement within
-    `max_kept_results` and `max_kept_bytes`, the oldest dropped first; replies wait for a client that does not read
-    within `max_unread_bytes` for all clients together. `drain_seconds`: how long running requests may go on once the
-    worker is told to end. `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the
-    worker is paused, draining, asleep, waking, updating or dirty. `metrics_port`: where 127.0.0.1 serves `/metrics`
-    and `/healthz`; None: nowhere. `push_folder`, `push_hosts`: see `PushPolicy`.
+    may come in (see `keys`), belong together. A tcp address beyond loopback needs them; one on loopback uses this
+    user's own keys if they are not set. `max_connections`: at a time, at most half of the descriptors that the process
+    may open. `max_message_bytes`: the longest message that is read. `max_n`: samples per request.
+    `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: requests accepted and not finished, their samples,
+    and what they hold. Results wait for their acknowledgement within `max_kept_results` and `max_kept_bytes`, the
+    oldest dropped first; replies wait for clients that do not read within `max_unread_bytes` in all. `drain_seconds`:
+    how long running requests may go on once the worker is told to end. `while_unavailable`: whether new requests wait
+    (`queue`) or are refused (`reject`) while the worker is paused, draining, asleep, waking, updating or dirty.
+    `metrics_port`: where 127.0.0.1 serves `/metrics` and `/healthz`; None: nowhere. `push_folder`, `push_hosts`: see
+    `PushPolicy`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -57,19 +57,13 @@ class WorkerConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
 
-    @field_validator("curve_secret_key_file")
-    @classmethod
-    def _key_file_is_private(cls, path: str | None) -> str | None:
-        if path is not None:
-            check_private("curve_secret_key_file", path)
-        return path
-
     @model_validator(mode="after")
     def _keys_come_with_clients(self) -> WorkerConfig:
         if (self.curve_secret_key_file is None) != (self.clients_file is None):
             found = "clients_file" if self.curve_secret_key_file is None else "curve_secret_key_file"
             raise ValueError(
-                f"keys: expected curve_secret_key_file and clients_file together, or neither, found only {found}"
+                f"keys: expected curve_secret_key_file and clients_file together, or neither, found only {found}; "
+                "give both"
             )
         return self
 
@@ -78,6 +72,16 @@ class WorkerConfig(BaseModel):
         if self.address is not None:
             check_address(self.address, has_keys=self.curve_secret_key_file is not None)
         return self
+
+    @field_validator("push_hosts")
+    @classmethod
+    def _networks_are_networks(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if "/" in host and not _is_network(host):
+                raise ValueError(
+                    f"push_hosts: expected an IP, a name, or a network such as 10.0.0.0/8, found {brief(host)}; correct it"
+                )
+        return hosts
 
     @model_validator(mode="after")
     def _a_request_fits(self) -> WorkerConfig:
@@ -90,14 +94,6 @@ class WorkerConfig(BaseModel):
     def limits(self) -> dict[str, int]:
         """The settings that a client may have to keep to."""
         return {name: value for name, value in self.model_dump().items() if name.startswith("max_")}
-
-
-def check_private(setting: str, path: str) -> None:
-    """Raise ValueError unless `path` is a file that nobody but its owner can read."""
-    if not Path(path).is_file():
-        raise ValueError(f"{setting}: expected a file, found none at {path}")
-    if Path(path).stat().st_mode & 0o077:
-        raise ValueError(f"{setting}: others can read {path}; run chmod 600 on it")
 
 
 def check_address(address: str, has_keys: bool) -> None:
@@ -126,3 +122,11 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True

@@ -28,7 +28,7 @@ class IdConflictError(TruerollError):
 
 
 class QueueFullError(TruerollError):
-    """The worker holds as many unfinished requests as it accepts."""
+    """The worker holds as much unfinished work as it accepts: requests, their samples or bytes, calls, or who waits."""
 
     code = "queue_full"
 
@@ -40,7 +40,9 @@ class UnreadError(TruerollError):
 
 
 class ForbiddenError(TruerollError):
-    """The client's role does not allow this call, or the worker does not know the client's key."""
+    """The client's role or its connection does not allow this call, its key is unknown, or the worker is another
+    user's.
+    """
 
     code = "forbidden"
 

@@ -22,7 +22,7 @@ MAX_SILENT = 64
 class Gate:
     """To be made before the socket is bound, so that no connection escapes it."""
 
-    def __init__(self, router: zmq.Socket[bytes], max_connections: float) -> None:
+    def __init__(self, router: zmq.Socket[bytes], max_connections: int) -> None:
         self._router = router
         self._max_connections = max_connections
         self._silent: dict[int, None] = {}
@@ -36,7 +36,7 @@ class Gate:
 
     @property
     def has_silent(self) -> bool:
-        """Whether any connection has not been `heard` yet."""
+        """Whether any connection has not been `heard` yet. Saves the look for the descriptor of each message."""
         return bool(self._silent)
 
     def follow(self) -> None:
@@ -73,11 +73,20 @@ class Gate:
 
     def _end(self, fd: int) -> None:
         self._leave(fd)
-        with suppress(OSError), os.fdopen(os.dup(fd), "rb", buffering=0) as file:
-            with socket.socket(fileno=os.dup(file.fileno())) as connection:
-                # The number may be another connection's by now; anything but one of this socket is left alone.
-                if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
-                    connection.shutdown(socket.SHUT_RDWR)
+        # The number may be another file's by now: anything but a connection of this socket is left alone.
+        with suppress(OSError), _socket_at(fd) as connection:
+            if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_at(fd: int) -> socket.socket:
+    """The socket behind a descriptor, under a new one. Raise OSError if it is closed, or no socket."""
+    copy = os.dup(fd)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _is_at(name: Any, endpoint: str) -> bool:

@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -24,7 +24,7 @@ import zmq.auth
 from zmq.utils.z85 import Z85CHARS
 
 from ..engine.errors import ConfigError
-from .config import WorkerConfig, check_private
+from .config import WorkerConfig
 
 Role: TypeAlias = Literal["generate", "control"]
 """`generate`: samples and scores, aborts of one's own requests, health and stats. `control`: everything."""
@@ -90,6 +90,13 @@ def client_keys(address: str, server_public_key: str | None, client_key_file: st
     return None
 
 
+def serve_curve(router: zmq.Socket[bytes], keys: ServerKeys) -> None:
+    """Let a socket that is not bound yet accept who speaks with the right keys."""
+    router.set(zmq.CURVE_SERVER, 1)
+    router.set(zmq.CURVE_PUBLICKEY, keys.public)
+    router.set(zmq.CURVE_SECRETKEY, keys.secret)
+
+
 def use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
     """Let a socket that is not connected yet speak with these keys."""
     dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
@@ -103,10 +110,11 @@ def read_clients(path: str) -> dict[str, Client]:
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o022)
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"clients_file: expected a text file of yours that others cannot write, found {path}: {error}"
+            f"clients_file: expected a text file of yours that others cannot write, found {path}: {error}; correct the "
+            "path, or run chmod go-w on it"
         ) from None
     clients: dict[str, Client] = {}
     for number, line in enumerate(lines, start=1):
@@ -125,29 +133,40 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
     if len(words) != 3 or words[0] not in get_args(Role) or not _USER.fullmatch(words[1]):
         raise ConfigError(
             f"{where}: expected a role ({' or '.join(get_args(Role))}), a user of up to 64 letters, digits and _.@-, "
-            f"and a public key, found {len(words)} words that begin with {words[:2]}"
+            f"and a public key, found {len(words)} words that begin with {words[:2]}; correct the line"
         )
     role, user, key = words
     _check_key(where, key)
     return key, Client(user, role)  # type: ignore[arg-type]
 
 
+def _is_key(key: str) -> bool:
+    return len(key) == KEY_CHARS and set(key.encode()) <= set(Z85CHARS)
+
+
 def _check_key(what: str, key: str) -> None:
-    if len(key) != KEY_CHARS or not set(key.encode()) <= set(Z85CHARS):
+    if not _is_key(key):
+        found = f"{len(key)} characters" if len(key) != KEY_CHARS else "others among them"
         raise ConfigError(
-            f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, found {len(key)} characters"
+            f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, found {found}; copy the public-key of "
+            "the .key file"
         )
 
 
 def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
     """The public and the secret key in a file of `zmq.auth.create_certificates` that nobody else can read."""
     try:
-        check_private(setting, path)
+        _check_owner(os.stat(path), stat.S_ISREG, 0o077)
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting}: expected a file with keys, found {path}: {error}") from None
+        raise ConfigError(
+            f"{setting}: expected a file with keys that is yours and that nobody else can read, found {path}: {error}; "
+            "correct the path, or run chmod 600 on it"
+        ) from None
     if secret is None:
         raise ConfigError(f"{setting}: {path} has no secret key; name the .key_secret file")
+    if not _is_key(secret.decode(errors="replace")) or zmq.curve_public(secret) != public:
+        raise ConfigError(f"{setting}: expected a secret key and its public one in {path}, found others; make new ones")
     return public, secret
 
 
@@ -168,29 +187,38 @@ class _OwnKeys:
             _make_private_folder(file.parent)
             if not os.path.lexists(file):
                 cls._create(file)
-            return cls(**json.loads(_read_private(file)))
+            own = cls(**json.loads(_read_private(file)))
+            for key in astuple(own):
+                if not isinstance(key, str) or not _is_key(key):
+                    raise ValueError("something else in the place of a key")
+            return own
 
     @classmethod
     def _create(cls, file: Path) -> None:
         """Whole, or not at all, and not over a file that another process has made meanwhile."""
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
-        with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
-            json.dump(asdict(cls(*pairs)), stream)
         try:
+            with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
+                json.dump(asdict(cls(*pairs)), stream)
             with suppress(FileExistsError):
                 os.link(draft, file)
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
 
 
 def _own_folder() -> Path:
+    """As the XDG base directory specification has it: a relative path counts as none."""
+    configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
-        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "trueroll"
+        folder = configured if configured.is_absolute() else Path.home() / ".config"
     except RuntimeError:
+        folder = Path()
+    if not folder.is_absolute():
         raise ConfigError(
             "keys: expected a home folder for the keys of tcp addresses, found none; set XDG_CONFIG_HOME, or use ipc"
-        ) from None
+        )
+    return folder / "trueroll"
 
 
 @contextmanager
@@ -217,6 +245,6 @@ def _read_private(file: Path) -> bytes:
 
 
 def _check_owner(status: os.stat_result, is_kind: Callable[[int], bool], forbidden: int) -> None:
-    """Raise ValueError unless it is of this kind, this user's, and without the forbidden permissions."""
-    if not is_kind(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & forbidden:
+    """Raise ValueError unless it is of this kind, this user's or root's, and without the forbidden permissions."""
+    if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
         raise ValueError(f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")

@@ -28,11 +28,11 @@ Subscriber: TypeAlias = tuple[bytes, str | None]
 
 
 def num_bytes_of(message: Generate | Score) -> int:
-    """What the content of a request takes, about."""
+    """What the content of a request takes, about: its tokens as bytes, and as an array."""
     if isinstance(message, Score):
-        return FIXED_BYTES + len(message.token_ids)
+        return FIXED_BYTES + 2 * len(message.token_ids)
     params = message.params
-    num_bytes = FIXED_BYTES + len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
+    num_bytes = FIXED_BYTES + 2 * len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
     return num_bytes + sum(map(len, params.stop))
 
 

@@ -39,9 +39,10 @@ class Outboxes:
         self._boxes: dict[bytes, _Box] = {}
         self._num_bytes = 0
 
-    def __len__(self) -> int:
-        """How many clients have replies waiting, or wait to be told that they have none."""
-        return len(self._boxes)
+    @property
+    def is_empty(self) -> bool:
+        """Whether no client has replies waiting, nor waits to be told that it has none."""
+        return not self._boxes
 
     def is_dropped(self, identity: bytes) -> bool:
         """Whether nothing is to be taken from this client."""
@@ -65,15 +66,14 @@ class Outboxes:
     def flush(self) -> None:
         """Send what can be sent by now."""
         for identity, box in list(self._boxes.items()):
-            while box.frames and (was_sent := self._try(identity, box.frames[0])) is not None:
-                if not was_sent:
-                    self._forget(identity)
-                    self._on_lost(identity)
-                    break
-                self._take(box)
-            else:
-                if not box.frames:
-                    self._forget(identity)
+            was_sent: bool | None = True
+            while box.frames and was_sent:
+                if was_sent := self._try(identity, box.frames[0]):
+                    self._take(box)
+            if was_sent is False:
+                self._on_lost(identity)
+            if was_sent is False or not box.frames:
+                self._forget(identity)
 
     def _try(self, identity: bytes, frame: bytes) -> bool | None:
         """Whether it was sent; None if the client has to read first."""

@@ -8,6 +8,7 @@ bytes, connections and slow readers take is bounded; `close` leaves nothing behi
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import socket
@@ -24,7 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from ..engine.errors import ConfigError
 from .config import WorkerConfig
 from .gate import Gate
-from .keys import OWNER, Client, ServerKeys, server_keys
+from .keys import OWNER, Client, ServerKeys, serve_curve, server_keys
 from .outboxes import Outboxes
 
 OVERSIZE_FACTOR = 2
@@ -39,6 +40,8 @@ LINGER_MS = 2000
 FLUSH_MS = 10
 """How long a reply may wait for a look whether its slow reader has read."""
 DOMAIN = "trueroll"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Router:
         self._authenticator = None if self._keys is None else _authenticate(self._context, self._keys)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._gate = Gate(self._socket, min(config.max_connections, _most_descriptors() // 2))
+        self._gate = Gate(self._socket, _most_connections(config.max_connections))
         self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost)
         try:
             self.address = self._bind(config)
@@ -92,7 +95,7 @@ class Router:
     @property
     def poll_ms(self) -> float:
         """After how long `maintain` has something to do."""
-        return FLUSH_MS if len(self._outboxes) else float("inf")
+        return float("inf") if self._outboxes.is_empty else FLUSH_MS
 
     def maintain(self) -> None:
         """See who came and went, and who reads again."""
@@ -129,10 +132,13 @@ class Router:
             self._folder.cleanup()
 
 
-def _most_descriptors() -> float:
-    """That this process may open."""
+def _most_connections(wanted: int) -> int:
+    """As many as wanted, or as leave half of the descriptors that the process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return float("inf") if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY or wanted <= soft // 2:
+        return wanted
+    log.warning("max_connections: %d instead of %d, as this process may open %d descriptors", soft // 2, wanted, soft)
+    return soft // 2
 
 
 def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, keys: ServerKeys | None) -> None:
@@ -150,13 +156,12 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.TCP_KEEPALIVE_CNT, 3)
     router.set(zmq.IPV6, "[" in address)
     if keys is not None:
-        router.set(zmq.CURVE_SERVER, 1)
-        router.set(zmq.CURVE_PUBLICKEY, keys.public)
-        router.set(zmq.CURVE_SECRETKEY, keys.secret)
+        serve_curve(router, keys)
         router.set_string(zmq.ZAP_DOMAIN, DOMAIN)
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of the authenticator nobody comes in
 
 
-class _Known:
+class _KnownKeys:
     """What the authenticator asks whether it is to let a key in."""
 
     def __init__(self, keys: ServerKeys) -> None:
@@ -170,7 +175,7 @@ def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> 
     """Lets in who has one of the keys, and no others; their public keys come with their messages as `User-Id`."""
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve_callback(DOMAIN, credentials_provider=_Known(keys))
+    authenticator.configure_curve_callback(DOMAIN, credentials_provider=_KnownKeys(keys))
     return authenticator
 
 

@@ -276,12 +276,12 @@ class Worker:
                 self._ledger.acknowledge(scoped(peer.client.user, id))
             return
         try:
-            _check_role(peer, message)
+            _check_peer(peer, message)
             self._handle(peer, message)
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._reply_error(peer.identity, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # of this message alone: the others go on
+        except OSError as error:  # nothing that is known raises it; if something does, the worker goes on
             log.exception("could not serve a %s", message.type)
             refused = UnavailableError(f"worker: the system refused what it needs ({error.strerror}); try again later")
             self._reply_error(peer.identity, message.id, refused, getattr(message, "caller", None))
@@ -313,8 +313,9 @@ class Worker:
             case protocol.Generate() | protocol.Score():
                 self._submit(peer.identity, peer.client.user, message)
             case protocol.Abort():
-                if self._aborts.is_new(self._abort_key(peer, message), peer.identity, message):
-                    self._abort(peer, message)
+                call = scoped(peer.client.user, message.id)
+                if self._aborts.is_new(call, peer.identity, message):
+                    self._abort(call, scoped(peer.client.user, message.request_id), message)
             case protocol.GetHealth():
                 self.reply(peer.identity, self.health(message.id))
             case protocol.GetStats():
@@ -372,23 +373,22 @@ class Worker:
         config, num_samples = self._config, message.params.n if isinstance(message, protocol.Generate) else 1
         if num_samples > config.max_n:
             raise InvalidRequestError(f"n: expected at most max_n = {config.max_n}, found {num_samples}")
-        if len(self._ledger.open) >= config.max_queued_requests:
-            raise QueueFullError(
-                f"queue: holds max_queued_requests = {config.max_queued_requests} unfinished requests; wait for "
-                "results and try again"
-            )
-        if self._ledger.num_samples_left + num_samples > config.max_queued_samples:
-            raise QueueFullError(
-                f"queue: holds {self._ledger.num_samples_left} of max_queued_samples = {config.max_queued_samples} "
-                f"unfinished samples, no room for {num_samples} more; wait for results and try again"
-            )
-        if self._ledger.num_bytes_open + (num_bytes := num_bytes_of(message)) > config.max_queued_bytes:
-            raise QueueFullError(
-                f"queue: holds {self._ledger.num_bytes_open} of max_queued_bytes = {config.max_queued_bytes} bytes of "
-                f"requests, no room for {num_bytes} more; wait for results and try again"
-            )
+        self._check_room(num_samples, num_bytes_of(message))
         if self._info is not None:
             check_length(*_length(message), self._info["max_model_len"])
+
+    def _check_room(self, num_samples: int, num_bytes: int) -> None:
+        ledger = self._ledger
+        wanted = {
+            "max_queued_requests": (len(ledger.open), 1),
+            "max_queued_samples": (ledger.num_samples_left, num_samples),
+            "max_queued_bytes": (ledger.num_bytes_open, num_bytes),
+        }
+        for limit, (held, more) in wanted.items():
+            if held + more > (most := getattr(self._config, limit)):
+                raise QueueFullError(
+                    f"queue: holds {held} of {limit} = {most}, no room for {more} more; wait for results and try again"
+                )
 
     def _admit(self, user: str | None, message: protocol.Generate | protocol.Score) -> Entry:
         self._check_admission(message)
@@ -410,11 +410,7 @@ class Worker:
     def _give_to_engine(self, key: str) -> None:
         self._engine_thread.commands.put(Add(self._waiting_room.pop(key)))
 
-    def _abort_key(self, peer: Peer, message: protocol.Abort) -> str:
-        return scoped(peer.client.user, message.id)
-
-    def _abort(self, peer: Peer, message: protocol.Abort) -> None:
-        call, key = self._abort_key(peer, message), scoped(peer.client.user, message.request_id)
+    def _abort(self, call: str, key: str, message: protocol.Abort) -> None:
         if message.caller is not None and self._withdraw(key, message.caller):
             self._finish_abort(call, message, 0)
         elif (entry := self._ledger.open.get(key)) is None:
@@ -624,8 +620,8 @@ class Worker:
         return self._router.send(identity, frame)
 
 
-def _check_role(peer: Peer, message: protocol.Call) -> None:
-    """Raise ForbiddenError unless the client's role allows the call."""
+def _check_peer(peer: Peer, message: protocol.Call) -> None:
+    """Raise ForbiddenError unless the client's role and its connection allow the call."""
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
         raise ForbiddenError(

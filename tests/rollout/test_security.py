@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import resource
 import socket
@@ -33,17 +34,17 @@ from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import (
     ForbiddenError,
     PushError,
-    QueueFullError,
     UnavailableError,
     UnreadError,
     WorkerLostError,
 )
-from trueroll.rollout.gate import MAX_SILENT
-from trueroll.rollout.keys import OWNER, Client, read_clients, server_keys
+from trueroll.rollout.gate import MAX_SILENT, Gate
+from trueroll.rollout.keys import Client, read_clients, server_keys
 from trueroll.rollout.worker import Worker
 from trueroll.weight_sync import WeightPublisher
 
 MIB = 2**20
+KEYS = ("server_public", "server_secret", "client_public", "client_secret")
 NOBODY = 65534
 as_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
 
@@ -161,6 +162,8 @@ def test_the_keys_of_loopback_are_for_their_user_alone(tmp_path: Path, monkeypat
         lambda: file.chmod(0o644),
         lambda: (file.chmod(0o600), file.write_text("{}")),
         lambda: file.write_text("[" * 100_000),
+        lambda: file.write_text(json.dumps(dict.fromkeys(KEYS, 7))),
+        lambda: file.write_text(json.dumps(dict.fromkeys(KEYS, "short"))),
         lambda: (file.unlink(), file.symlink_to("/dev/zero")),
         lambda: (file.unlink(), os.mkfifo(file, 0o600)),
         lambda: (file.unlink(), tmp_path.joinpath("trueroll").chmod(0o777)),
@@ -419,6 +422,7 @@ def test_a_clients_file_is_checked(text: str, fault: str, tmp_path: Path) -> Non
 def test_a_user_may_have_several_keys(tmp_path: Path) -> None:
     keys = [zmq.curve_keypair()[0].decode() for _ in range(2)]
     (file := tmp_path / "clients").write_text(f"control ann.b@c-d_1 {keys[0]}\n  generate ann.b@c-d_1 {keys[1]}  \n")
+    file.chmod(0o600)
     assert read_clients(str(file)) == {
         keys[0]: Client("ann.b@c-d_1", "control"),
         keys[1]: Client("ann.b@c-d_1", "generate"),
@@ -440,12 +444,12 @@ def test_keys_come_in_pairs(certificates: Certificates) -> None:
         with pytest.raises(ConfigError, match="together"):
             RolloutClient("tcp://127.0.0.1:1", **arguments)
     Path(certificates.client("alice")["client_key_file"]).chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
+    with pytest.raises(ConfigError, match="client_key_file: .* nobody else can read.* chmod 600"):
         RolloutClient("tcp://127.0.0.1:1", **certificates.client("alice"))
 
 
 def test_the_default_socket_needs_no_keys() -> None:
-    assert server_keys(WorkerConfig()) is None and OWNER == Client(None, "control")
+    assert server_keys(WorkerConfig()) is None
 
 
 # Connections.
@@ -531,6 +535,26 @@ def test_what_the_system_refuses_one_message_is_that_messages_error(engine: Fake
     worker.drain()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_number_that_became_another_files_is_left_alone() -> None:
+    """As of a connection that has ended before the gate could end it."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        gate = Gate(router, 10)
+        router.bind_to_random_port("tcp://127.0.0.1")
+        reader, writer = os.pipe()
+        here, there = socket.socketpair()
+        before = psutil.Process().num_fds()
+        for fd in (reader, here.fileno(), 10**6):
+            gate._end(fd)
+        assert psutil.Process().num_fds() == before
+        there.send(b"alive")
+        assert here.recv(5) == b"alive" and os.write(writer, b"x") == 1
+        for fd in (reader, writer):
+            os.close(fd)
+        here.close()
+        there.close()
+        gate.close()
 
 
 # Memory.
@@ -637,7 +661,8 @@ def test_what_waits_for_one_who_does_not_read_arrives_in_order(engine: FakeEngin
         raw.socket.set(zmq.RCVHWM, 1)
         for number in range(3000):
             raw.send("health", id=str(number))
-        time.sleep(0.2)
+        while worker.worker._router._outboxes.is_empty:
+            time.sleep(0.001)
         assert [raw.receive()["id"] for _ in range(3000)] == [str(number) for number in range(3000)]
 
 
@@ -665,13 +690,15 @@ def test_an_error_for_all_calls_ends_them(engine: FakeEngine) -> None:
         engine.gate.set()
 
 
-def test_unknown_requests_stay_unknown(enter: Callable[[str], RolloutClient]) -> None:
-    with pytest.raises(UnknownRequestError, match="found 'a'"):
-        enter("alice").abort("a")
-    with pytest.raises(UnknownRequestError):
-        enter("trainer").abort("alice/a")
-
-
-def test_too_many_samples_are_named(enter: Callable[[str], RolloutClient], engine: FakeEngine) -> None:
-    with pytest.raises((QueueFullError, InvalidRequestError)):
-        enter("alice").generate([[1]] * 300, SamplingParams(n=1024))
+def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
+    worker: WorkerOnThread, certificates: Certificates, enter: Callable[[str], RolloutClient], engine: FakeEngine
+) -> None:
+    engine.gate.clear()
+    with certificates.raw("alice", worker.address) as alice:
+        generate(alice, "a")
+        while "alice/a" not in worker.worker._ledger.open:
+            time.sleep(0.001)
+        with pytest.raises(UnknownRequestError, match="found 'alice/a'"):
+            enter("trainer").abort("alice/a")
+        engine.gate.set()
+        assert receive(alice)["finish_reason"] == "length"

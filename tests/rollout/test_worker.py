@@ -607,9 +607,9 @@ def test_key_files_must_be_private_and_hold_a_secret(tmp_path: Path, engine: Fak
     secret_file.chmod(0o644)
     public_file.chmod(0o600)
     with pytest.raises(ConfigError, match="chmod 600"):
-        WorkerConfig(**settings)
-    with pytest.raises(ConfigError, match="found none"):
-        WorkerConfig(**(settings | {"curve_secret_key_file": str(tmp_path / "missing")}))
+        Worker(WorkerConfig(**settings), lambda: engine)
+    with pytest.raises(ConfigError, match="No such file"):
+        Worker(WorkerConfig(**(settings | {"curve_secret_key_file": str(tmp_path / "missing")})), lambda: engine)
     with pytest.raises(ConfigError, match="has no secret key"):
         Worker(WorkerConfig(**(settings | {"curve_secret_key_file": str(public_file)})), lambda: engine)
 

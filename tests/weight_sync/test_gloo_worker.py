@@ -17,7 +17,8 @@ from pushing import ask
 from serving import RawClient, fake_process
 
 from trueroll.rollout import RolloutClient, WorkerProcess
-from trueroll.rollout.errors import PushError
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.errors import ConfigError, PushError
 from trueroll.weight_sync import WeightPublisher
 from trueroll.weight_sync.collective import GroupSlots
 from trueroll.weight_sync.manifest import CollectiveSource, checksum
@@ -186,3 +187,14 @@ def test_without_hosts_loopback_is_allowed_and_nothing_else() -> None:
     PushPolicy().check_host("127.0.0.1")
     with pytest.raises(PushError):
         PushPolicy().check_host("10.1.2.3")
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.0/33", "10.0.0/8", "trainer.lan/24", "/", "fd00::/129", " 10.0.0.0/8"])
+def test_a_network_that_is_none_is_refused_at_once(entry: str) -> None:
+    message = f"push_hosts: expected .* a network such as 10.0.0.0/8, found '{entry}'; correct it"
+    with pytest.raises(ConfigError, match=message):
+        WorkerConfig(push_hosts=["10.0.0.0/8", entry])
+
+
+def test_hosts_of_every_kind_are_taken() -> None:
+    assert WorkerConfig(push_hosts=[*HOSTS]).push_hosts == [*HOSTS]
