@@ -79,7 +79,8 @@ class WorkerConfig(BaseModel):
         for host in hosts:
             if "/" in host and not _is_network(host):
                 raise ValueError(
-                    f"push_hosts: expected an IP, a name, or a network such as 10.0.0.0/8, found {brief(host)}; correct it"
+                    f"push_hosts: expected an IP, a name, or a network such as 10.0.0.0/8, found {brief(host)}; "
+                    "correct it"
                 )
         return hosts
 
