@@ -6,8 +6,8 @@ the messages. Imports neither torch nor transformers.
 
 Promises: a call returns when all its requests have ended, or raises the first error that one of them met; then the
 others are given up, as they are when the call is cancelled, interrupted, or its stream closed early: the worker aborts
-what nobody else waits for. A worker that is lost is told nothing, so that its requests can be asked for again. The
-worker is told when results have arrived, so that it keeps them no longer.
+what nobody else waits for. A worker that is lost, or whose replies are, is told nothing, so that requests can be asked
+for again. The worker is told when results have arrived, so that it keeps them no longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..engine.errors import InvalidRequestError, TruerollError
 from ..engine.request import Distribution, InFlight, SampleOutput, SamplingParams, brief, describe_validation_error
 from . import protocol
 from .connection import Connection, Inbox
-from .errors import RequestAbortedError, WorkerLostError
+from .errors import RequestAbortedError, UnreadError, WorkerLostError
 from .loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ class AsyncRolloutClient:
                 id, reply = await inbox.get()
                 if isinstance(reply, TruerollError):
                     unfinished.discard(id)
-                    is_lost = isinstance(reply, WorkerLostError)
+                    is_lost = isinstance(reply, WorkerLostError | UnreadError)
                     raise reply
                 if not isinstance(reply, protocol.Sample):
                     unfinished.discard(id)

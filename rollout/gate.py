@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -20,24 +21,22 @@ MAX_SILENT = 64
 
 
 class Gate:
-    """To be made before the socket is bound, so that no connection escapes it."""
+    """To be made before the socket is bound, so that no connection escapes it. `on_gone` is called with the identity of
+    each connection that was `heard` and has ended.
+    """
 
-    def __init__(self, router: zmq.Socket[bytes], max_connections: int) -> None:
+    def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
         self._router = router
         self._max_connections = max_connections
+        self._on_gone = on_gone
         self._silent: dict[int, None] = {}
-        self._known: set[int] = set()
+        self._heard: dict[int, bytes] = {}
         self._monitor: Any = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     @property
     def monitor(self) -> Any:
         """The socket to poll: `follow` is due when it can be read."""
         return self._monitor
-
-    @property
-    def has_silent(self) -> bool:
-        """Whether any connection has not been `heard` yet. Saves the look for the descriptor of each message."""
-        return bool(self._silent)
 
     def follow(self) -> None:
         """Take note of who came and who went, and send away who is too many."""
@@ -49,11 +48,20 @@ class Gate:
                 else:
                     self._leave(event["value"])
 
-    def heard(self, fd: int) -> None:
-        """Its connection has sent a message."""
-        if fd in self._silent:
+    def heard(self, fd: int, identity: bytes) -> bool:
+        """Its connection has sent a message. Returns whether it is still there."""
+        if self._heard.get(fd) != identity:
+            self.follow()  # it may have come, or gone, since the last look
+            if fd not in self._silent:
+                return False
             del self._silent[fd]
-            self._known.add(fd)
+            self._heard[fd] = identity
+        return True
+
+    def end(self, identity: bytes) -> None:
+        """End the connection with this identity, if it is still there."""
+        for fd in [fd for fd, each in self._heard.items() if each == identity]:
+            self._end(fd)
 
     def close(self) -> None:
         """End the monitor, before the socket is closed."""
@@ -64,12 +72,13 @@ class Gate:
     def _enter(self, fd: int) -> None:
         self._leave(fd)
         self._silent[fd] = None
-        if len(self._silent) > MAX_SILENT or len(self._silent) + len(self._known) > self._max_connections:
+        if len(self._silent) > MAX_SILENT or len(self._silent) + len(self._heard) > self._max_connections:
             self._end(next(iter(self._silent)))
 
     def _leave(self, fd: int) -> None:
         self._silent.pop(fd, None)
-        self._known.discard(fd)
+        if (identity := self._heard.pop(fd, None)) is not None:
+            self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
         self._leave(fd)

@@ -7,6 +7,7 @@ up, and nothing is taken from it until it reads again and has got one error with
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import zmq
 from . import protocol
 from .errors import UnreadError
 
+FINISH_SECONDS = 0.001
+"""Between two looks whether clients have read, at the end."""
 FRAME_BYTES = 100
 """Of a frame beside its content."""
 
@@ -59,6 +62,8 @@ class Outboxes:
         if box.is_dropped:
             return False
         self._put(box, frame)
+        if self._num_bytes > self._max_bytes:
+            self.flush()
         while self._num_bytes > self._max_bytes:
             self._drop(max(self._boxes, key=lambda each: self._boxes[each].num_bytes))
         return not box.is_dropped
@@ -73,7 +78,19 @@ class Outboxes:
             if was_sent is False:
                 self._on_lost(identity)
             if was_sent is False or not box.frames:
-                self._forget(identity)
+                self.forget(identity)
+
+    def forget(self, identity: bytes) -> None:
+        """Keep nothing for a client that is gone."""
+        if (box := self._boxes.pop(identity, None)) is not None:
+            self._empty(box)
+
+    def finish(self, seconds: float) -> None:
+        """Send what waits for clients that read, for at most so long."""
+        deadline = time.monotonic() + seconds
+        while self._num_bytes and time.monotonic() < deadline:
+            self.flush()
+            time.sleep(FINISH_SECONDS)
 
     def _try(self, identity: bytes, frame: bytes) -> bool | None:
         """Whether it was sent; None if the client has to read first."""
@@ -113,6 +130,3 @@ class Outboxes:
         self._num_bytes -= box.num_bytes
         box.frames.clear()
         box.num_bytes = 0
-
-    def _forget(self, identity: bytes) -> None:
-        self._empty(self._boxes.pop(identity))

@@ -34,9 +34,10 @@ replies.
 """
 HANDSHAKE_MS = 5000
 SEND_HWM = 256
-RECEIVE_HWM = 64
 KEEPALIVE_SECONDS = 30
-LINGER_MS = 2000
+LINGER_SECONDS = 2.0
+MOST_FRAMES = 2
+"""Of a message, that are looked at: more than one are an error."""
 FLUSH_MS = 10
 """How long a reply may wait for a look whether its slow reader has read."""
 DOMAIN = "trueroll"
@@ -46,10 +47,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Peer:
-    """Who sent a message: its connection, by the identity to reply to, and the client behind it."""
+    """Who sent a message: its connection, by the identity to reply to, and the client behind it. `is_gone`: the
+    connection has ended, and another one may get the identity.
+    """
 
     identity: bytes
     client: Client
+    is_gone: bool = False
 
 
 class Router:
@@ -64,7 +68,8 @@ class Router:
         self._authenticator = None if self._keys is None else _authenticate(self._context, self._keys)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        self._gate = Gate(self._socket, _most_connections(config.max_connections))
+        self._on_lost = on_lost
+        self._gate = Gate(self._socket, _most_connections(config.max_connections), self._leave)
         self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost)
         try:
             self.address = self._bind(config)
@@ -102,17 +107,20 @@ class Router:
         self._gate.follow()
         self._outboxes.flush()
 
+    def _leave(self, identity: bytes) -> None:
+        self._outboxes.forget(identity)
+        self._on_lost(identity)
+
     def receive(self) -> tuple[Peer, list[bytes]] | None:
-        """The next message's sender and frames; None if there is none now."""
-        while True:
-            try:
-                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return None
-            if self._gate.has_silent:
-                self._gate.heard(identity.get(zmq.SRCFD))
-            if not self._outboxes.is_dropped(identity.bytes):
-                return Peer(identity.bytes, self._client(identity)), [frame.bytes for frame in frames]
+        """The next message's sender and frames, no frames if it is to be passed over; None if there is none now."""
+        try:
+            first, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        identity = first.bytes
+        is_there = self._gate.heard(first.get(zmq.SRCFD), identity)
+        peer = Peer(identity, self._client(first), not is_there)
+        return peer, [] if self._outboxes.is_dropped(identity) else [frame.bytes for frame in frames[:MOST_FRAMES]]
 
     def _client(self, frame: zmq.Frame) -> Client:
         return OWNER if self._keys is None else self._keys.clients[str(frame.get("User-Id"))]
@@ -122,9 +130,10 @@ class Router:
         return self._outboxes.send(identity, frame)
 
     def close(self) -> None:
-        """Stop listening, and give what was sent up to `LINGER_MS` to leave."""
+        """Stop listening, and give what was sent up to `LINGER_SECONDS` to reach clients that read."""
+        self._outboxes.finish(LINGER_SECONDS)
         self._gate.close()
-        self._socket.close(linger=LINGER_MS)
+        self._socket.close(linger=int(1000 * LINGER_SECONDS))
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
@@ -145,10 +154,10 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
     router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # libzmq 4.3.5 aborts the process when a heartbeat of its own is due of a connection that ended while its receive
-    # queue was full, and of one whose identity another connection took over (ROUTER_HANDOVER). So the worker sends no
-    # heartbeats: the system finds out about hosts that are gone.
-    router.set(zmq.RCVHWM, RECEIVE_HWM)
+    # libzmq 4.3.5 aborts the process when a heartbeat, of either side, is due of a connection that ended while its
+    # receive queue was full, and of one whose identity another connection took over (ROUTER_HANDOVER). So no queue is
+    # ever full, and the worker sends no heartbeats: the system finds out about hosts that are gone.
+    router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, SEND_HWM)
     router.set(zmq.TCP_KEEPALIVE, 1)
     router.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS)

@@ -265,6 +265,8 @@ class Worker:
             self._handle_message(*received)
 
     def _handle_message(self, peer: Peer, frames: list[bytes]) -> None:
+        if not frames:
+            return  # of a client that is to be told first that its replies are lost
         try:
             message = self._read(frames)
         except TruerollError as error:
@@ -275,6 +277,8 @@ class Worker:
             for id in message.ids:
                 self._ledger.acknowledge(scoped(peer.client.user, id))
             return
+        if peer.client.user is not None and peer.is_gone and isinstance(message, protocol.Generate | protocol.Score):
+            return  # whoever gets the identity next must not get the replies
         try:
             _check_peer(peer, message)
             self._handle(peer, message)

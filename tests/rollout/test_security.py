@@ -540,7 +540,7 @@ def test_what_the_system_refuses_one_message_is_that_messages_error(engine: Fake
 def test_a_number_that_became_another_files_is_left_alone() -> None:
     """As of a connection that has ended before the gate could end it."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        gate = Gate(router, 10)
+        gate = Gate(router, 10, lambda identity: None)
         router.bind_to_random_port("tcp://127.0.0.1")
         reader, writer = os.pipe()
         here, there = socket.socketpair()
