@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -478,20 +479,29 @@ def test_pushes_that_hang_are_few(raw: RawClient, hanging: Hanging, engine: Fake
 
 @pytest.mark.parametrize("call", ["stage_bucket", "verify_push"])
 def test_a_call_of_a_push_that_hangs_is_given_up(
-    raw: RawClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, call: str
+    raw: RawClient, worker: WorkerOnThread, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(control, "MARGIN_SECONDS", 0.1)
-    released = threading.Event()
-    hangs = {"stage_bucket": "inspect", "verify_push": "finish"}[call]
-    monkeypatch.setattr(Assembly, hangs, lambda *_: released.wait(20))
-    with HandPush(raw, NEW) as push:
-        assert push.begin(timeout=2.0)["phase"] == "begun"
-        reply = push.stage()
+    jump, jumped, released = 0.0, threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        nonlocal jump
+        jump = 3600.0
+        jumped.set()
+        released.wait(20)
+
+    monkeypatch.setattr(Assembly, {"stage_bucket": "inspect", "verify_push": "finish"}[call], hang)
+    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump))
+    with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
+        assert push.begin(timeout=20.0)["phase"] == "begun"
+        fields: dict[str, Any] = {"bucket": push.bucket()}
         if call == "verify_push":
-            assert reply["phase"] == "staged"
-            reply = push.verify()
-        assert reply["code"] == "deadline_exceeded" and "timeout of 2 s" in reply["message"]
-    released.set()
+            assert push.stage()["phase"] == "staged"
+            fields = {"num_buckets": 1}
+        raw.send(call, id="hangs", push_id=push.push_id, **fields)
+        assert jumped.wait(20) and other.health(), "which lets the worker look at its clock"
+        reply = raw.receive()
+        assert reply["code"] == "deadline_exceeded" and "timeout of 20 s" in reply["message"]
+        released.set()
 
 
 @pytest.mark.parametrize("in_place", [False, True])

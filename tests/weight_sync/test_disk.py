@@ -285,6 +285,15 @@ def begin_push(client: RawClient, folder: Path) -> dict[str, Any]:
     return ask(client, "begin_push", source=source, **fields)
 
 
+def test_a_worker_reads_what_its_push_folder_has_inside(folder: Path, tmp_path: Path) -> None:
+    outside = write_folder(tmp_path / "elsewhere")
+    folder.chmod(0o775)
+    with serving(FakeEngine(), push_folder=str(folder.parent)) as running, RawClient(running.address) as client:
+        reply = begin_push(client, outside)
+        assert reply["code"] == "push_failed" and "inside the worker's --push-folder" in reply["message"]
+        assert begin_push(client, folder)["phase"] == "begun"
+
+
 @pytest.mark.parametrize("name", [MODEL_FILE, MANIFEST_FILE])
 def test_a_worker_that_meets_a_fifo_goes_on(tmp_path: Path, name: str) -> None:
     """Whoever opens it for reading waits for a writer, which there is none."""

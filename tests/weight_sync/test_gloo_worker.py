@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fake_engine import SHAPES
+from fake_engine import SHAPES, FakeEngine
 from pushing import ask
-from serving import RawClient, fake_process
+from serving import RawClient, fake_process, serving
 
 from trueroll.rollout import RolloutClient, WorkerProcess
 from trueroll.rollout.config import WorkerConfig
@@ -121,26 +121,41 @@ def test_pushes_that_are_begun_and_given_up_leave_nothing_behind(worker: WorkerP
     push(worker, 4)
 
 
-def test_a_host_that_is_not_allowed_is_not_connected_to(worker: WorkerProcess) -> None:
+@pytest.fixture
+def store() -> Iterator[socket.socket]:
+    """A silent one at an address of this machine beyond loopback."""
     hosts = [address.address for found in psutil.net_if_addrs().values() for address in found]
     own = [host for host in hosts if host.count(".") == 3 and not host.startswith("127.")]
     if not own:
         pytest.skip("this machine has no address beyond loopback")
-    with socket.create_server((own[0], 0)) as store, RawClient(worker.address) as client:
+    with socket.create_server((own[0], 0)) as store:
+        yield store
+
+
+def test_a_host_that_is_not_allowed_is_not_connected_to(worker: WorkerProcess, store: socket.socket) -> None:
+    host = store.getsockname()[0]
+    with RawClient(worker.address) as client:
         for backend in ("gloo", "nccl"):
             source = source_at(store).model_copy(update=dict(backend=backend))
             begin_push(client, source, timeout=SECONDS)
             reply = client.receive()
-            assert reply["code"] == "push_failed" and own[0] in reply["message"] and "push_hosts" in reply["message"]
+            assert reply["code"] == "push_failed" and host in reply["message"] and "push_hosts" in reply["message"]
         store.setblocking(False)
         with pytest.raises(BlockingIOError):
             store.accept()
         ask(client, "abort_push", push_id="0" * 32)
 
 
-def test_what_receives_ends_with_a_worker_that_is_killed(worker: WorkerProcess) -> None:
-    """The last test that has the worker."""
-    with silent_store() as store, RawClient(worker.address) as client:
+def test_a_host_that_the_worker_allows_is_connected_to(store: socket.socket) -> None:
+    host = store.getsockname()[0]
+    with serving(FakeEngine(), push_hosts=[host]) as running, RawClient(running.address) as client:
+        begin_push(client, source_at(store))
+        store.settimeout(SECONDS)
+        store.accept()[0].close()
+
+
+def test_what_receives_ends_with_a_worker_that_is_killed() -> None:
+    with fake_process() as worker, silent_store() as store, RawClient(worker.address) as client:
         begin_push(client, source_at(store))
         process = psutil.Process(worker.pid)
         wait_until(lambda: len(descendants(process)) == 3)
