@@ -16,8 +16,8 @@ from .errors import ConfigError, ModelError
 from .models.dense import DenseModel, Empty
 from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config
-from .models.files import shown
-from .models.loader import check_checkpoint, load_checkpoint, read_config, read_eos_token_ids, resolve_model
+from .models.loader import check_checkpoint, copy_checkpoint, read_config, read_eos_token_ids, resolve_model
+from .request import brief
 from .weights import WeightStore
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,9 +98,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan = _plan(config, resolve_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    files = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
     loaded = _allocate(plan)
-    load_checkpoint(loaded.folder, loaded.weights.tensors, ignored)
+    copy_checkpoint(files, loaded.weights.tensors)
     return loaded
 
 
@@ -188,7 +188,7 @@ def _check_vocabulary(folder: Path, eos_token_ids: tuple[int, ...], vocab_size: 
     outside = [token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size]
     if outside:
         raise ModelError(
-            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {shown(outside[0])}; correct it in "
+            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {brief(outside[0])}; correct it in "
             "generation_config.json, or in config.json if it is not there"
         )
 
@@ -198,7 +198,7 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
         return getattr(torch, config.dtype)
     if own not in _DTYPES:
         raise ModelError(
-            f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {shown(own)}; set dtype"
+            f"{folder}: expected dtype float32, bfloat16 or float16 in config.json, found {brief(own)}; set dtype"
         )
     return own
 

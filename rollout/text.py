@@ -20,15 +20,18 @@ import numpy as np
 import psutil
 
 from ..engine.errors import ConfigError, ModelError
-from ..engine.request import SamplingParams
+from ..engine.request import SamplingParams, brief
 from .client import Group, RolloutClient
 from .launch import launch_worker
 
-MOST_TOKENIZER_BYTES = 2**26
+MAX_TOKENIZER_BYTES = 2**26
 """Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
-# Of the child that renders a chat template: processor time, time, memory beyond this process's, and characters made.
-_MOST_CPU_SECONDS, _MOST_SECONDS, _MOST_MORE_BYTES, _MOST_CHARACTERS = 10, 60, 2**30, 2**22
+# Of the child that renders a chat template.
+_MAX_CPU_SECONDS = 10
+_MAX_SECONDS = 60
+_MAX_MORE_BYTES = 2**30  # of memory, beyond this process's
+_MAX_CHARS = 2**22
 
 
 class TextModel:
@@ -72,7 +75,7 @@ def _check_files(folder: Path) -> None:
 
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if path.suffix in _TOKENIZER_FILES:
-            check_file(path, MOST_TOKENIZER_BYTES)
+            check_file(path, MAX_TOKENIZER_BYTES)
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
@@ -84,7 +87,7 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     sender.close()
     reply = b""  # of a child that is killed
     try:
-        if receiver.poll(_MOST_SECONDS):
+        if receiver.poll(_MAX_SECONDS):
             reply = receiver.recv_bytes()
     except (EOFError, OSError):
         pass
@@ -95,7 +98,7 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     text = reply[1:].decode()
     if reply[:1] != b"+":
         raise ModelError(
-            f"chat: expected a chat template that renders within {_MOST_CPU_SECONDS} s and {_MOST_MORE_BYTES} bytes, "
+            f"chat: expected a chat template that renders within {_MAX_CPU_SECONDS} s and {_MAX_MORE_BYTES} bytes, "
             f"found {text or 'that it does not'}; check the model's chat template, or leave out --chat"
         )
     return text
@@ -105,12 +108,12 @@ def _render_in_child(sender: Connection, tokenizer: Any, messages: list[dict[str
     """Sends `+` and the text, or `-` and what is wrong."""
     from ..engine.models.files import said
 
-    _limit(resource.RLIMIT_CPU, _MOST_CPU_SECONDS)
-    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MOST_MORE_BYTES)
+    _limit(resource.RLIMIT_CPU, _MAX_CPU_SECONDS)
+    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MAX_MORE_BYTES)
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"{len(text)} characters, more than {_MOST_CHARACTERS}")
+        if len(text) > _MAX_CHARS:
+            raise ValueError(f"{len(text)} characters, more than {_MAX_CHARS}")
         reply = b"+" + text.encode()
     except Exception as error:  # of any kind, as the template is a program
         reply = b"-" + said(f"{type(error).__name__}: {error}").encode()
@@ -158,7 +161,7 @@ def print_completions(
 
 def _served_model(client: RolloutClient) -> str:
     """What a worker of this machine serves, if nothing has to be fetched for it."""
-    from ..engine.models.files import local_path, shown
+    from ..engine.models.files import local_path
 
     health = client.health()
     if health.engine is None:
@@ -169,7 +172,7 @@ def _served_model(client: RolloutClient) -> str:
     path = local_path(model) if isinstance(model, str) else None
     if not isinstance(model, str) or model != "smollm2" and (path is None or not path.is_dir()):
         raise ConfigError(
-            f"tokenizer: expected a worker that serves smollm2 or a folder of this machine, found {shown(model)}; give "
+            f"tokenizer: expected a worker that serves smollm2 or a folder of this machine, found {brief(model)}; give "
             "--tokenizer MODEL, the model that it serves"
         )
     return model

@@ -55,10 +55,10 @@ ENGINE = {
     "stop_strings": BASE,
     "sampler": BASE,
     "sample": BASE | {"sequence", "stop_strings"},
-    "models": {"errors", "config", "models"},
+    "models": BASE | {"models"},
     "memory": set(),
     "weights": {"memory", "models"},
-    "loading": {"errors", "config", "models", "weights"},
+    "loading": BASE | {"models", "weights"},
     "model_runner": BASE | {"memory", "models", "sequence"},
     "graphs": {"model_runner", "sampler", "sequence"},
 }

@@ -21,7 +21,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import ModelError
-from .files import said, shown
+from ..request import brief
+from .files import said
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 # For each architecture what transformers takes for settings that a file leaves out, where they differ.
@@ -100,7 +101,7 @@ class DenseConfig:
 def _size(name: str, **options: Any) -> Any:
     def check(size: int | None) -> None:
         if size is not None and not 1 <= size <= _MOST[name]:
-            raise ValueError(f"expected at least 1 and at most {_MOST[name]}, found {shown(size)}")
+            raise ValueError(f"expected at least 1 and at most {_MOST[name]}, found {brief(size)}")
 
     return validated_field(check, **options)
 
@@ -146,7 +147,7 @@ def _architecture(folder: Path, raw: dict[str, Any]) -> str:
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in _DEFAULTS:
         supported = ", ".join(_DEFAULTS)
-        raise ModelError(f"{folder}: expected an architecture of {supported}, found {shown(name)}; serve another model")
+        raise ModelError(f"{folder}: expected an architecture of {supported}, found {brief(name)}; serve another model")
     return name
 
 
@@ -177,7 +178,7 @@ def _check_supported(folder: Path, raw: dict[str, Any], file: Any) -> None:
     for name, (found, expected) in faults.items():
         if found != expected:
             raise ModelError(
-                f"{folder}: expected {name} = {expected!r} in config.json, found {shown(found)}; serve another model"
+                f"{folder}: expected {name} = {expected!r} in config.json, found {brief(found)}; serve another model"
             )
 
 
@@ -187,8 +188,8 @@ def _rope(folder: Path, file: Any) -> tuple[Tensor, float]:
     kind = parameters.get("rope_type")
     if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
         raise ModelError(
-            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)} for all layers, found {shown(parameters)}; "
-            "serve another model"
+            f"{folder}: expected a rope_type of {', '.join(SUPPORTED_ROPE)} for all layers, found "
+            f"{brief([*parameters.items()])}; serve another model"
         )
     try:
         inv_freq, scale = _inv_freq(file, kind)
@@ -196,7 +197,7 @@ def _rope(folder: Path, file: Any) -> tuple[Tensor, float]:
         raise _broken(folder, error) from error
     if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
         raise ModelError(
-            f"{folder}: expected rope parameters that rotate, found {shown(parameters)}; correct config.json"
+            f"{folder}: expected rope parameters that rotate, found {brief([*parameters.items()])}; correct config.json"
         )
     return inv_freq, scale
 

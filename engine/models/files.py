@@ -7,20 +7,15 @@ limits here, and that whatever is wrong with a file is a ModelError of bounded l
 from __future__ import annotations
 
 import json
-import reprlib
 import stat
 from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
 
-MOST_SETTINGS_BYTES = 2**20
+MAX_SETTINGS_BYTES = 2**20
 """Of a file of settings, such as config.json. Real ones have some kilobytes."""
-_MOST_CAUSE = 300  # characters
-
-_shortened = reprlib.Repr()
-_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 100
-_shortened.maxdict = _shortened.maxlist = 8
+_MAX_CAUSE_CHARS = 300
 
 
 def local_path(name: str) -> Path | None:
@@ -35,19 +30,14 @@ def local_path(name: str) -> Path | None:
     return path
 
 
-def shown(value: object) -> str:
-    """A value that a file held, for an error message: its `repr`, cut if it is long or deep."""
-    return _shortened.repr(value)
-
-
 def said(cause: object) -> str:
     """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
-    line = " ".join(str(cause).split())[:_MOST_CAUSE]
+    line = " ".join(str(cause).split())[:_MAX_CAUSE_CHARS]
     return "".join(character if character.isprintable() else "?" for character in line)
 
 
-def check_file(path: Path, most_bytes: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file, or a link to one, of at most `most_bytes` bytes."""
+def check_file(path: Path, max_bytes: int | None = None) -> None:
+    """Raise ModelError unless `path` is a regular file, or a link to one, of at most `max_bytes` bytes."""
     try:
         status = path.stat()
     except OSError as error:
@@ -55,16 +45,16 @@ def check_file(path: Path, most_bytes: int | None = None) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
         raise ModelError(f"{path}: expected a regular file, found {kind}; download or save the model again")
-    if most_bytes is not None and status.st_size > most_bytes:
+    if max_bytes is not None and status.st_size > max_bytes:
         raise ModelError(
-            f"{path}: expected at most {most_bytes} bytes, found {status.st_size}; no model that is served here needs "
+            f"{path}: expected at most {max_bytes} bytes, found {status.st_size}; no model that is served here needs "
             "so many, so check where it comes from"
         )
 
 
-def read_json(path: Path, most_bytes: int = MOST_SETTINGS_BYTES) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
     """The JSON object in a file. Raise ModelError if it cannot be read, is too large or holds anything else."""
-    check_file(path, most_bytes)
+    check_file(path, max_bytes)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -2,7 +2,7 @@
 
 Owns nothing that lasts: files are closed when a function returns. Knows no architecture: whoever calls says which
 tensors it expects and where they go. Promises that a checkpoint is checked as a whole before the first tensor is
-copied, and that beside its destination at most one tensor, or `_MOST_OPEN_BYTES` of smaller ones, is in memory.
+copied, and that beside its destination at most one tensor, or `_MAX_OPEN_BYTES` of smaller ones, is in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -20,23 +20,32 @@ from safetensors import SafetensorError, safe_open
 
 from ...kernels.ops import Weight
 from ..errors import ModelError
-from .files import check_file, local_path, read_json, said, shown
+from ..request import brief
+from .files import check_file, local_path, read_json, said
 from .smollm2 import smollm2_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MOST_HEADER_BYTES = 2**24
+MAX_HEADER_BYTES = 2**24
 """Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a dense decoder has some thousands."""
-MOST_FILES = 1024
+MAX_FILES = 1024
 """Of a checkpoint. Files of 5 GB hold 5 TB so."""
-MOST_EOS_TOKENS = 256
+MAX_EOS_TOKENS = 256
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
-_MOST_OPEN_BYTES = 2**26
+_MAX_OPEN_BYTES = 2**26
 _DTYPES = ("F64", "F32", "F16", "BF16")
-_MOST_NAMES = 10
-_MOST_NAME = 200  # characters of a tensor's name in an error message
+_MAX_NAMES = 10
+_MAX_NAME_CHARS = 200
 _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
+
+
+class _Found(NamedTuple):
+    """A tensor as the header of its file has it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
 
 
 def resolve_model(name: str) -> Path:
@@ -92,53 +101,51 @@ def read_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     if found is None:
         return ()
     token_ids = found if isinstance(found, list) else [found]
-    if len(token_ids) > MOST_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
+    if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
         raise ModelError(
-            f"{folder}: eos_token_id: expected a token id or a list of at most {MOST_EOS_TOKENS}, found "
-            f"{shown(found)}; correct it in generation_config.json, or in config.json if it is not there"
+            f"{folder}: eos_token_id: expected a token id or a list of at most {MAX_EOS_TOKENS}, found "
+            f"{brief(found)}; correct it in generation_config.json, or in config.json if it is not there"
         )
     return tuple(token_ids)
 
 
-def load_checkpoint(folder: Path, destinations: Mapping[str, Weight], ignored: Collection[str]) -> None:
-    """Copy every tensor of the folder's safetensors into `destinations[its name]`, converting dtype and device.
-
-    Names in `ignored` may be in the checkpoint and are passed over. Raise what `check_checkpoint` raises, with nothing
-    copied.
+def copy_checkpoint(files: Mapping[Path, Sequence[str]], destinations: Mapping[str, Weight]) -> None:
+    """Copy each tensor in `files`, as `check_checkpoint` returns them, into `destinations[its name]`, converting dtype
+    and device. Raise ModelError if a file can no longer be read.
     """
-    for file in check_checkpoint(folder, destinations, ignored):
-        names = sorted(_read_names(file) & destinations.keys())
-        while names:
+    for file, names in files.items():
+        left = [*names]
+        while left:
             # Opened anew now and then: what was read of an open file stays in memory.
             with _open(file) as checkpoint:
-                _copy_some(checkpoint, names, destinations)
+                _copy_some(checkpoint, left, destinations)
 
 
 def _copy_some(checkpoint: Any, names: list[str], destinations: Mapping[str, Weight]) -> None:
-    """Copies tensors, and takes their names off the list, until _MOST_OPEN_BYTES were read."""
+    """Copies tensors, and takes their names off the list, until _MAX_OPEN_BYTES were read."""
     num_bytes = 0
-    while names and num_bytes < _MOST_OPEN_BYTES:
+    while names and num_bytes < _MAX_OPEN_BYTES:
         name = names.pop()
         tensor = checkpoint.get_tensor(name)
         destinations[name].copy_(tensor)
         num_bytes += tensor.nbytes
 
 
-def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Collection[str]) -> list[Path]:
-    """The folder's safetensors files, whose headers were read and nothing else. Of `expected` only shapes are used.
+def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Collection[str]) -> dict[Path, list[str]]:
+    """The folder's safetensors files, each with the names of those `expected` that it has. Reads nothing but headers,
+    and of `expected` uses only the shapes. Names in `ignored` may be in a file and are left out.
 
     Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
     files, or of another shape or kind of numbers than expected.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
-    _check_tensors(folder, _read_headers(files), expected, ignored)
-    return files
-
-
-def _read_names(file: Path) -> set[str]:
-    with _open(file) as checkpoint:
-        return set(checkpoint.keys())
+    found = _read_headers(files)
+    _check_tensors(folder, found, expected, ignored)
+    names: dict[Path, list[str]] = {}
+    for name in sorted(expected):
+        names.setdefault(found[name][0].file, []).append(name)
+    return names
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
@@ -147,16 +154,16 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not os.path.lexists(index):
         raise ModelError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither; save it as safetensors")
-    weight_map = read_json(index, MOST_HEADER_BYTES).get("weight_map")
+    weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: expected a weight_map of tensors to files; save the model again")
     names = sorted(set(weight_map.values()))
-    if len(names) > MOST_FILES:
-        raise ModelError(f"{index}: expected at most {MOST_FILES} files, found {len(names)}; save it in fewer")
+    if len(names) > MAX_FILES:
+        raise ModelError(f"{index}: expected at most {MAX_FILES} files, found {len(names)}; save it in fewer")
     outside = [name for name in names if not _is_plain(name)]
     if outside:
         raise ModelError(
-            f"{index}: expected names of .safetensors files in this folder, found {shown(outside[0])}; check where the "
+            f"{index}: expected names of .safetensors files in this folder, found {brief(outside[0])}; check where the "
             "model comes from"
         )
     return [folder / name for name in names]
@@ -169,9 +176,9 @@ def _is_plain(name: str) -> bool:
 def _check_headers(folder: Path, files: Sequence[Path]) -> None:
     """Before a header is parsed, which takes up to 50 times its bytes of memory."""
     num_bytes = sum(_header_bytes(file) for file in files)
-    if num_bytes > MOST_HEADER_BYTES:
+    if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
-            f"{folder}: expected headers of at most {MOST_HEADER_BYTES} bytes in its safetensors, found {num_bytes}; "
+            f"{folder}: expected headers of at most {MAX_HEADER_BYTES} bytes in its safetensors, found {num_bytes}; "
             "no model that is served here needs so many, so check where it comes from"
         )
 
@@ -203,35 +210,35 @@ def _incomplete(file: Path, found: object) -> ModelError:
     )
 
 
-def _read_headers(files: Sequence[Path]) -> dict[str, list[tuple[tuple[int, ...], str]]]:
-    """For each name shape and dtype of the tensors that carry it, which should be one."""
-    headers: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+def _read_headers(files: Sequence[Path]) -> dict[str, list[_Found]]:
+    """For each name the tensors that carry it, which should be one."""
+    headers: dict[str, list[_Found]] = {}
     for file in files:
         with _open(file) as checkpoint:
             for name in checkpoint.keys():
                 tensor = checkpoint.get_slice(name)
-                headers.setdefault(name, []).append((tuple(tensor.get_shape()), tensor.get_dtype()))
+                headers.setdefault(name, []).append(_Found(file, tuple(tensor.get_shape()), tensor.get_dtype()))
     return headers
 
 
 def _check_tensors(
     folder: Path,
-    found: dict[str, list[tuple[tuple[int, ...], str]]],
+    found: dict[str, list[_Found]],
     expected: Mapping[str, Weight],
     ignored: Collection[str],
 ) -> None:
-    both = {name: (tuple(tensor.shape), *found[name][0]) for name, tensor in expected.items() if name in found}
+    both = {name: (tuple(tensor.shape), found[name][0]) for name, tensor in expected.items() if name in found}
     faults = {
         "missing": sorted(expected.keys() - found.keys()),
         "unknown": sorted(found.keys() - expected.keys() - set(ignored)),
         "in more than one file": sorted(name for name, tensors in found.items() if len(tensors) > 1),
         "of the wrong shape": [
-            f"{name} (expected {list(wanted)}, found {shown(list(shape))})"
-            for name, (wanted, shape, _) in both.items()
-            if wanted != shape
+            f"{name} (expected {list(wanted)}, found {brief(list(tensor.shape))})"
+            for name, (wanted, tensor) in both.items()
+            if wanted != tensor.shape
         ],
         f"not of {', '.join(_DTYPES)}": [
-            f"{name} ({dtype})" for name, (_, _, dtype) in both.items() if dtype not in _DTYPES
+            f"{name} ({tensor.dtype})" for name, (_, tensor) in both.items() if tensor.dtype not in _DTYPES
         ],
     }
     described = [f"{len(names)} {fault}: {_list_names(names)}" for fault, names in faults.items() if names]
@@ -243,6 +250,8 @@ def _check_tensors(
 
 
 def _list_names(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    listed = (name if name.isprintable() and len(name) <= _MOST_NAME else shown(name) for name in names[:_MOST_NAMES])
+    more = len(names) - _MAX_NAMES
+    listed = (
+        name if name.isprintable() and len(name) <= _MAX_NAME_CHARS else brief(name) for name in names[:_MAX_NAMES]
+    )
     return ", ".join(listed) + (f" and {more} more" if more > 0 else "")

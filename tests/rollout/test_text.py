@@ -56,20 +56,11 @@ def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
         assert model.decode(threads.submit(model.encode_chat, "hi", "sys").result()) == "<system>sys\n<user>hi\n<a>"
 
 
-@pytest.mark.parametrize("template", [ENDLESS, "{{ range(99999) | list * 99999 * 99999 }}"])
-def test_a_template_that_takes_too_long_or_too_much_is_ended(
-    folder: Path, template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text, "_MOST_CPU_SECONDS", 1)
-    model = with_template(folder, template)
-    with pytest.raises(ModelError, match="renders within 1 s and 1073741824 bytes, found .*; check the model's chat"):
-        model.encode_chat("hi")
-
-
 @pytest.mark.parametrize(
     ("template", "found"),
     [
-        (ENDLESS, "found that it does not"),
+        (ENDLESS, "that it does not"),
+        ("{{ range(99999) | list * 99999 * 99999 }}", "MemoryError"),
         ("{{ 'x' * (2**33) }}", "MemoryError"),
         ("{{ 'x' * (2**22 + 1) }}", "4194305 characters, more than 4194304"),
         ("{{ raise_exception('\x1b[2Jno' * 1000) }}", r"TemplateError: \?\[2Jno"),
@@ -81,9 +72,10 @@ def test_a_template_that_takes_too_long_or_too_much_is_ended(
 def test_what_a_template_cannot_do_is_said(
     folder: Path, template: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "_MOST_CPU_SECONDS", 1)
+    monkeypatch.setattr(text, "_MAX_CPU_SECONDS", 1)
     model = with_template(folder, template)
-    with pytest.raises(ModelError, match=f"chat template that renders .*{found}.*; check the model's chat") as caught:
+    message = f"chat template that renders within 1 s and 1073741824 bytes, found .*{found}.*; check the model's chat"
+    with pytest.raises(ModelError, match=message) as caught:
         model.encode_chat("hi")
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
 

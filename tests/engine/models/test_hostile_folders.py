@@ -20,7 +20,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.errors import ModelError
 from trueroll.engine.models import loader
 from trueroll.engine.models.dense_config import DenseConfig
-from trueroll.engine.models.loader import load_checkpoint, read_config, read_eos_token_ids
+from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config, read_eos_token_ids
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -231,7 +231,7 @@ def test_names_and_shapes_beyond_reason_are_cut(tmp_path: Path) -> None:
     header = b"{%s}" % b",".join([*entries, entry % (b"norm", dims, 8, 12)])
     write_safetensors(tmp_path / SINGLE, header, bytes(12))
     with pytest.raises(ModelError, match="2 unknown: .*1 of the wrong shape: norm") as caught:
-        load_checkpoint(tmp_path, {"norm": torch.empty(4)}, ignored=())
+        check_checkpoint(tmp_path, {"norm": torch.empty(4)}, ignored=())
     assert len(str(caught.value)) < 2000 and str(caught.value).isprintable()
 
 
@@ -239,7 +239,7 @@ def test_names_and_shapes_beyond_reason_are_cut(tmp_path: Path) -> None:
 def test_numbers_that_are_no_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     save_file({"norm": torch.zeros(4, dtype=dtype)}, tmp_path / SINGLE)
     with pytest.raises(ModelError, match=r"1 not of F64, F32, F16, BF16: norm \("):
-        load_checkpoint(tmp_path, {"norm": torch.empty(4)}, ignored=())
+        check_checkpoint(tmp_path, {"norm": torch.empty(4)}, ignored=())
 
 
 @pytest.mark.parametrize("settings", [dict(num_hidden_layers=1024), dict(vocab_size=2**24, hidden_size=2**20)])
@@ -255,11 +255,17 @@ def test_sizes_that_the_checkpoint_does_not_have_take_no_memory(
 def test_weights_that_the_host_has_no_room_for_take_no_memory(
     folder: Path, read: Callable[[EngineConfig], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sparse file holds as many zeros as its header says, and takes no room on the disk."""
     monkeypatch.setattr(loading, "_available_memory", lambda device: 10**5)
     monkeypatch.setattr(loading, "WeightStore", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ModelError, match="fit into memory, of which 100000 bytes are available, found [0-9]{6} bytes"):
         read(EngineConfig(model=str(folder), dtype="float32"))
+
+
+def test_a_header_is_parsed_once_to_check_and_once_to_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(loader, "safe_open", lambda file, **kind: opened.append(file) or safe_open(file, **kind))
+    load(folder)
+    assert opened == [folder / SINGLE] * 2
 
 
 def test_many_small_tensors_do_not_parse_the_header_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +274,6 @@ def test_many_small_tensors_do_not_parse_the_header_many_times(tmp_path: Path, m
     opened: list[Path] = []
     monkeypatch.setattr(loader, "safe_open", lambda file, **kind: opened.append(file) or safe_open(file, **kind))
     destinations = {name: torch.empty(4) for name in tensors}
-    load_checkpoint(tmp_path, destinations, ignored=())
+    copy_checkpoint(check_checkpoint(tmp_path, destinations, ignored=()), destinations)
     assert all(torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
-    assert 0 < len(opened) < 10
+    assert len(opened) == 2, "to check, and to copy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from trueroll.engine.errors import ModelError
 from trueroll.engine.models import loader
-from trueroll.engine.models.loader import load_checkpoint, read_config, read_eos_token_ids, resolve_model
+from trueroll.engine.models.loader import (
+    check_checkpoint,
+    copy_checkpoint,
+    read_config,
+    read_eos_token_ids,
+    resolve_model,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -28,6 +35,10 @@ def _destinations(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]
     """Filled with NaN; q and k are views of one fused tensor."""
     embed, fused, norm = (torch.full(shape, torch.nan, dtype=dtype) for shape in ((7, 4), (6, 4), (4,)))
     return {"embed": embed, "q": fused[:4], "k": fused[4:], "norm": norm}
+
+
+def load_checkpoint(folder: Path, destinations: dict[str, torch.Tensor], ignored: Collection[str]) -> None:
+    copy_checkpoint(check_checkpoint(folder, destinations, ignored), destinations)
 
 
 def _save_shards(folder: Path, *shards: dict[str, torch.Tensor]) -> list[Path]:
