@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections import deque
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -32,6 +33,8 @@ Reply: TypeAlias = protocol.FromWorker | TruerollError
 Inbox: TypeAlias = "asyncio.Queue[tuple[str, Reply]]"
 
 TICKS_PER_TIMEOUT = 4
+WINDOW_BYTES = 2**24
+"""A worker cuts off who sends much faster than it takes: after so many bytes its word is waited for."""
 LINGER_MS = 200
 HEARTBEAT_MS = 10_000
 
@@ -63,6 +66,9 @@ class Connection:
         self._worker: protocol.Health | None = None
         self._is_connected = False
         self._hello_id = ""
+        self._queue: deque[str] = deque()
+        self._unconfirmed = 0
+        self._confirmation = ""
         self._silent_ticks = 0
         self._end: TruerollError | None = None
 
@@ -74,7 +80,8 @@ class Connection:
         call = _Call(protocol.encode(message), inbox, _caller_of(message))
         self._calls[message.id] = call
         if self._is_connected:
-            self._transmit(message.id, call)
+            self._queue.append(message.id)
+            self._send_queued()
 
     def knows(self, id: str) -> bool:
         """Whether a call with this id waits for its end."""
@@ -114,6 +121,9 @@ class Connection:
         self._socket.set(zmq.IPV6, "[" in self._address)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        self._socket.set(
+            zmq.IMMEDIATE, 1
+        )  # nothing waits for a worker that is gone, for another one may take its place
         if self._keys is not None:
             use_curve(self._socket, self._keys)
         monitor = self._socket.get_monitor_socket(
@@ -147,6 +157,9 @@ class Connection:
             self._silent_ticks = 0
             if isinstance(reply, protocol.Health) and reply.id == self._hello_id:
                 self._meet(reply)
+            elif isinstance(reply, protocol.Health) and reply.id == self._confirmation:
+                self._unconfirmed = 0
+                self._send_queued()
             else:
                 self._deliver(reply)
 
@@ -197,8 +210,15 @@ class Connection:
             )
         self._worker = worker
         self._is_connected = True
-        for id, call in list(self._calls.items()):
-            self._transmit(id, call)
+        self._queue, self._unconfirmed = deque(self._calls), 0
+        self._send_queued()
+
+    def _send_queued(self) -> None:
+        """Send the calls that wait, as far as the worker's word is not to be waited for."""
+        while self._queue and self._unconfirmed < WINDOW_BYTES:
+            id = self._queue.popleft()
+            if (call := self._calls.get(id)) is not None:
+                self._transmit(id, call)
 
     def _transmit(self, id: str, call: _Call) -> None:
         assert self._worker is not None
@@ -209,6 +229,10 @@ class Connection:
             return
         call.was_sent = True
         self._socket.send(call.frame)
+        self._unconfirmed += len(call.frame)
+        if self._unconfirmed >= WINDOW_BYTES:
+            self._confirmation = uuid.uuid4().hex
+            self._socket.send(protocol.encode(protocol.GetHealth(id=self._confirmation)))
 
     def _deliver(self, reply: protocol.FromWorker) -> None:
         call = self._calls.get(reply.id or "")

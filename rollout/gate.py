@@ -2,13 +2,18 @@
 
 Owns: a monitor of the ROUTER socket. Promises: no more than `max_connections` at a time, and of these no more than
 `MAX_SILENT` that have sent nothing yet, of which the oldest gives way to a new one; so whoever opens connections
-without being let in neither uses up the descriptors of the process nor keeps others from coming in.
+without being let in neither uses up the descriptors of the process nor keeps others from coming in. A TCP connection
+that has sent more than `MAX_AHEAD_BYTES` which no message has brought yet is ended, within about `LOOK_SECONDS`: its
+messages come faster than they are taken, or are endless.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -18,6 +23,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 MAX_SILENT = 64
 """Each may have sent a part of a message of the greatest length."""
+MAX_AHEAD_BYTES = 2**26
+LOOK_SECONDS = 0.5
+_MESSAGE_BYTES = 42
+"""What CURVE and ZMTP add to a message (RFC 26 and 23 of ZMQ): `MESSAGE`, nonce, authenticator, flags, frame header."""
+_RECEIVED_AT = 128
+"""Where Linux's `struct tcp_info` has `tcpi_bytes_received`, 8 bytes."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Gate:
@@ -31,6 +45,8 @@ class Gate:
         self._on_gone = on_gone
         self._silent: dict[int, None] = {}
         self._heard: dict[int, bytes] = {}
+        self._taken: dict[int, int] = {}
+        self._looked = time.monotonic()
         self._monitor: Any = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 
     @property
@@ -48,20 +64,34 @@ class Gate:
                 else:
                     self._leave(event["value"])
 
-    def heard(self, fd: int, identity: bytes) -> bool:
-        """Its connection has sent a message. Returns whether it is still there."""
+    @property
+    def seconds_to_look(self) -> float:
+        """Until `look` is due."""
+        return max(0.0, self._looked + LOOK_SECONDS - time.monotonic()) if self._taken else float("inf")
+
+    def look(self) -> None:
+        """End the connections that are too far ahead."""
+        self._looked = time.monotonic()
+        for fd, taken in list(self._taken.items()):
+            with suppress(OSError), _socket_at(fd) as connection:
+                if connection.family == socket.AF_UNIX:
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
+                if received - taken > MAX_AHEAD_BYTES:
+                    log.warning("a client was cut off: it had sent %d bytes more than were taken", received - taken)
+                    self._end(fd)
+
+    def heard(self, fd: int, identity: bytes, num_bytes: int) -> bool:
+        """Its connection has sent a message of so many bytes. Returns whether it is still there."""
         if self._heard.get(fd) != identity:
             self.follow()  # it may have come, or gone, since the last look
             if fd not in self._silent:
                 return False
             del self._silent[fd]
             self._heard[fd] = identity
+        self._taken[fd] += num_bytes + _MESSAGE_BYTES
         return True
-
-    def end(self, identity: bytes) -> None:
-        """End the connection with this identity, if it is still there."""
-        for fd in [fd for fd, each in self._heard.items() if each == identity]:
-            self._end(fd)
 
     def close(self) -> None:
         """End the monitor, before the socket is closed."""
@@ -72,11 +102,13 @@ class Gate:
     def _enter(self, fd: int) -> None:
         self._leave(fd)
         self._silent[fd] = None
+        self._taken[fd] = 0
         if len(self._silent) > MAX_SILENT or len(self._silent) + len(self._heard) > self._max_connections:
             self._end(next(iter(self._silent)))
 
     def _leave(self, fd: int) -> None:
         self._silent.pop(fd, None)
+        self._taken.pop(fd, None)
         if (identity := self._heard.pop(fd, None)) is not None:
             self._on_gone(identity)
 

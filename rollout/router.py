@@ -100,11 +100,14 @@ class Router:
     @property
     def poll_ms(self) -> float:
         """After how long `maintain` has something to do."""
-        return float("inf") if self._outboxes.is_empty else FLUSH_MS
+        to_look = 1000 * self._gate.seconds_to_look
+        return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
     def maintain(self) -> None:
-        """See who came and went, and who reads again."""
+        """See who came and went, who is too far ahead, and who reads again."""
         self._gate.follow()
+        if self._gate.seconds_to_look == 0.0:
+            self._gate.look()
         self._outboxes.flush()
 
     def _leave(self, identity: bytes) -> None:
@@ -118,7 +121,7 @@ class Router:
         except zmq.Again:
             return None
         identity = first.bytes
-        is_there = self._gate.heard(first.get(zmq.SRCFD), identity)
+        is_there = self._gate.heard(first.get(zmq.SRCFD), identity, sum(map(len, frames)))
         peer = Peer(identity, self._client(first), not is_there)
         return peer, [] if self._outboxes.is_dropped(identity) else [frame.bytes for frame in frames[:MOST_FRAMES]]
 

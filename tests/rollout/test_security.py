@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from serving import FaultyWorker, RawClient, WorkerOnThread, check_group, fake_p
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
 from trueroll.engine.request import SamplingParams
-from trueroll.rollout import RolloutClient, protocol
+from trueroll.rollout import RolloutClient, connection, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import (
     ForbiddenError,
@@ -38,12 +40,15 @@ from trueroll.rollout.errors import (
     UnreadError,
     WorkerLostError,
 )
-from trueroll.rollout.gate import MAX_SILENT, Gate
+from trueroll.rollout.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
 from trueroll.rollout.keys import Client, read_clients, server_keys
 from trueroll.rollout.worker import Worker
 from trueroll.weight_sync import WeightPublisher
 
 MIB = 2**20
+_READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
+OPENING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31) + bytes([4, len(_READY)]) + _READY
+"""What a client without keys sends first (RFC 23 of ZMQ)."""
 KEYS = ("server_public", "server_secret", "client_public", "client_secret")
 NOBODY = 65534
 as_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
@@ -560,6 +565,70 @@ def test_a_number_that_became_another_files_is_left_alone() -> None:
 # Memory.
 
 
+def test_a_ping_behind_a_flood_whose_sender_is_gone_does_not_end_the_worker() -> None:
+    """libzmq aborts the process for it where its queue of received messages was full."""
+    health = msgpack.packb({"version": 1, "type": "health", "id": "a"})
+    message, ping = bytes([0, len(health)]) + health, b"\x04\x07\x04PING\0\0"
+    with fake_process() as worker, RolloutClient(worker.address) as client:
+        client.health()
+        for _ in range(20):
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.connect(worker.address.removeprefix("ipc://"))
+                raw.sendall(OPENING)
+                raw.recv(64)
+                os.kill(worker.pid, signal.SIGSTOP)
+                raw.setblocking(False)
+                with suppress(BlockingIOError):
+                    while True:
+                        raw.send(message * 100 + ping * 50)
+                os.kill(worker.pid, signal.SIGCONT)
+        assert client.health().state == "ready"
+
+
+def test_a_message_without_an_end_is_cut_off() -> None:
+    """ZMQ bounds its parts, and neither their number nor their sum."""
+    part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # more follow
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        gate = Gate(router, 10, lambda identity: None)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(OPENING)
+            raw.sendall(part * (MAX_AHEAD_BYTES // MIB // 2))
+            gate.follow()
+            gate.look()
+            raw.sendall(part)  # it may go on so far
+            with pytest.raises(OSError):
+                while True:
+                    raw.sendall(part)
+                    gate.look()
+        gate.close()
+
+
+def test_a_client_may_send_more_at_once_than_the_worker_lets_wait(engine: FakeEngine) -> None:
+    prompts = [[1] * 1000] * 20
+    with serving(engine, address="tcp://127.0.0.1:*") as worker, RolloutClient(worker.address) as client:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(connection, "WINDOW_BYTES", 10_000)
+            with pytest.raises(InvalidRequestError, match="max_model_len"):
+                client.generate(prompts)
+            groups = client.generate([[1] * 400] * 200, SamplingParams(max_tokens=2))
+    assert len(groups) == len(engine.requests) == 200
+
+
+def test_what_is_left_at_the_end_reaches_who_reads(engine: FakeEngine) -> None:
+    engine.flow.clear()
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        for number in range(3000):
+            raw.generate(str(number), n=1, max_tokens=400)
+        while len(worker.worker._ledger.open) < 3000:
+            time.sleep(0.001)
+        worker.worker.drain()
+        worker.worker.drain()
+        ended = {reply["id"] for _ in range(6000) if (reply := raw.receive())["type"] == "done"}
+        assert len(ended) == 3000
+
+
 def test_unfinished_messages_take_little_memory() -> None:
     with fake_process(address="tcp://127.0.0.1:*") as worker, RolloutClient(worker.address) as client:
         process = psutil.Process(worker.pid)
@@ -617,6 +686,7 @@ def test_who_waits_for_one_request_is_limited(engine: FakeEngine) -> None:
         for _ in range(5):
             raw.generate("a")
         assert [raw.receive()["code"] for _ in range(2)] == ["queue_full"] * 2
+        assert engine.at_gate.wait(timeout=20)
         for number in range(5):
             raw.send("abort", id=str(number), request_id="a", index=None)
         codes = [raw.receive()["code"] for _ in range(2)]
