@@ -1,14 +1,15 @@
 """Replies to clients that do not read them as fast as they come.
 
 Owns: the replies that the ROUTER socket does not take yet. Promises: a client gets its replies in order; what waits
-for all clients together stays within `max_bytes`. Beyond that, the client with most is dropped: its replies are given
-up, and nothing is taken from it until it reads again and has got one error without an id, which ends all its calls.
+for all clients together stays within `max_bytes`. Beyond that, of the user with most, the connection with most is
+dropped: its replies are given up, and nothing is taken from it until it reads again and has got one error without an
+id, which ends all its calls.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,12 +34,21 @@ class _Box:
 
 
 class Outboxes:
-    """Sends by `router`. `on_lost` is called with the identity of a client that is gone or was dropped."""
+    """Sends by `router`. `on_lost` is called with the identity of a client that is gone or was dropped. `user_of` tells
+    whose a connection is.
+    """
 
-    def __init__(self, router: zmq.Socket[bytes], max_bytes: int, on_lost: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        max_bytes: int,
+        on_lost: Callable[[bytes], None],
+        user_of: Callable[[bytes], object],
+    ) -> None:
         self._router = router
         self._max_bytes = max_bytes
         self._on_lost = on_lost
+        self._user_of = user_of
         self._boxes: dict[bytes, _Box] = {}
         self._num_bytes = 0
 
@@ -65,8 +75,15 @@ class Outboxes:
         if self._num_bytes > self._max_bytes:
             self.flush()
         while self._num_bytes > self._max_bytes:
-            self._drop(max(self._boxes, key=lambda each: self._boxes[each].num_bytes))
+            self._drop(self._largest())
         return not box.is_dropped
+
+    def _largest(self) -> bytes:
+        """The largest box of the user who has most in all of theirs."""
+        totals: Counter[object] = Counter()
+        for identity, box in self._boxes.items():
+            totals[self._user_of(identity)] += box.num_bytes
+        return max(self._boxes, key=lambda each: (totals[self._user_of(each)], self._boxes[each].num_bytes))
 
     def flush(self) -> None:
         """Send what can be sent by now."""

@@ -33,12 +33,12 @@ OVERSIZE_FACTOR = 2
 replies.
 """
 HANDSHAKE_MS = 5000
-SEND_HWM = 256
+SEND_HWM = 128
 KEEPALIVE_SECONDS = 30
 LINGER_SECONDS = 2.0
 MOST_FRAMES = 2
 """Of a message, that are looked at: more than one are an error."""
-FLUSH_MS = 10
+FLUSH_MS = 2
 """How long a reply may wait for a look whether its slow reader has read."""
 DOMAIN = "trueroll"
 
@@ -69,8 +69,9 @@ class Router:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._on_lost = on_lost
+        self._users: dict[bytes, str] = {}
         self._gate = Gate(self._socket, _most_connections(config.max_connections), self._leave)
-        self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost)
+        self._outboxes = Outboxes(self._socket, config.max_unread_bytes, on_lost, self._user_of)
         try:
             self.address = self._bind(config)
         except BaseException:
@@ -110,7 +111,12 @@ class Router:
             self._gate.look()
         self._outboxes.flush()
 
+    def _user_of(self, identity: bytes) -> object:
+        """Whose a connection is; where clients have no names, each is its own."""
+        return self._users.get(identity, identity)
+
     def _leave(self, identity: bytes) -> None:
+        self._users.pop(identity, None)
         self._outboxes.forget(identity)
         self._on_lost(identity)
 
@@ -123,6 +129,8 @@ class Router:
         identity = first.bytes
         is_there = self._gate.heard(first.get(zmq.SRCFD), identity, sum(map(len, frames)))
         peer = Peer(identity, self._client(first), not is_there)
+        if is_there and peer.client.user is not None:
+            self._users[identity] = peer.client.user
         return peer, [] if self._outboxes.is_dropped(identity) else [frame.bytes for frame in frames[:MOST_FRAMES]]
 
     def _client(self, frame: zmq.Frame) -> Client:

@@ -66,6 +66,8 @@ from .users import salt_of, scoped
 
 MOST_CALLS = 1024
 """Calls to control the worker that may be under way, and times that one of them may be asked for."""
+MOST_CALLERS = 1024
+"""Who may ask for the same request by different names."""
 ABORT_SECONDS = 5.0
 """How long the engine may take to abort what is left after the drain deadline."""
 FAILED_SECONDS = 0.5
@@ -333,6 +335,8 @@ class Worker:
         if entry is not None and entry.serves(message.caller):
             if is_open and len(entry.subscribers) >= self._config.max_queued_requests:
                 raise _too_many("who wait for", entry, len(entry.subscribers))
+            if len(entry.callers | {message.caller}) > MOST_CALLERS:
+                raise _too_many("callers of", entry, len(entry.callers))
             self._ledger.join(entry)
         elif entry is not None and is_open:
             self._add_successor(entry, (identity, message.caller))
@@ -559,7 +563,9 @@ class Worker:
         call, message, entry = event.command.tag
         entry.num_aborts -= 1
         if event.error is not None:
-            self._aborts.refuse(call, event.error)
+            what = f"request {message.request_id!r}" + ("" if message.index is None else f", sample {message.index}")
+            unknown = f"abort: expected a running request or sample, found none for {what}"
+            self._aborts.refuse(call, UnknownRequestError(unknown))
         else:
             self._finish_abort(call, message, len(event.outputs))
         self._submit_successors(entry)

@@ -42,7 +42,8 @@ from trueroll.rollout.errors import (
 )
 from trueroll.rollout.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
 from trueroll.rollout.keys import Client, read_clients, server_keys
-from trueroll.rollout.worker import Worker
+from trueroll.rollout.outboxes import Outboxes
+from trueroll.rollout.worker import MOST_CALLERS, Worker
 from trueroll.weight_sync import WeightPublisher
 
 MIB = 2**20
@@ -726,6 +727,37 @@ def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(engine: FakeEng
     assert len(engine.requests) == 3
 
 
+def test_the_user_with_most_unread_is_dropped_however_many_connections_that_takes() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.set(zmq.ROUTER_MANDATORY, 1)
+        router.set(zmq.SNDHWM, 1)
+        router.bind("inproc://router")
+        readers, lost = [], []
+        for identity in (b"alice-1", b"alice-2", b"alice-3", b"bob"):
+            reader = context.socket(zmq.DEALER)
+            reader.set(zmq.IDENTITY, identity)
+            reader.set(zmq.RCVHWM, 1)
+            reader.connect("inproc://router")
+            reader.send(b"here")
+            router.recv_multipart()
+            readers.append(reader)
+        outboxes = Outboxes(router, 5000, lost.append, lambda identity: identity.split(b"-")[0])
+        for _ in range(4):
+            for identity in (b"alice-1", b"alice-2", b"alice-3", b"bob", b"bob"):
+                outboxes.send(identity, bytes(400))
+        assert lost and b"bob" not in lost and not outboxes.is_dropped(b"bob")
+        for reader in readers:
+            reader.close(linger=0)
+
+
+def test_who_has_asked_for_a_kept_result_is_limited(engine: FakeEngine) -> None:
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        for number in range(MOST_CALLERS + 1):
+            raw.generate("a", caller=str(number))
+            reply = raw.receive_until("done", "error")[-1]
+        assert reply["code"] == "queue_full" and "callers of 'a'" in reply["message"]
+
+
 def test_what_waits_for_one_who_does_not_read_arrives_in_order(engine: FakeEngine) -> None:
     with serving(engine) as worker, RawClient(worker.address) as raw:
         raw.socket.set(zmq.RCVHWM, 1)
@@ -770,5 +802,10 @@ def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
             time.sleep(0.001)
         with pytest.raises(UnknownRequestError, match="found 'alice/a'"):
             enter("trainer").abort("alice/a")
+        ask(alice, "abort", id="1", request_id="a", index=7)
         engine.gate.set()
-        assert receive(alice)["finish_reason"] == "length"
+        replies = [receive(alice) for _ in range(3)]
+        assert [reply["finish_reason"] for reply in replies if reply["type"] == "sample"] == ["length"]
+        assert [reply["message"] for reply in replies if reply["type"] == "error"] == [
+            "abort: expected a running request or sample, found none for request 'a', sample 7"
+        ]
