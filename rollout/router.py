@@ -127,7 +127,8 @@ class Router:
         except zmq.Again:
             return None
         identity = first.bytes
-        is_there = self._gate.heard(first.get(zmq.SRCFD), identity, sum(map(len, frames)))
+        fd = _descriptor_of(first)
+        is_there = fd is None or self._gate.heard(fd, identity, sum(map(len, frames)))
         peer = Peer(identity, self._client(first), not is_there)
         if is_there and peer.client.user is not None:
             self._users[identity] = peer.client.user
@@ -150,6 +151,14 @@ class Router:
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _descriptor_of(frame: zmq.Frame) -> int | None:
+    """Of the connection that it came by; None for a peer that speaks ZMTP 1 or 2, which can have no keys."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _most_connections(wanted: int) -> int:

@@ -586,6 +586,19 @@ def test_a_ping_behind_a_flood_whose_sender_is_gone_does_not_end_the_worker() ->
         assert client.health().state == "ready"
 
 
+def test_a_peer_of_an_older_protocol_is_served(engine: FakeEngine) -> None:
+    """Of its connection ZMQ tells nothing."""
+    health = msgpack.packb({"version": 1, "type": "health", "id": "a"})
+    with serving(engine) as worker, socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(worker.address.removeprefix("ipc://"))
+        raw.sendall(b"\x01\0" + bytes([len(health) + 1]) + b"\0" + health)  # ZMTP 1: no identity, then a message
+        raw.settimeout(20)
+        received = b""
+        while b"instance" not in received:
+            assert (more := raw.recv(4096))
+            received += more
+
+
 def test_a_message_without_an_end_is_cut_off() -> None:
     """ZMQ bounds its parts, and neither their number nor their sum."""
     part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # more follow
