@@ -36,8 +36,6 @@ HANDSHAKE_MS = 5000
 SEND_HWM = 128
 KEEPALIVE_SECONDS = 30
 LINGER_SECONDS = 2.0
-MOST_FRAMES = 2
-"""Of a message, that are looked at: more than one are an error."""
 FLUSH_MS = 2
 """How long a reply may wait for a look whether its slow reader has read."""
 DOMAIN = "trueroll"
@@ -132,7 +130,7 @@ class Router:
         peer = Peer(identity, self._client(first), not is_there)
         if is_there and peer.client.user is not None:
             self._users[identity] = peer.client.user
-        return peer, [] if self._outboxes.is_dropped(identity) else [frame.bytes for frame in frames[:MOST_FRAMES]]
+        return peer, [] if self._outboxes.is_dropped(identity) else _ends(frames)
 
     def _client(self, frame: zmq.Frame) -> Client:
         return OWNER if self._keys is None else self._keys.clients[str(frame.get("User-Id"))]
@@ -151,6 +149,13 @@ class Router:
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _ends(frames: list[zmq.Frame]) -> list[bytes]:
+    """A message's frames, empty ones in the place of those between the first and the last: more than one are an error
+    in any case, and may be many.
+    """
+    return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
