@@ -14,7 +14,7 @@ from typing import Any
 from fuzz.trees import Pairs, Place, Raw, pack, places, tree
 
 MAX_MESSAGE_BYTES = 2**20
-MAX_FRAME_BYTES = 3 * MAX_MESSAGE_BYTES
+MAX_FRAME_BYTES = 2 * MAX_MESSAGE_BYTES
 """A worker with `max_message_bytes` of `MAX_MESSAGE_BYTES` answers these with an error."""
 NAN, INF = float("nan"), float("inf")
 NUMBERS: tuple[Any, ...] = (
