@@ -67,8 +67,8 @@ def source_at(store: socket.socket) -> CollectiveSource:
     return CollectiveSource(host=host, port=port, rank=1, world_size=2)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool], found: Callable[[], str] = str) -> None:
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, found()
         time.sleep(0.01)
