@@ -19,7 +19,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -105,6 +105,13 @@ class _QueuedStep:
 def _runs_ahead(device: torch.device) -> bool:
     """Whether a step is queued before the tokens of the one before are seen."""
     return device.type == "cuda"
+
+
+def _check_prior(request: GenerateRequest) -> None:
+    if request.num_prior_tokens > (most := len(request.prompt_token_ids)):
+        raise InvalidRequestError(
+            f"num_prior_tokens: expected at most the {most} tokens of the prompt, found {request.num_prior_tokens}"
+        )
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
@@ -327,17 +334,20 @@ class Engine:
         return [self._finish_score(sequence.scores, "abort")]
 
     def _add_group(self, request: GenerateRequest) -> None:
-        params = request.params
+        num_prompt_tokens = len(request.prompt_token_ids)
+        params = request.params.with_max_tokens(num_prompt_tokens, self.info.max_model_len)
         if params.seed is None:
             raise InvalidRequestError("seed: expected a number, found None; give one, such as `seed_of` the request")
-        num_tokens = len(request.prompt_token_ids) + params.max_tokens
-        self._check_tokens(request.prompt_token_ids, 1, num_tokens)
+        assert params.max_tokens is not None
+        self._check_tokens(request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
+        _check_prior(request)
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
         ending_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         if params.min_tokens > 0:
             self._check_some_go_on(ending_tokens)
         banned = array("q", ending_tokens)
-        watches = [self._watch(params.stop) for _ in range(params.n)]
+        request = replace(request, params=params)
+        watches = [self._watch(request) for _ in range(params.n)]
         sequence, joined = self._prompt_sequence(request)
         samples = [
             Sample(
@@ -356,12 +366,18 @@ class Engine:
         sequence.samples += samples
         self._open[request.id] = dict(enumerate(samples))
 
-    def _watch(self, stops: tuple[str, ...]) -> StopStrings | None:
-        if not stops:
+    def _watch(self, request: GenerateRequest) -> StopStrings | None:
+        if not request.params.stop:
             return None
         if isinstance(self._vocabulary, str):
             raise InvalidRequestError(self._vocabulary)
-        return StopStrings(self._vocabulary, stops)
+        watch = StopStrings(self._vocabulary, request.params.stop)
+        if num_prior := request.num_prior_tokens:
+            try:
+                watch.feed_prior(request.prompt_token_ids[-num_prior:].tolist())
+            except TokenizerError as error:
+                raise InvalidRequestError(f"stop: expected the text of the prior tokens, found that {error}") from None
+        return watch
 
     def _prompt_sequence(self, request: GenerateRequest) -> tuple[Sequence, bool]:
         """The sequence that computes the request's prompt: one that is under way already, and True, or a new one."""
@@ -445,7 +461,7 @@ class Engine:
         """Counts the tokens that the next step can compute with before they are seen."""
         row = 0
         for sequence, samples in queued.drawing:
-            if len(samples) == 1 and sequence.num_decoded + 1 < samples[0].request.params.max_tokens:
+            if len(samples) == 1 and sequence.num_decoded + 1 < samples[0].max_tokens:
                 sequence.unseen_row = row
             row += len(samples)
 
@@ -503,16 +519,18 @@ class Engine:
         params = sample.request.params
         sample.append(drawn.token_id, drawn.logprob, self._commit)
         try:
-            matched = sample.stop_strings is not None and sample.stop_strings.feed(drawn.token_id)
+            matched = sample.stop_strings.feed(drawn.token_id) if sample.stop_strings is not None else None
         except TokenizerError as error:
             sample.error = (
                 f"stop: expected the text of token {drawn.token_id}, found that the tokenizer failed: {error}; "
                 "use stop_token_ids instead"
             )
             return "error"
-        if len(sample.token_ids) > params.min_tokens and (matched or drawn.token_id in sample.ending_tokens):
+        found = drawn.token_id if drawn.token_id in sample.ending_tokens else matched
+        if len(sample.token_ids) > params.min_tokens and found is not None:
+            sample.stop_reason = found
             return "stop"
-        return "length" if len(sample.token_ids) == params.max_tokens else None
+        return "length" if len(sample.token_ids) == sample.max_tokens else None
 
     def _close_prompt(self, sequence: Sequence) -> None:
         """No further request may join this computation of a prompt."""

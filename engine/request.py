@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from .errors import InvalidRequestError
+from .errors import ConfigError, InvalidRequestError
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
@@ -78,14 +78,15 @@ class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded.
 
     `seed` None lets the worker take `seed_of` the request; sample i uses `derive_seed(seed, i)`. A sample ends at an
-    end-of-sequence token of the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop`, none of
-    them before `min_tokens`; the tokens that ended it are part of it. `logprobs` says of which distribution:
+    end-of-sequence token of the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop` (one
+    string, or several), none of them before `min_tokens`; the tokens that ended it are part of it. It ends after
+    `max_tokens` at the latest; None: where the model's context ends. `logprobs` says of which distribution:
     `processed` (after temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw`
     (the model's own) or None. `cache_salt` keeps prefix reuse among requests with the same salt.
     """
 
     n: int = Field(default=1, ge=1)
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: Annotated[int, Field(ge=1)] | None = 128
     min_tokens: int = Field(default=0, ge=0)
     seed: Seed | None = None
     stop_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(
@@ -98,11 +99,48 @@ class SamplingParams(Distribution):
     logprobs: LogprobsMode | None = "processed"
     cache_salt: CacheSalt | None = None
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string_is_one_stop(cls, stop: Any) -> Any:
+        return (stop,) if isinstance(stop, str) else stop
+
     @model_validator(mode="after")
     def _min_tokens_can_be_reached(self) -> SamplingParams:
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}")
         return self
+
+    @property
+    def trainer_temperature(self) -> float:
+        """The `temperature` at which a trainer computes the distribution of these log-probs, as `token_log_probs` and
+        a plain log-softmax of its logits divided by it do.
+
+        Raise ConfigError if no trainer computes that distribution: it is one of filtered or of banned tokens, or there
+        are no log-probs.
+        """
+        if self.logprobs is None:
+            raise ConfigError("logprobs: expected log-probs to compute again, found None; sample with 'temperature'")
+        if self.logprobs == "raw":
+            return 1.0
+        changes = dict(top_k=self.top_k > 0, top_p=self.top_p < 1.0, min_p=self.min_p > 0.0)
+        found = [name for name, is_on in changes.items() if is_on and not self.is_greedy]
+        found += ["min_tokens"] * (self.min_tokens > 0)
+        if self.logprobs == "processed" and found:
+            raise ConfigError(
+                f"logprobs: expected those of a distribution that a trainer computes, found 'processed' with "
+                f"{', '.join(found)}, which a trainer's softmax does not know; sample with logprobs='temperature', or "
+                f"without {', '.join(found)}"
+            )
+        return self.temperature
+
+    def with_max_tokens(self, prompt_len: int, max_model_len: int) -> SamplingParams:
+        """Those of a prompt of `prompt_len` tokens, with a number for `max_tokens`: the rest of the context for None,
+        and 1 where there is no rest.
+        """
+        if self.max_tokens is not None:
+            return self
+        rest = max(1, max_model_len - prompt_len, self.min_tokens)
+        return self.model_copy(update={"max_tokens": rest})
 
 
 def describe_validation_error(error: ValidationError) -> str:
@@ -151,12 +189,14 @@ def brief(value: object) -> str:
 class GenerateRequest:
     """A prompt and how to sample from it: the unit of work, one prefill for `params.n` samples.
 
-    `prompt_token_ids`: int32 [prompt_len]. `params.seed` must be set.
+    `prompt_token_ids`: int32 [prompt_len]. `params.seed` must be set. `num_prior_tokens`: how many of the last tokens
+    of the prompt belong to the sample that goes on, so that a stop string may begin in them.
     """
 
     id: str
     prompt_token_ids: np.ndarray
     params: SamplingParams
+    num_prior_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,21 +225,22 @@ class WeightSpan:
 class SampleOutput:
     """One finished sample.
 
-    `token_ids`: int32 [num_tokens], with the token that ended it. `logprobs`: float32 [num_tokens] of the asked-for
-    distribution, or None. `seed`: the sample's own derived seed. `num_cached_tokens`: the tokens of the prompt whose KV
-    this request found already computed, or shared with another request's computation. `error` says why, if the
-    finish reason is `error`.
+    `token_ids`: with the token that ended it. `logprobs`: float32 [num_tokens] of the asked-for distribution, or None.
+    `stop_reason`: the token (also the model's own) or the string that ended it, if the finish reason is `stop`. `seed`:
+    the sample's own derived seed. `num_cached_tokens`: the tokens of the prompt whose KV this request found already
+    computed, or shared with another request's computation. `error` says why, if the finish reason is `error`.
     """
 
     request_id: str
     index: int
-    token_ids: np.ndarray
+    token_ids: list[int]
     logprobs: np.ndarray | None
     finish_reason: FinishReason
     seed: int
     num_cached_tokens: int
     weight_versions: tuple[WeightSpan, ...]
     error: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +260,7 @@ class ScoreOutput:
 Output: TypeAlias = SampleOutput | ScoreOutput
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
@@ -228,9 +270,19 @@ def derive_seed(seed: int, index: int) -> int:
     SplitMix64 (Steele, Lea, Flood 2014): the finalizer is a bijection and the increment is odd, so no two indices meet.
     """
     z = (seed + (index + 1) * _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
+    z = ((z ^ (z >> 27)) * _FACTORS[1]) & _MASK
     return z ^ (z >> 31)
+
+
+def seed_before(sample_seed: int) -> int:
+    """The seed with which a request's sample 0 has `sample_seed`: the inverse of `derive_seed(..., 0)`."""
+    z = sample_seed ^ (sample_seed >> 31) ^ (sample_seed >> 62)
+    z = (z * pow(_FACTORS[1], -1, 2**64)) & _MASK
+    z = z ^ (z >> 27) ^ (z >> 54)
+    z = (z * pow(_FACTORS[0], -1, 2**64)) & _MASK
+    z = z ^ (z >> 30) ^ (z >> 60)
+    return (z - _GOLDEN) & _MASK
 
 
 def check_length(prompt_len: int, num_new: int, max_model_len: int) -> None:

@@ -41,6 +41,12 @@ class Sample:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.request.params.max_tokens is not None, "the engine puts a number for None"
+        return self.request.params.max_tokens
 
     @property
     def num_cached_tokens(self) -> int:
@@ -60,13 +66,14 @@ class Sample:
         return SampleOutput(
             request_id=self.request.id,
             index=self.index,
-            token_ids=np.array(self.token_ids, np.int32),
+            token_ids=self.token_ids.tolist(),
             logprobs=np.array(self.logprobs, np.float32) if has_logprobs else None,
             finish_reason=reason,
             seed=self.seed,
             num_cached_tokens=self.num_cached_tokens,
             weight_versions=self._spans(),
             error=self.error,
+            stop_reason=self.stop_reason,
         )
 
     def _spans(self) -> tuple[WeightSpan, ...]:

@@ -6,7 +6,8 @@ Promises: watching costs the same for each token, whatever came before; whatever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -51,20 +52,32 @@ class StopStrings:
         self._num_read = 0
         self._tail = ""
 
-    def feed(self, token_id: int) -> bool:
-        """Whether the text, with this token added, holds a stop string that ends in the token's text.
+    def feed_prior(self, token_ids: Sequence[int]) -> None:
+        """Start behind these tokens, of which no more are read than a stop string can reach back into. Raise
+        TokenizerError.
+        """
+        count = self._longest
+        while count < len(token_ids) and self._length(token_ids[-count:]) <= self._longest + _MOST_INCOMPLETE:
+            count *= 2
+        for token_id in token_ids[-count:]:
+            self.feed(token_id)
+
+    def feed(self, token_id: int) -> str | None:
+        """The stop string that ends first in the text of this token, added to the text; None if none does.
 
         Raise TokenizerError if the tokenizer fails.
         """
-        try:
+        with _explained():
             new = self._read(token_id)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of the library is no Exception
-            raise TokenizerError(f"{type(error).__name__}: {error}") from error
         old, text = self._tail, self._tail + new
         self._tail = text[max(0, len(text) - self._longest + 1) :]
-        return any(text.find(stop, max(0, len(old) - len(stop) + 1)) >= 0 for stop in self._stops)
+        found = [(text.find(stop, max(0, len(old) - len(stop) + 1)), stop) for stop in self._stops]
+        ends = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
+        return min(ends)[2] if ends else None
+
+    def _length(self, token_ids: Sequence[int]) -> int:
+        with _explained():
+            return len(self._vocabulary.decode(list(token_ids)))
 
     def _read(self, token_id: int) -> str:
         """The text that this token completes; none while it may end in the middle of a character's bytes.
@@ -81,8 +94,9 @@ class StopStrings:
         if self._vocabulary.is_silent(token_id):
             self._window.pop()
         elif len(self._window) - self._num_settled > _MOST_INCOMPLETE:
-            # No character has so many tokens: only the last one of the text can still change.
-            return self._advance(text, len(self._window) - _MOST_INCOMPLETE, unread=int(text.endswith(_REPLACEMENT)))
+            # No character has so many tokens: only what its bytes may be shown as until then can still change.
+            num_marks = len(text) - len(text.rstrip(_REPLACEMENT))
+            return self._advance(text, len(self._window) - _MOST_INCOMPLETE, unread=min(num_marks, _MOST_INCOMPLETE))
         return ""
 
     def _advance(self, text: str, num_dropped: int, unread: int) -> str:
@@ -90,8 +104,18 @@ class StopStrings:
         new = text[self._num_read : len(text) - unread]
         self._window = self._window[num_dropped:]
         self._num_settled = 0 if unread else len(self._window)
-        self._num_read = len(self._vocabulary.decode(self._window)) - unread
+        self._num_read = max(0, len(self._vocabulary.decode(self._window)) - unread)
         return new
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise TokenizerError(f"{type(error).__name__}: {error}") from error
 
 
 @cache

@@ -82,7 +82,7 @@ class Tasks:
             rewards = torch.tensor([self.tasks.score_answer(text.strip(), task) for text in texts])
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
             for output, reward, advantage in zip(group.samples, rewards.tolist(), advantages.tolist(), strict=True):
-                ids, log_probs = torch.tensor([*prompt, *output.token_ids.tolist()]), torch.tensor(output.logprobs)
+                ids, log_probs = torch.tensor([*prompt, *output.token_ids]), torch.tensor(output.logprobs)
                 versions = [torch.full((span.end - span.start,), span.version) for span in output.weight_versions]
                 yield Sample(ids, log_probs, torch.cat(versions), reward, advantage)
 

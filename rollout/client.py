@@ -4,10 +4,11 @@ loop.
 Owns the meaning of the calls. The connection below owns sending, reconnecting and losing the worker; `protocol` owns
 the messages. Imports neither torch nor transformers.
 
-Promises: a call returns when all its requests have ended, or raises the first error that one of them met; then the
-others are given up, as they are when the call is cancelled, interrupted, or its stream closed early: the worker aborts
-what nobody else waits for. A worker that is lost, or whose replies are, is told nothing, so that requests can be asked
-for again. The worker is told when results have arrived, so that it keeps them no longer.
+Promises: a call returns when all its requests have ended, or raises the first error that one of them met (unless it is
+to return errors), naming the prompt that it is about; then the others are given up, as they are when the call is
+cancelled, interrupted, or its stream closed early: the worker aborts what nobody else waits for. A worker that is lost,
+or whose replies are, is told nothing, so that requests can be asked for again. The worker is told when results have
+arrived, so that it keeps them no longer.
 """
 
 from __future__ import annotations
@@ -16,20 +17,29 @@ import asyncio
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 from pydantic import ValidationError
 
-from ..engine.errors import InvalidRequestError, TruerollError
-from ..engine.request import Distribution, InFlight, SampleOutput, SamplingParams, brief, describe_validation_error
+from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
+from ..engine.request import (
+    Distribution,
+    InFlight,
+    SampleOutput,
+    SamplingParams,
+    brief,
+    derive_seed,
+    describe_validation_error,
+)
 from . import protocol
 from .connection import Connection, Inbox
-from .errors import RequestAbortedError, UnreadError, WorkerLostError
+from .continuation import continuation, goes_on, joined
+from .errors import IdConflictError, MessageTooLargeError, RequestAbortedError, UnreadError, WorkerLostError
 from .loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -44,6 +54,11 @@ M = TypeVar(
 )
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
 ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Request: TypeAlias = protocol.Generate | protocol.Score
+Position: TypeAlias = int
+
+_OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
+"""Errors that are about one request of a call, which their text then names."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,8 @@ class Group:
 
 
 class AsyncRolloutClient:
-    """A client of the worker at `address`, for one event loop. Calls may run at the same time.
+    """A client of the worker at `address`, for one event loop in one process: those of its first call. Calls may run at
+    the same time.
 
     It connects at the first call. `timeout`: after this many seconds without any sign of life from the worker, waiting
     calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
@@ -73,45 +89,114 @@ class AsyncRolloutClient:
         client_key_file: str | None = None,
     ) -> None:
         self._connection = Connection(address, timeout, server_public_key, client_key_file)
+        self._open: set[str] = set()
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["raise"] = "raise",
+        progress: bool = False,
+    ) -> list[Group]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["return"],
+        progress: bool = False,
+    ) -> list[Group | TruerollError]: ...
 
     async def generate(
         self,
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        seed: int | None = None,
         request_ids: Sequence[str] | None = None,
+        errors: Literal["raise", "return"] = "raise",
         progress: bool = False,
-    ) -> list[Group]:
+    ) -> list[Group] | list[Group | TruerollError]:
         """Samples of every prompt, one Group each, in order.
 
-        `params`: one for all prompts, or a list with one for each; None: the defaults. A seed is used as it is for
-        every prompt, so the same prompt given twice gives the same samples. `request_ids`: the ids to submit under, new
-        ones if not given. Where `params` has no seed, the id and the prompt give it: asking again with the same id and
-        content, of any worker with the same weights, gives the same samples, also after a crash of either side. While
-        the first asking is unfinished, or its end was lost, nothing is computed twice. `progress` shows a bar on a
-        terminal.
+        `params`: one for all prompts, or a list with one for each; None: the defaults. `seed`: of the whole call;
+        prompt i gets `derive_seed(seed, i)`, so that each has noise of its own. For a seed that differs by step too,
+        give `derive_seed(seed_of_the_run, step)`. A seed in one `params` for several prompts is refused: they would
+        share their noise. `request_ids`: the ids to submit under, new ones if not given. Without any seed the id and
+        the prompt give it: asking again with the same id and content, of any worker with the same weights, gives the
+        same samples, also after a crash of either side. While the first asking is unfinished, or its end was lost,
+        nothing is computed twice. `errors`: `return` puts the error of a prompt that failed in its group's place, and
+        lets the others finish. `progress` shows a bar on a terminal.
         """
-        requests = _generate_messages(prompts, params, request_ids)
-        samples: list[dict[int, SampleOutput]] = [{} for _ in requests]
-        groups: dict[int, Group] = {}
-        with _progress_bar(progress, sum(request.params.n for request in requests)) as advance:
-            async with aclosing(self._exchange(requests)) as replies:
-                async for position, reply in replies:
-                    if isinstance(reply, protocol.Sample):
-                        samples[position][reply.index] = protocol.sample_output(reply)
-                        advance()
-                    elif isinstance(reply, protocol.Done):
-                        groups[position] = _group(reply, samples[position])
-        return [groups[position] for position in range(len(requests))]
+        made = _generate_messages(prompts, params, seed, request_ids, errors)
+        total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
+        with _progress_bar(progress, total) as advance:
+            return await self._groups(made, errors, advance)
+
+    async def _groups(self, made: list[protocol.Generate | TruerollError], errors: str, advance: Any) -> list[Any]:
+        groups: list[Any] = list(made)
+        requests = {i: each for i, each in enumerate(made) if isinstance(each, protocol.Generate)}
+        samples: dict[int, dict[int, SampleOutput]] = {position: {} for position in requests}
+        async with aclosing(self._exchange(requests, "prompts", errors)) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.Sample):
+                    samples[position][reply.index] = protocol.sample_output(reply)
+                    advance()
+                else:
+                    groups[position] = _group(reply, samples[position]) if isinstance(reply, protocol.Done) else reply
+        return groups
 
     async def stream(
-        self, prompts: Prompts, params: ParamsArg = None, *, request_ids: Sequence[str] | None = None
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
     ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
         """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
-        async with aclosing(self._exchange(_generate_messages(prompts, params, request_ids))) as replies:
+        requests = dict(enumerate(_generate_messages(prompts, params, seed, request_ids)))
+        async with aclosing(self._exchange(requests, "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Sample):
                     yield position, protocol.sample_output(reply)
+
+    async def continue_samples(
+        self, prompts: Prompts, samples: Sequence[SampleOutput], params: ParamsArg = None
+    ) -> list[SampleOutput]:
+        """Let unfinished samples go on: one for each prompt, whole, in order.
+
+        `samples`: what `generate` gave for these prompts, one sample each; those of finish reason `abort`, and those of
+        `length` that have fewer than `max_tokens` tokens, go on, the others are returned as they are. `params`: those
+        that they were asked for with, or their group's; `n` and the seed in them count for nothing, as each sample goes
+        on with its own noise. `max_tokens` and `min_tokens` count all of its tokens, and a stop string may begin in
+        those that are there. With the weights that it began with, the whole sample has the bits of one that was never
+        interrupted; with others, its version spans say which tokens came from which.
+        """
+        given = _listed(prompts, "prompts")
+        if len(given) != len(samples):
+            raise InvalidRequestError(f"samples: expected one for each of {len(given)} prompts, found {len(samples)}")
+        all_params = _one_each(SamplingParams() if params is None else params, len(samples))
+        asked = enumerate(zip(given, samples, all_params, strict=True))
+        requests = {
+            i: _message(protocol.Generate, id=_new_id(), caller=_new_id(), **continuation(i, prompt, sample, own))
+            for i, (prompt, sample, own) in asked
+            if goes_on(sample, own)
+        }
+        whole = list(samples)
+        async with aclosing(self._exchange(requests, "samples")) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.Sample):
+                    whole[position] = joined(whole[position], protocol.sample_output(reply))
+        return whole
 
     async def score(
         self,
@@ -129,26 +214,46 @@ class AsyncRolloutClient:
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, caller=_new_id())
-        requests = [
-            _message(protocol.Score, id=_new_id(), token_ids=tokens, **fields)
-            for tokens in _token_arrays(sequences, "sequences")
+        arrays = [
+            protocol.tokens_to_bytes(tokens, f"sequences[{i}]")
+            for i, tokens in enumerate(_listed(sequences, "sequences"))
         ]
+        requests = {
+            i: _message(protocol.Score, id=_new_id(), token_ids=array, **fields) for i, array in enumerate(arrays)
+        }
         scores: dict[int, np.ndarray] = {}
-        async with aclosing(self._exchange(requests)) as replies:
+        async with aclosing(self._exchange(requests, "sequences")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Scores):
                     scores[position] = _logprobs(reply)
         return [scores[position] for position in range(len(requests))]
 
-    async def abort(self, request_id: str, index: int | None = None) -> int:
-        """End a request, or its sample `index`, with what was generated so far; returns how many samples that ended.
+    async def abort(
+        self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
+    ) -> int:
+        """End requests, or of each the sample `index`, with what was generated so far; returns how many samples that
+        ended.
 
-        The samples arrive where the request was made, with finish reason `abort`. Raises UnknownRequestError if there
-        is nothing unfinished of that name.
+        The samples arrive where the requests were made, with finish reason `abort`. Raises UnknownRequestError if there
+        is nothing unfinished of such a name, unless that is `missing_ok`; the other requests are ended all the same.
         """
-        reply = await self.ask(_message(protocol.Abort, id=_new_id(), request_id=request_id, index=index))
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        calls = [_message(protocol.Abort, id=_new_id(), request_id=id, index=index) for id in ids]
+        return sum(await asyncio.gather(*(self._abort(call, missing_ok) for call in calls)))
+
+    async def _abort(self, call: protocol.Abort, missing_ok: bool) -> int:
+        try:
+            reply = await self.ask(call)
+        except UnknownRequestError:
+            if not missing_ok:
+                raise
+            return 0
         assert isinstance(reply, protocol.Aborted)
         return reply.num_samples
+
+    async def abort_all(self) -> int:
+        """End all requests of this client, as `abort` does; returns how many samples that ended."""
+        return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:
         """How the worker is; answered at once, also while it loads or computes."""
@@ -227,25 +332,31 @@ class AsyncRolloutClient:
         return reply
 
     async def _exchange(
-        self, requests: Sequence[protocol.Generate] | Sequence[protocol.Score]
-    ) -> AsyncGenerator[tuple[int, protocol.FromWorker], None]:
-        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended."""
-        self._check_ids([request.id for request in requests])
+        self, requests: Mapping[Position, Request], what: str, errors: str = "raise"
+    ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | TruerollError], None]:
+        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended.
+
+        An error names its place in `what` the caller gave. With `errors` `return` it is yielded.
+        """
+        self._check_ids([request.id for request in requests.values()])
         inbox: Inbox = asyncio.Queue()
-        positions = {request.id: position for position, request in enumerate(requests)}
+        positions = {request.id: position for position, request in requests.items()}
         unfinished, finished = set(positions), set()
         seen: set[tuple[str, int]] = set()
         is_lost = False
+        self._open |= unfinished
         try:
-            for request in requests:
+            for request in requests.values():
                 self._connection.call(request, inbox)
             while unfinished:
                 id, reply = await inbox.get()
                 if isinstance(reply, TruerollError):
                     unfinished.discard(id)
                     is_lost = isinstance(reply, WorkerLostError | UnreadError)
-                    raise reply
-                if not isinstance(reply, protocol.Sample):
+                    reply = _placed(reply, f"{what}[{positions[id]}]")
+                    if errors == "raise":
+                        raise reply
+                elif not isinstance(reply, protocol.Sample):
                     unfinished.discard(id)
                     finished.add(id)
                 elif (id, reply.index) in seen:
@@ -254,16 +365,12 @@ class AsyncRolloutClient:
                     seen.add((id, reply.index))
                 yield positions[id], reply
         finally:
+            self._open -= set(positions)
             self._connection.give_up(unfinished)
             if not is_lost:
-                self._settle(requests, unfinished, finished)
+                self._settle(requests.values(), unfinished, finished)
 
-    def _settle(
-        self,
-        requests: Sequence[protocol.Generate] | Sequence[protocol.Score],
-        unfinished: Collection[str],
-        finished: Collection[str],
-    ) -> None:
+    def _settle(self, requests: Iterable[Request], unfinished: Collection[str], finished: Collection[str]) -> None:
         """Tell the worker what is not waited for any more, and what has arrived."""
         for request in requests:
             if request.id in unfinished:
@@ -281,9 +388,10 @@ class AsyncRolloutClient:
 class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
-    The asynchronous client runs on a thread of its own. Make the client in the process that uses it: it does not
-    survive a fork. An interrupt (Ctrl-C) during a call gives up the call's requests. Without `close` it is closed
-    when nothing refers to it any more or the interpreter ends; that also gives up what its streams left unfinished.
+    The asynchronous client runs on a thread of its own. Make the client in the process that uses it: in one that was
+    forked from that its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's requests.
+    Without `close` it is closed when nothing refers to it any more or the interpreter ends; that also gives up what its
+    streams left unfinished.
     """
 
     def __init__(
@@ -295,24 +403,56 @@ class RolloutClient:
     ) -> None:
         self._client = AsyncRolloutClient(address, timeout, server_public_key, client_key_file)
         self._thread = LoopThread("rollout-client")
-        self._abandon = weakref.finalize(self, self._thread.end, self._client.close, cancel=True)
+        self._abandon = weakref.finalize(self, _abandon, self._thread, self._client)
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["raise"] = "raise",
+        progress: bool = False,
+    ) -> list[Group]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["return"],
+        progress: bool = False,
+    ) -> list[Group | TruerollError]: ...
 
     def generate(
         self,
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        seed: int | None = None,
         request_ids: Sequence[str] | None = None,
+        errors: Any = "raise",
         progress: bool = False,
-    ) -> list[Group]:
+    ) -> Any:
         """See `AsyncRolloutClient.generate`."""
-        return self._wait(self._client.generate(prompts, params, request_ids=request_ids, progress=progress))
+        fields: dict[str, Any] = dict(seed=seed, request_ids=request_ids, errors=errors, progress=progress)
+        return self._wait(self._client.generate(prompts, params, **fields))
 
     def stream(
-        self, prompts: Prompts, params: ParamsArg = None, *, request_ids: Sequence[str] | None = None
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
     ) -> Iterator[tuple[int, SampleOutput]]:
         """See `AsyncRolloutClient.stream`."""
-        samples = self._client.stream(prompts, params, request_ids=request_ids)
+        samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids)
         try:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
@@ -332,9 +472,19 @@ class RolloutClient:
         """See `AsyncRolloutClient.score`."""
         return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt))
 
-    def abort(self, request_id: str, index: int | None = None) -> int:
+    def continue_samples(
+        self, prompts: Prompts, samples: Sequence[SampleOutput], params: ParamsArg = None
+    ) -> list[SampleOutput]:
+        """See `AsyncRolloutClient.continue_samples`."""
+        return self._wait(self._client.continue_samples(prompts, samples, params))
+
+    def abort(self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False) -> int:
         """See `AsyncRolloutClient.abort`."""
-        return self._wait(self._client.abort(request_id, index))
+        return self._wait(self._client.abort(request_ids, index, missing_ok=missing_ok))
+
+    def abort_all(self) -> int:
+        """See `AsyncRolloutClient.abort_all`."""
+        return self._wait(self._client.abort_all())
 
     def health(self) -> protocol.Health:
         """See `AsyncRolloutClient.health`."""
@@ -377,8 +527,8 @@ class RolloutClient:
 
     def close(self) -> None:
         """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
-        self._abandon.detach()
         self._thread.end(self._client.close)
+        self._abandon.detach()
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -397,26 +547,67 @@ class RolloutClient:
             raise
 
 
+def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
+    if thread.is_here:
+        thread.end(client.close, cancel=True)
+
+
+def _placed(error: TruerollError, where: str) -> TruerollError:
+    """An error that says which prompt of its call it is about, if it is about one."""
+    return type(error)(f"{where}: {error}") if isinstance(error, _OF_ONE_REQUEST) else error
+
+
 async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tuple[int, SampleOutput] | None:
     return await anext(samples, None)
 
 
-def _generate_messages(prompts: Prompts, params: ParamsArg, ids: Sequence[str] | None) -> list[protocol.Generate]:
-    arrays = _token_arrays(prompts, "prompts")
-    all_params = _one_each(SamplingParams() if params is None else params, len(arrays))
-    all_ids = [_new_id() for _ in arrays] if ids is None else list(ids)
-    if len(all_ids) != len(arrays):
-        raise InvalidRequestError(f"request_ids: expected one for each of {len(arrays)} prompts, found {len(all_ids)}")
+def _generate_messages(
+    prompts: Prompts, params: ParamsArg, seed: int | None, ids: Sequence[str] | None, errors: str = "raise"
+) -> list[Any]:
+    """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message."""
+    if errors not in ("raise", "return"):
+        raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
+    given = _listed(prompts, "prompts")
+    count, caller, made = len(given), _new_id(), []
+    all_params = _seeded(_one_each(SamplingParams() if params is None else params, count), params, seed)
+    all_ids = [_new_id() for _ in given] if ids is None else _checked_ids(ids, count)
+    for i, (tokens, id, own) in enumerate(zip(given, all_ids, all_params, strict=True)):
+        try:
+            array = protocol.tokens_to_bytes(tokens, f"prompts[{i}]")
+            made.append(_message(protocol.Generate, id=id, prompt_token_ids=array, params=own, caller=caller))
+        except InvalidRequestError as error:
+            if errors == "raise":
+                raise
+            made.append(error)
+    return made
+
+
+def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None) -> list[SamplingParams]:
+    """The parameters of each prompt, with its own seed, if the call has one."""
+    own = [params.seed for params in all_params if params.seed is not None]
+    if seed is None:
+        if own and isinstance(given, SamplingParams) and len(all_params) > 1:
+            raise InvalidRequestError(
+                f"params: expected no seed in those for {len(all_params)} prompts, as each would draw the same noise, "
+                f"found {given.seed}; give generate(..., seed={given.seed}), or a list of params"
+            )
+        return all_params
+    if own or type(seed) is not int or not 0 <= seed < 2**64:
+        found = f"one in params as well, {own[0]}" if own else brief(seed)
+        raise InvalidRequestError(f"seed: expected one integer in [0, 2**64) for the call, found {found}")
+    return [params.model_copy(update={"seed": derive_seed(seed, i)}) for i, params in enumerate(all_params)]
+
+
+def _checked_ids(ids: Sequence[str], count: int) -> list[str]:
+    all_ids = list(ids)
+    if len(all_ids) != count:
+        raise InvalidRequestError(f"request_ids: expected one for each of {count} prompts, found {len(all_ids)}")
     for id in all_ids:
         if not (isinstance(id, str) and 1 <= len(id) <= protocol.MAX_ID_CHARS):
             raise InvalidRequestError(
                 f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {brief(id)}"
             )
-    caller, triples = _new_id(), zip(all_ids, arrays, all_params, strict=True)
-    return [
-        _message(protocol.Generate, id=id, prompt_token_ids=tokens, params=each, caller=caller)
-        for id, tokens, each in triples
-    ]
+    return all_ids
 
 
 def _message(kind: type[M], **fields: Any) -> M:
@@ -427,8 +618,14 @@ def _message(kind: type[M], **fields: Any) -> M:
         raise InvalidRequestError(describe_validation_error(error)) from None
 
 
-def _token_arrays(sequences: Prompts, what: str) -> list[bytes]:
-    return [protocol.tokens_to_bytes(tokens, f"{what}[{i}]") for i, tokens in enumerate(sequences)]
+def _listed(sequences: Prompts, what: str) -> list[Sequence[int] | np.ndarray]:
+    """Raise InvalidRequestError for a table: padding in its rows would be taken for tokens."""
+    if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
+        raise InvalidRequestError(
+            f"{what}: expected a list of sequences of token ids without padding, found one {type(sequences).__name__}; "
+            "of padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]"
+        )
+    return list(sequences)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -6,7 +6,8 @@ Does not own: what calls mean. It knows only that some replies end a call.
 Promises: every call gets its terminal reply or an exception. After a broken connection, calls are sent again to the
 same worker process, which knows them by their ids; if another process answers, or nobody for `timeout` seconds, they
 end with WorkerLostError. What answers is the worker that was meant: it has the key that it should have, or runs as this
-user or root. Everything happens on one event loop.
+user or root. Everything happens on the event loop and in the process of the first call: from others calls raise at
+once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +30,7 @@ from . import protocol
 from .config import check_address
 from .errors import ForbiddenError, MessageTooLargeError, WorkerLostError, error_from_code
 from .keys import client_keys, use_curve
+from .loop_thread import wrong_process
 
 Reply: TypeAlias = protocol.FromWorker | TruerollError
 Inbox: TypeAlias = "asyncio.Queue[tuple[str, Reply]]"
@@ -71,6 +74,7 @@ class Connection:
         self._confirmation = ""
         self._silent_ticks = 0
         self._end: TruerollError | None = None
+        self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
 
     def call(self, message: protocol.Call, inbox: Inbox) -> None:
         """Send a message; its replies, the last of them terminal or an exception, go to `inbox` with the message's
@@ -94,11 +98,12 @@ class Connection:
 
     def notify(self, message: protocol.Abort | protocol.Ack) -> None:
         """Send a message whose reply, if any, nobody waits for."""
-        if self._worker is not None and self._end is None:
+        if self._worker is not None and self._end is None and self._not_at_home() is None:
             self._socket.send(protocol.encode(message))
 
     async def close(self) -> None:
         """End what still waits, and disconnect."""
+        self._check_home()
         self._end = TruerollError("client: closed; make a new one")
         self._fail(self._end)
         if not self._tasks:
@@ -109,11 +114,31 @@ class Connection:
         self._socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
 
+    def _check_home(self) -> None:
+        if error := self._not_at_home():
+            raise error
+
+    def _not_at_home(self) -> TruerollError | None:
+        if self._home is None:
+            return None
+        pid, loop = self._home
+        if error := wrong_process(pid):
+            return error
+        with suppress(RuntimeError):  # none runs: the garbage collector closes a stream
+            if asyncio.get_running_loop() is loop:
+                return None
+        return TruerollError(
+            "client: expected a call in the event loop of its first one, found another loop; make a client in each, or "
+            "use RolloutClient"
+        )
+
     def _start(self) -> None:
+        self._check_home()
         if self._end is not None:
             raise self._end
         if self._tasks:
             return
+        self._home = os.getpid(), asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.SNDHWM, 0)

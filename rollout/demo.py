@@ -191,7 +191,7 @@ def _show_push(console: Console, push: PushResult, samples: Sequence[SampleOutpu
     versions = sorted({span.version for sample in samples for span in sample.weight_versions})
     console.print(
         f"Version {push.version} was pushed: {push.num_bytes / 1e6:.0f} MB in {push.total_seconds:.2f} s, with a pause "
-        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {samples[0].token_ids[:6].tolist()}, of version "
+        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {samples[0].token_ids[:6]}, of version "
         f"{versions}."
     )
 
@@ -250,4 +250,4 @@ def _count_differences(expected: SampleOutput, found: SampleOutput) -> int:
     if len(expected.token_ids) != len(found.token_ids):
         return max(len(expected.token_ids), len(found.token_ids))
     same_bits = expected.logprobs.view(np.int32) == found.logprobs.view(np.int32)
-    return int((~(same_bits & (expected.token_ids == found.token_ids))).sum())
+    return int((~(same_bits & np.equal(expected.token_ids, found.token_ids))).sum())

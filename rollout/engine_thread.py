@@ -210,7 +210,7 @@ class EngineThread(threading.Thread):
             if isinstance(command, Stop):
                 return False
             self._apply(engine, command)
-            if is_idle:
+            if is_idle or not self._has_work(engine):
                 self._take_snapshot(engine, made_progress=True)
 
     def _apply(self, engine: Engine, command: Add | End | Run) -> None:

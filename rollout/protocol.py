@@ -81,14 +81,15 @@ class _Message(BaseModel):
 class Generate(_Message):
     """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array.
 
-    `caller`: a name for who asks, the same when the request is sent again for want of its reply. An abort that came
-    before, from somebody else, is no answer to it.
+    `num_prior_tokens`: see `GenerateRequest`. `caller`: a name for who asks, the same when the request is sent again
+    for want of its reply. An abort that came before, from somebody else, is no answer to it.
     """
 
     type: Literal["generate"] = "generate"
     id: Id
     prompt_token_ids: Array
     params: SamplingParams
+    num_prior_tokens: Count = 0
     caller: Id | None = None
 
 
@@ -268,6 +269,7 @@ class Sample(_Message):
     num_cached_tokens: Count
     weight_versions: tuple[Span, ...]
     error: str | None = None
+    stop_reason: int | str | None = None
     caller: Id | None = None
 
 
@@ -572,13 +574,14 @@ def sample_message(id: str, output: SampleOutput) -> Sample:
     return Sample(
         id=id,
         index=output.index,
-        token_ids=output.token_ids.astype("<i4").tobytes(),
+        token_ids=np.array(output.token_ids, "<i4").tobytes(),
         logprobs=None if output.logprobs is None else output.logprobs.astype("<f4").tobytes(),
         finish_reason=output.finish_reason,
         seed=output.seed,
         num_cached_tokens=output.num_cached_tokens,
         weight_versions=_spans(output.weight_versions),
         error=output.error,
+        stop_reason=output.stop_reason,
     )
 
 
@@ -602,17 +605,18 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
 
 
 def sample_output(message: Sample) -> SampleOutput:
-    """The sample in a message, as the engine gave it, arrays writable."""
+    """The sample in a message, as the engine gave it; its array is writable."""
     return SampleOutput(
         request_id=message.id,
         index=message.index,
-        token_ids=bytes_to_tokens(message.token_ids),
+        token_ids=bytes_to_tokens(message.token_ids).tolist(),
         logprobs=None if message.logprobs is None else bytes_to_logprobs(message.logprobs),
         finish_reason=message.finish_reason,
         seed=message.seed,
         num_cached_tokens=message.num_cached_tokens,
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
         error=message.error,
+        stop_reason=message.stop_reason,
     )
 
 

@@ -410,7 +410,8 @@ class Worker:
                 params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
             entry = self._ledger.add(user, message, params)
             salted = params.model_copy(update={"cache_salt": salt_of(user, params.cache_salt)})
-            request = GenerateRequest(entry.key, protocol.bytes_to_tokens(message.prompt_token_ids), salted)
+            tokens = protocol.bytes_to_tokens(message.prompt_token_ids)
+            request = GenerateRequest(entry.key, tokens, salted, message.num_prior_tokens)
         self._waiting_room[entry.key] = request
         self.admit_requests()
         return entry
@@ -534,7 +535,8 @@ class Worker:
         self._publish(entry, protocol.sample_message(entry.message.id, output))
         self._ledger.end_sample(entry, output.finish_reason)
         if entry.num_unfinished == 0:
-            self._publish(entry, _done(entry))
+            assert self._info is not None
+            self._publish(entry, _done(entry, self._info["max_model_len"]))
             self._finish(entry)
 
     def _finish(self, entry: Entry) -> None:
@@ -651,15 +653,16 @@ def _length(message: protocol.Generate | protocol.Score) -> tuple[int, int]:
     """Tokens of the prompt, and how many may follow."""
     if isinstance(message, protocol.Score):
         return len(message.token_ids) // 4, 0
-    return len(message.prompt_token_ids) // 4, message.params.max_tokens
+    return len(message.prompt_token_ids) // 4, 1 if (most := message.params.max_tokens) is None else most
 
 
-def _done(entry: Entry) -> protocol.Done:
+def _done(entry: Entry, max_model_len: int) -> protocol.Done:
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
+    num_prompt_tokens = len(entry.message.prompt_token_ids) // 4
     return protocol.Done(
         id=entry.message.id,
-        params=entry.params,
-        num_prompt_tokens=len(entry.message.prompt_token_ids) // 4,
+        params=entry.params.with_max_tokens(num_prompt_tokens, max_model_len),
+        num_prompt_tokens=num_prompt_tokens,
         finish_reasons=dict(entry.finish_reasons),
     )
 

@@ -7,6 +7,7 @@ weights are small tensors that it never computes with.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import Counter
@@ -165,9 +166,12 @@ class FakeEngine:
             raise InvalidRequestError(
                 f"token ids: expected ids in [0, {VOCAB_SIZE}), found {min(tokens)}..{max(tokens)}"
             )
-        if len(tokens) + (request.params.max_tokens if is_group else 0) > MAX_MODEL_LEN:
+        if len(tokens) + ((request.params.max_tokens or 1) if is_group else 0) > MAX_MODEL_LEN:
             raise InvalidRequestError(f"length: expected at most max_model_len = {MAX_MODEL_LEN}")
         assert request.id not in self._open
+        if is_group:
+            params = request.params.with_max_tokens(len(tokens), MAX_MODEL_LEN)
+            request = dataclasses.replace(request, params=params)
         self.requests.append(request)
         self._by_id[request.id] = request
         self._open[request.id] = dict.fromkeys(range(request.params.n if is_group else 1), 0)
@@ -253,6 +257,6 @@ class FakeEngine:
             tokens = request.token_ids[1:] if reason == "stop" else request.token_ids[:0]
             return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)
         assert request.params.seed is not None
-        tokens = np.array(expected_tokens(request.params.seed, index, count), np.int32)
-        logprobs = None if request.params.logprobs is None else -(tokens.astype(np.float32) + 1) / 7
+        tokens = expected_tokens(request.params.seed, index, count)
+        logprobs = None if request.params.logprobs is None else -(np.array(tokens, np.float32) + 1) / 7
         return SampleOutput(id, index, tokens, logprobs, reason, derive_seed(request.params.seed, index), 1, spans)

@@ -145,4 +145,4 @@ def check_group(group: Group, num_samples: int) -> None:
     for sample in group.samples:
         count = max(1, group.params.max_tokens - sample.index)
         assert sample.finish_reason == "length"
-        assert sample.token_ids.tolist() == expected_tokens(group.params.seed, sample.index, count)
+        assert sample.token_ids == expected_tokens(group.params.seed, sample.index, count)

@@ -64,4 +64,4 @@ def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndar
 def bits(output: SampleOutput) -> tuple[bytes, bytes]:
     """What must be equal: the tokens and the bits of the log-probs."""
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) > 0
-    return output.token_ids.tobytes(), output.logprobs.tobytes()
+    return tuple(output.token_ids), output.logprobs.tobytes()

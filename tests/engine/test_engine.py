@@ -29,7 +29,7 @@ def test_greedy_tokens_and_scores_equal_transformers(tiny_model: Path, backend: 
     for i, prompt in enumerate(prompts):
         ids = torch.from_numpy(prompt)[None].long()
         expected = model.generate(ids, do_sample=False, max_new_tokens=24, min_new_tokens=24)[0].numpy()
-        assert samples[str(i), 0].token_ids.tolist() == expected[len(prompt) :].tolist()
+        assert samples[str(i), 0].token_ids == expected[len(prompt) :].tolist()
         logits = model(torch.from_numpy(expected)[None]).logits[0, :-1].log_softmax(-1)
         expected_logprobs = logits.gather(1, torch.from_numpy(expected[1:, None])).squeeze(1).detach().numpy()
         np.testing.assert_allclose(score(engine, expected.astype(np.int32)), expected_logprobs, atol=1e-4)
@@ -185,10 +185,10 @@ def test_the_end_of_a_sample(tiny_llama: Path) -> None:
     engine, prompt = make_engine(tiny_llama), tokens(20)
     free = run(engine, [generate("r", prompt, max_tokens=40)])["r", 0]
     stop = int(free.token_ids[7])
-    first = free.token_ids.tolist().index(stop)
+    first = free.token_ids.index(stop)
     stopped = run(engine, [generate("r", prompt, max_tokens=40, stop_token_ids=[stop])])["r", 0]
     assert stopped.finish_reason == "stop" and free.finish_reason == "length"
-    assert stopped.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert stopped.token_ids == free.token_ids[: first + 1]
     eos = engine.info.eos_token_ids[0]
     assert eos not in free.token_ids[:3]
 
@@ -199,12 +199,12 @@ def test_the_model_ends_a_sample_unless_told_to_ignore_it(tmp_path: Path) -> Non
     probe = run(make_engine(make_tiny_model("llama", tmp_path / "probe")), [generate("r", tokens(20))])["r", 0]
     eos = int(probe.token_ids[3])
     engine = make_engine(make_tiny_model("llama", tmp_path / "model", eos_token_id=[2, eos]))
-    end = probe.token_ids.tolist().index(eos) + 1
+    end = probe.token_ids.index(eos) + 1
     ended = run(engine, [generate("r", tokens(20), ignore_eos=False)])["r", 0]
-    assert ended.finish_reason == "stop" and ended.token_ids.tolist() == probe.token_ids[:end].tolist()
+    assert ended.finish_reason == "stop" and ended.token_ids == probe.token_ids[:end]
     assert run(engine, [generate("r", tokens(20))])["r", 0].finish_reason == "length"
     late = run(engine, [generate("r", tokens(20), ignore_eos=False, min_tokens=8)])["r", 0]
-    assert len(late.token_ids) > 8 and not {2, eos} & set(late.token_ids[:8].tolist())
+    assert len(late.token_ids) > 8 and not {2, eos} & set(late.token_ids[:8])
 
 
 def test_stop_strings(tiny_llama: Path) -> None:
@@ -216,7 +216,7 @@ def test_stop_strings(tiny_llama: Path) -> None:
     at = next(i for i in range(4, 20) if free.token_ids[i] >= 259 and free.token_ids[i] not in free.token_ids[:i])
     text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[at : at + 1])[:-1]
     stopped = run(engine, [generate("r", prompt, max_tokens=30, stop=["never in the text", text])])["r", 0]
-    assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == free.token_ids[: at + 1].tolist()
+    assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: at + 1]
     late = run(engine, [generate("r", prompt, max_tokens=30, stop=[text], min_tokens=20)])["r", 0]
     assert len(late.token_ids) == 30
 
@@ -231,7 +231,7 @@ def test_abort_returns_what_there_is(tiny_llama: Path, steps_ahead: int) -> None
     [one] = engine.abort("g", 1)
     assert (one.finish_reason, one.index) == ("abort", 1)
     seen = (4, 2)[steps_ahead]
-    assert one.token_ids.tolist() == expected["g", 1].token_ids[:seen].tolist() and len(one.logprobs) == seen
+    assert one.token_ids == expected["g", 1].token_ids[:seen] and len(one.logprobs) == seen
     with pytest.raises(UnknownRequestError, match="sample 1"):
         engine.abort("g", 1)
     rest = engine.abort("g")
@@ -323,7 +323,7 @@ def test_a_ban_of_the_whole_vocabulary_is_rejected(tiny_llama: Path) -> None:
         "none is banned": generate("none is banned", tokens(20), stop_token_ids=everything),
     }
     samples = run(engine, requests.values())
-    assert samples["one id is left", 0].token_ids[:3].tolist() == [2, 2, 2]
+    assert samples["one id is left", 0].token_ids[:3] == [2, 2, 2]
     assert samples["none is banned", 0].finish_reason == "stop" and len(samples["none is banned", 0].token_ids) == 1
 
 

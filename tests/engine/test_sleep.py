@@ -55,7 +55,7 @@ def contents(outputs: list[Output]) -> dict:
     """The bits of all outputs."""
     return {
         (o.request_id, getattr(o, "index", None)): (
-            getattr(o, "token_ids", tokens(0)).tobytes(),
+            tuple(getattr(o, "token_ids", ())),
             b"" if o.logprobs is None else o.logprobs.tobytes(),
             o.finish_reason,
             o.weight_versions,

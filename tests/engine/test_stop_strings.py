@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -76,7 +76,31 @@ def first_found(tokenizer: Any, stops: list[str], token_ids: Sequence[int]) -> i
 
 def feed(stops: list[str], words: list[str]) -> list[bool]:
     watch = StopStrings(Vocabulary(byte_fallback_tokenizer()), stops)
-    return [watch.feed(WORDS.index(word)) for word in words]
+    return [watch.feed(WORDS.index(word)) is not None for word in words]
+
+
+def test_the_string_that_ends_first_is_named() -> None:
+    def named(stops: list[str], words: list[str]) -> str | None:
+        watch = StopStrings(Vocabulary(byte_fallback_tokenizer()), stops)
+        return [watch.feed(WORDS.index(word)) for word in words][-1]
+
+    assert named(["b", "a", " "], ["a", "▁b"]) == " " and named(["b", " b"], ["a", "▁b"]) == " b"
+    assert named(["x"], ["a"]) is None
+
+
+@given(st.lists(st.integers(0, UNKNOWN), max_size=40), st.integers(0, 40), st.lists(STOPS, min_size=1, max_size=3))
+def test_a_text_that_goes_on_is_watched_as_if_it_had_never_ended(ids: list[int], cut: int, stops: list[str]) -> None:
+    vocabulary = Vocabulary(byte_fallback_tokenizer())
+    whole, rest = StopStrings(vocabulary, stops), StopStrings(vocabulary, stops)
+    rest.feed_prior(ids[:cut])
+    assert [whole.feed(token_id) for token_id in ids][cut:] == [rest.feed(token_id) for token_id in ids[cut:]]
+
+
+def test_no_more_of_a_long_text_is_read_than_a_stop_string_reaches_back() -> None:
+    counting = Counting(byte_fallback_tokenizer())
+    watch = StopStrings(Vocabulary(counting), ["aab"])
+    watch.feed_prior([WORDS.index("a")] * 100_000)
+    assert counting.num_decoded < 100 and watch.feed(WORDS.index("<0x62>")) == "aab"
 
 
 def test_a_stop_string_may_span_tokens_and_end_within_one() -> None:
@@ -159,6 +183,7 @@ def check_found(tokenizer: Tokenizer, stop: str, token_ids: Sequence[int]) -> No
 
 
 @given(TEXTS, STOPS)
+@example(" 😀b", "b")
 def test_stops_are_found_where_the_whole_text_has_them(text: str, stop: str) -> None:
     """One token per word or byte: where the last byte of a character is, all of the text is whole."""
     spelled = [["a"] if c == "a" else ["▁"] if c == " " else [f"<0x{b:02X}>" for b in c.encode()] for c in text]
@@ -264,7 +289,7 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(
 ) -> None:
     requests = {"a": dict(n=3), "b": dict(seed=9), "free": dict(seed=11)}
     expected = run(make_engine(own_llama), [generate(id, tokens(20), **params) for id, params in requests.items()])
-    token_ids = expected["a", 1].token_ids.tolist()
+    token_ids = expected["a", 1].token_ids
     bad = next(
         id for id in token_ids[3:] if all(id not in expected[k].token_ids for k in [("a", 0), ("a", 2), ("b", 0)])
     )
@@ -279,7 +304,7 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(
     assert failed.finish_reason == "error" and failed.error is not None
     assert f"token {bad}" in failed.error and f"{type(error).__name__}: {error}" in failed.error
     assert "weights" not in failed.error
-    assert bits(failed) == (expected["a", 1].token_ids[:end].tobytes(), expected["a", 1].logprobs[:end].tobytes())
+    assert bits(failed) == (tuple(expected["a", 1].token_ids[:end]), expected["a", 1].logprobs[:end].tobytes())
     assert {key: bits(sample) for key, sample in samples.items()} == {key: bits(expected[key]) for key in samples}
     assert all(sample.finish_reason == "length" and sample.error is None for sample in samples.values())
     assert engine.stats().samples_finished == {"error": 1, "length": 4}

@@ -51,7 +51,7 @@ def trainer_model(folder: Path, dtype: str) -> Any:
 
 def packed(model: Any, rollout: Rollout) -> list[Tensor]:
     """The log-probs of each sample's tokens, all samples in one row."""
-    sequences = [torch.from_numpy(np.concatenate((prompt, s.token_ids))).long() for prompt, s in rollout]
+    sequences = [torch.tensor([*prompt, *s.token_ids]).long() for prompt, s in rollout]
     found = token_log_probs(model, torch.cat(sequences), lengths=[len(s) for s in sequences], temperature=TEMPERATURE)
     parts = found.detach().split([len(s) for s in sequences])
     return [part[len(prompt) :] for part, (prompt, _) in zip(parts, rollout, strict=True)]
@@ -64,7 +64,7 @@ def padded(model: Any, rollout: Rollout) -> list[Tensor]:
     completion_mask = torch.zeros_like(mask, dtype=torch.bool)
     for i, (prompt, sample) in enumerate(rollout):
         end = left + len(sample.token_ids)
-        ids[i, left - len(prompt) : end] = torch.from_numpy(np.concatenate((prompt, sample.token_ids)))
+        ids[i, left - len(prompt) : end] = torch.tensor([*prompt, *sample.token_ids])
         mask[i, left - len(prompt) : end] = 1
         completion_mask[i, left:end] = True
     assert not mask[:, 0].all() and not mask[:, -1].all(), "premise: padding on both sides"
@@ -114,7 +114,7 @@ def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> No
     model = trainer_model(folder, "bfloat16")
     align(model, "triton")
     assert count_differences(packed(model, rollout), rollout) == 0
-    ids = torch.from_numpy(np.concatenate((prompts[1], samples[2].token_ids))).long()
+    ids = torch.tensor([*prompts[1], *samples[2].token_ids]).long()
     token_log_probs(model, ids[None], temperature=TEMPERATURE).sum().backward()
     gradients = [p.grad for p in model.parameters()]
     assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
@@ -162,7 +162,7 @@ def test_an_unaligned_trainer_differs(tiny_llama: Path) -> None:
     model = trainer_model(tiny_llama, "float32")
     found = []
     for prompt, sample in rollout:
-        ids = torch.from_numpy(np.concatenate((prompt, sample.token_ids))).long()
+        ids = torch.tensor([*prompt, *sample.token_ids]).long()
         log_probs = torch.log_softmax(model(ids[None]).logits[0] / TEMPERATURE, -1)
         found.append(log_probs[:-1].gather(1, ids[1:, None])[len(prompt) - 1 :, 0].detach())
     assert count_differences(found, rollout) > 0

@@ -210,7 +210,7 @@ def test_running_samples_keep_their_tokens_and_go_on_with_other_weights(
         assert np.array_equal(sample.token_ids[:at], alone[id, index].token_ids[:at])
         assert np.array_equal(sample.logprobs[:at], was[:at])
         after = continued(fresh, sample, groups[int(id)].prompt_token_ids, at)
-        assert bits(after) == (sample.token_ids[at:].tobytes(), sample.logprobs[at:].tobytes())
+        assert bits(after) == (tuple(sample.token_ids[at:]), sample.logprobs[at:].tobytes())
         full = np.concatenate((groups[int(id)].prompt_token_ids, sample.token_ids))
         assert np.array_equal(score(fresh, full)[at - 12 :], sample.logprobs[at:])
     assert any(not np.array_equal(s.token_ids, alone[key].token_ids) for key, s in samples.items())

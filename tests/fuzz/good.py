@@ -62,7 +62,7 @@ def ask(client: RolloutClient, request: Request) -> Result:
         [scores] = client.score([request.tokens], temperature=request.params.temperature)
         return ("scores", scores.tobytes())
     [group] = client.generate([request.tokens], request.params)
-    found = [(s.index, s.token_ids.tobytes(), _bytes(s.logprobs), s.finish_reason, s.seed) for s in group.samples]
+    found = [(s.index, tuple(s.token_ids), _bytes(s.logprobs), s.finish_reason, s.seed) for s in group.samples]
     return ("samples", *found)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -170,7 +169,7 @@ def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str
     rollout = roll_out(tiny_model, dtype=dtype, device="cuda", backend="triton")
     model = trainer_model(tiny_model, dtype).to(DEVICE)
     align(model, "triton")
-    sequences = [torch.from_numpy(np.concatenate((prompt, s.token_ids))).long().to(DEVICE) for prompt, s in rollout]
+    sequences = [torch.tensor([*prompt, *s.token_ids]).long().to(DEVICE) for prompt, s in rollout]
     lengths = [len(sequence) for sequence in sequences]
     packed = token_log_probs(model, torch.cat(sequences), lengths=lengths, temperature=TEMPERATURE).split(lengths)
     mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)

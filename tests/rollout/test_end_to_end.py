@@ -48,7 +48,7 @@ def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
 
 def bits(samples: tuple[SampleOutput, ...]) -> list[tuple[bytes, bytes]]:
     assert all(sample.logprobs is not None and len(sample.token_ids) for sample in samples)
-    return [(s.token_ids.tobytes(), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+    return [(tuple(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
 
 
 def test_the_same_request_gives_the_same_bits_from_a_warm_cache(client: RolloutClient) -> None:

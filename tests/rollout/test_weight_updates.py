@@ -56,7 +56,7 @@ def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
     """The bits, the weight versions that they came from, and how many prompt tokens were cached."""
     samples = [sample for group in client.generate(PROMPTS, PARAMS) for sample in group.samples]
     assert all(sample.logprobs is not None for sample in samples)
-    bits = [(sample.token_ids.tobytes(), np.asarray(sample.logprobs).view(np.int32).tobytes()) for sample in samples]
+    bits = [(tuple(sample.token_ids), np.asarray(sample.logprobs).view(np.int32).tobytes()) for sample in samples]
     versions = {span.version for sample in samples for span in sample.weight_versions}
     return bits, versions, sum(sample.num_cached_tokens for sample in samples)
 

@@ -53,7 +53,7 @@ Bits = list[tuple[bytes, bytes]]
 def bits_of(groups: list[Group]) -> Bits:
     samples = [sample for group in groups for sample in group.samples]
     assert all(sample.logprobs is not None and len(sample.logprobs) for sample in samples)
-    return [(s.token_ids.tobytes(), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+    return [(tuple(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -546,7 +546,7 @@ def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
             assert span.version in (old, old + 1)
             if span.version == old:
                 kept = slice(4 * span.start, 4 * span.end)
-                assert sample.token_ids[span.start : span.end].tobytes() == tokens[kept]
+                assert tuple(sample.token_ids[span.start : span.end]) == tokens[kept]
                 assert sample.logprobs[span.start : span.end].tobytes() == logprobs[kept]
 
 

@@ -57,7 +57,7 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
         prompt_ids = [encode(trainer.processing_class, prompt, options) for prompt in prompts]
         samples = _sample_each(client, prompt_ids, params, version)
-        completion_ids = [sample.token_ids.tolist() for sample in samples]
+        completion_ids = [sample.token_ids for sample in samples]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs(samples)}
 
     return roll_out
@@ -124,7 +124,7 @@ class TruerollGeneration:
         with profiler:
             samples = _sample_each(self._client, prompts, self._params, self._version)
         of_each = [[[value] for value in values] for values in logprobs(samples)]
-        return prompts, [sample.token_ids.tolist() for sample in samples], of_each, None
+        return prompts, [sample.token_ids for sample in samples], of_each, None
 
 
 def _check_single_process(accelerator: Any) -> None:

@@ -44,7 +44,7 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
     count = len(group.samples)
     columns = {name: [value] * count for name, value in group.row.items() if name not in _NOT_FOR_REWARDS}
     columns["prompts"] = [group.row["prompt"]] * count
-    columns["completion_ids"] = [sample.token_ids.tolist() for sample in group.samples]
+    columns["completion_ids"] = [sample.token_ids for sample in group.samples]
     call = functools.partial(func, completions=group.completions, **columns)
     values = await asyncio.to_thread(_without_stop_iteration, call)
     if inspect.isawaitable(values):
@@ -95,7 +95,7 @@ def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray
     """Of the whole sequence: [prompt, completion]."""
     no_logprobs, is_prompt = np.zeros(len(prompt_ids), np.float32), np.zeros(len(prompt_ids), np.int64)
     return {
-        "input_ids": np.concatenate([np.array(prompt_ids, np.int64), sample.token_ids]),
+        "input_ids": np.array([*prompt_ids, *sample.token_ids], np.int64),
         "completion_mask": np.concatenate([is_prompt, np.ones(len(sample.token_ids), np.int64)]),
         "old_log_probs": np.concatenate([no_logprobs, logprobs_of(sample)]),
     }
