@@ -16,7 +16,8 @@ from .errors import ConfigError, ModelError
 from .models.dense import DenseModel, Empty
 from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config
-from .models.loader import check_checkpoint, copy_checkpoint, read_config, read_eos_token_ids, resolve_model
+from .models.eos import find_eos_tokens
+from .models.loader import check_checkpoint, copy_checkpoint, read_config, resolve_model
 from .request import brief
 from .weights import WeightStore
 
@@ -146,8 +147,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     folder = find_folder(config.model)
     raw = read_config(folder)
     model_config = DenseConfig.from_json(raw, folder)
-    eos_token_ids = read_eos_token_ids(folder, raw)
-    _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
+    eos_token_ids = find_eos_tokens(folder, raw, model_config.vocab_size)
     dtype = _dtype(config, folder, model_config.dtype)
     backend = _backend(config.backend, device, dtype, model_config.head_dim)
     return _Plan(folder, partial(DenseModel, model_config, backend.ops), dtype, device, backend, eos_token_ids)
@@ -182,15 +182,6 @@ def _backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
         return select_backend(name, device, dtype, head_dim)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_vocabulary(folder: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-    outside = [token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size]
-    if outside:
-        raise ModelError(
-            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {brief(outside[0])}; correct it in "
-            "generation_config.json, or in config.json if it is not there"
-        )
 
 
 def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:

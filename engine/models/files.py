@@ -15,6 +15,8 @@ from ..errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
 """Of a file of settings, such as config.json. Real ones have some kilobytes."""
+MAX_TOKENIZER_BYTES = 2**26
+"""Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
 _MAX_CAUSE_CHARS = 300
 
 

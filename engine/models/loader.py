@@ -30,7 +30,6 @@ MAX_HEADER_BYTES = 2**24
 """Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a dense decoder has some thousands."""
 MAX_FILES = 1024
 """Of a checkpoint. Files of 5 GB hold 5 TB so."""
-MAX_EOS_TOKENS = 256
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
@@ -88,25 +87,6 @@ def _download(name: str) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """What config.json of a model folder holds. Raise ModelError if it is missing or broken."""
     return read_json(folder / "config.json")
-
-
-def read_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text: those of generation_config.json, otherwise those of config.json (`config`).
-
-    Nothing else is read from generation_config.json, so that it cannot change how a request is sampled.
-    """
-    path = folder / "generation_config.json"
-    generation = read_json(path) if os.path.lexists(path) else {}
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
-    if found is None:
-        return ()
-    token_ids = found if isinstance(found, list) else [found]
-    if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
-        raise ModelError(
-            f"{folder}: eos_token_id: expected a token id or a list of at most {MAX_EOS_TOKENS}, found "
-            f"{brief(found)}; correct it in generation_config.json, or in config.json if it is not there"
-        )
-    return tuple(token_ids)
 
 
 def copy_checkpoint(files: Mapping[Path, Sequence[str]], destinations: Mapping[str, Weight]) -> None:
