@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,12 @@ from .models.dense import DenseModel, Empty
 from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config
 from .models.eos import find_eos_tokens
-from .models.loader import check_checkpoint, copy_checkpoint, read_config, resolve_model
+from .models.folders import refuse_what_is_no_model
+from .models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
 from .request import brief
 from .weights import WeightStore
 
+log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,12 +99,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raise ConfigError for a device or a backend that is not there or cannot serve the model, ModelError for a model that
     cannot be loaded. No memory is taken for a model that does not fit its checkpoint.
     """
-    plan = _plan(config, resolve_model)
+    plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    files = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    if config.dtype == "auto":
+        _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
-    copy_checkpoint(files, loaded.weights.tensors)
+    copy_checkpoint(checkpoint, loaded.weights.tensors)
     return loaded
 
 
@@ -142,6 +147,12 @@ def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
     )
 
 
+def _find_model(name: str) -> Path:
+    folder = resolve_model(name)
+    refuse_what_is_no_model(folder)
+    return folder
+
+
 def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
@@ -151,6 +162,27 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     dtype = _dtype(config, folder, model_config.dtype)
     backend = _backend(config.backend, device, dtype, model_config.head_dim)
     return _Plan(folder, partial(DenseModel, model_config, backend.ops), dtype, device, backend, eos_token_ids)
+
+
+def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
+    others = {_name(dtype): count for dtype, count in checkpoint.dtypes.items() if dtype != plan.dtype}
+    if not others:
+        return
+    log.warning(
+        "%s: expected tensors of %s, the dtype of config.json, or float32 if it names none, found %d of %d tensors "
+        "stored in another, %s, which are converted; correct config.json, or set dtype to what should be served, such "
+        "as --dtype %s",
+        plan.folder,
+        _name(plan.dtype),
+        sum(others.values()),
+        checkpoint.dtypes.total(),
+        ", ".join(others),
+        next((name for name in others if name != "float64"), "float32"),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _allocate(plan: _Plan) -> LoadedModel:

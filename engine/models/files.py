@@ -7,6 +7,7 @@ limits here, and that whatever is wrong with a file is a ModelError of bounded l
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ def said(cause: object) -> str:
     """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
     line = " ".join(str(cause).split())[:_MAX_CAUSE_CHARS]
     return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def list_names(folder: Path) -> list[str]:
+    """The names of what a folder holds, in any order. Raise ModelError if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise _unreadable(folder, error) from None
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> None:

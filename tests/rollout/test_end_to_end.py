@@ -88,7 +88,8 @@ def test_why_a_faster_backend_is_not_used_is_in_health_and_in_one_line_of_the_lo
             pass
     worker.worker.drain()
     worker.join()
-    note = "native CPU kernels expect float32 or bfloat16, found float16; set dtype"
+    wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
+    note = f"native CPU kernels expect float32 or bfloat16, found float16; {wanted}"
     assert (health["engine"]["backend"], health["engine"]["backend_note"]) == ("reference", note)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [f"backend reference, not a faster one: {note}"]

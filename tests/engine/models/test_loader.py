@@ -151,12 +151,6 @@ def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
         load_checkpoint(tmp_path, _destinations(), ignored=())
 
 
-def test_a_folder_without_safetensors_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"expected model\.safetensors or .*index\.json, found neither"):
-        load_checkpoint(tmp_path, _destinations(), ignored=())
-
-
 @pytest.mark.parametrize("content", [None, b"", b'{"model_type": ', b"\xff\xfe", b"[1]"])
 def test_a_missing_or_broken_config_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
