@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.errors import ModelError
 from trueroll.engine.loading import LoadedModel, load_dummy, load_model
+from trueroll.engine.models.folders import refuse_what_is_no_model
 
 SINGLE = "model.safetensors"
 BASE = "org/base-7b"
@@ -79,6 +80,11 @@ def test_what_pickled_weights_would_not_help_is_said_first(folder: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(architectures=["OPTForCausalLM"])))
     assert "expected an architecture of LlamaForCausalLM" in refusal(folder)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="gone: expected a file that can be read, found No such file"):
+        refuse_what_is_no_model(tmp_path / "gone")
 
 
 def test_a_folder_without_any_weights_says_so(folder: Path) -> None:
