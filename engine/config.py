@@ -19,15 +19,14 @@ BackendName = Literal["auto", "cpu", "triton", "reference"]
 class EngineConfig(BaseModel):
     """Settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `dtype` `auto`: the checkpoint's
-    own. `backend` `auto`: `cpu` or, on a GPU, `triton` where they serve the model, else `reference`. KV memory is
-    `num_blocks` blocks of `block_size` tokens, or as many as `kv_memory` bytes hold; with neither given, what
-    `max_num_seqs` sequences of `max_model_len` tokens need, but at most a quarter of the memory that is available.
-    `block_size` is even, since native kernels store tokens in pairs. `max_model_len` None: what the model was trained
-    for.
-    `max_num_batched_tokens`: the token budget of a step. `cuda_graphs`: whether decode steps on a GPU run as graphs.
-    `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device`, `backend` and its instruction set
-    alone.
+    `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `dtype` `auto`: that of
+    config.json, or float32 if it names none; weights stored in another are converted. `backend` `auto`: `cpu` or, on a
+    GPU, `triton` where they serve the model, else `reference`. KV memory is `num_blocks` blocks of `block_size` tokens,
+    or as many as `kv_memory` bytes hold; with neither given, what `max_num_seqs` sequences of `max_model_len` tokens
+    need, but at most a quarter of the memory that is available. `block_size` is even, since native kernels store tokens
+    in pairs. `max_model_len` None: what the model was trained for. `max_num_batched_tokens`: the token budget of a
+    step. `cuda_graphs`: whether decode steps on a GPU run as graphs. `num_threads` None: torch's choice. Results depend
+    on `model`, `dtype`, `device`, `backend` and its instruction set alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,10 +17,13 @@ from .errors import ConfigError, ModelError
 from .models.dense import DenseModel, Empty
 from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config
-from .models.loader import check_checkpoint, copy_checkpoint, read_config, read_eos_token_ids, resolve_model
+from .models.eos import find_eos_tokens
+from .models.folders import refuse_what_is_no_model
+from .models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
 from .request import brief
 from .weights import WeightStore
 
+log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -95,12 +99,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raise ConfigError for a device or a backend that is not there or cannot serve the model, ModelError for a model that
     cannot be loaded. No memory is taken for a model that does not fit its checkpoint.
     """
-    plan = _plan(config, resolve_model)
+    plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    files = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    if config.dtype == "auto":
+        _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
-    copy_checkpoint(files, loaded.weights.tensors)
+    copy_checkpoint(checkpoint, loaded.weights.tensors)
     return loaded
 
 
@@ -141,16 +147,42 @@ def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
     )
 
 
+def _find_model(name: str) -> Path:
+    folder = resolve_model(name)
+    refuse_what_is_no_model(folder)
+    return folder
+
+
 def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
     model_config = DenseConfig.from_json(raw, folder)
-    eos_token_ids = read_eos_token_ids(folder, raw)
-    _check_vocabulary(folder, eos_token_ids, model_config.vocab_size)
+    eos_token_ids = find_eos_tokens(folder, raw, model_config.vocab_size)
     dtype = _dtype(config, folder, model_config.dtype)
     backend = _backend(config.backend, device, dtype, model_config.head_dim)
     return _Plan(folder, partial(DenseModel, model_config, backend.ops), dtype, device, backend, eos_token_ids)
+
+
+def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
+    others = {_name(dtype): count for dtype, count in checkpoint.dtypes.items() if dtype != plan.dtype}
+    if not others:
+        return
+    log.warning(
+        "%s: expected tensors of %s, the dtype of config.json, or float32 if it names none, found %d of %d tensors "
+        "stored in another, %s, which are converted; correct config.json, or set dtype to what should be served, such "
+        "as --dtype %s",
+        plan.folder,
+        _name(plan.dtype),
+        sum(others.values()),
+        checkpoint.dtypes.total(),
+        ", ".join(others),
+        next((name for name in others if name != "float64"), "float32"),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _allocate(plan: _Plan) -> LoadedModel:
@@ -182,15 +214,6 @@ def _backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int)
         return select_backend(name, device, dtype, head_dim)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _check_vocabulary(folder: Path, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
-    outside = [token_id for token_id in eos_token_ids if not 0 <= token_id < vocab_size]
-    if outside:
-        raise ModelError(
-            f"{folder}: eos_token_id: expected ids in [0, {vocab_size}), found {brief(outside[0])}; correct it in "
-            "generation_config.json, or in config.json if it is not there"
-        )
 
 
 def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:

@@ -78,8 +78,9 @@ class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded.
 
     `seed` None lets the worker take `seed_of` the request; sample i uses `derive_seed(seed, i)`. A sample ends at an
-    end-of-sequence token of the model (unless `ignore_eos`), a token of `stop_token_ids` or a string of `stop` (one
-    string, or several), none of them before `min_tokens`; the tokens that ended it are part of it. It ends after
+    end-of-sequence token of the model (any that generation_config.json, config.json or the tokenizer names, unless
+    `ignore_eos`; `health` has them as `engine["eos_token_ids"]`), a token of `stop_token_ids` or a string of `stop`
+    (one string, or several), none of them before `min_tokens`; the tokens that ended it are part of it. It ends after
     `max_tokens` at the latest; None: where the model's context ends. `logprobs` says of which distribution:
     `processed` (after temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw`
     (the model's own) or None. `cache_salt` keeps prefix reuse among requests with the same salt.

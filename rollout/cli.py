@@ -42,7 +42,7 @@ def _check_folder(file: Path | None) -> Path | None:
 _MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] of the hub, or smollm2.")
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: the checkpoint's own.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Of weights and KV cache; auto: that of config.json.")]
 Device = Annotated[str, typer.Option(help="Where torch computes, such as cpu or cuda.")]
 Backend = Annotated[
     BackendName,

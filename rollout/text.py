@@ -24,8 +24,6 @@ from ..engine.request import SamplingParams, brief
 from .client import Group, RolloutClient
 from .launch import launch_worker
 
-MAX_TOKENIZER_BYTES = 2**26
-"""Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 # Of the child that renders a chat template.
 _MAX_CPU_SECONDS = 10
@@ -71,7 +69,7 @@ class TextModel:
 
 
 def _check_files(folder: Path) -> None:
-    from ..engine.models.files import check_file
+    from ..engine.models.files import MAX_TOKENIZER_BYTES, check_file
 
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if path.suffix in _TOKENIZER_FILES:

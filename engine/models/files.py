@@ -7,6 +7,7 @@ limits here, and that whatever is wrong with a file is a ModelError of bounded l
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ..errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
 """Of a file of settings, such as config.json. Real ones have some kilobytes."""
+MAX_TOKENIZER_BYTES = 2**26
+"""Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
 _MAX_CAUSE_CHARS = 300
 
 
@@ -34,6 +37,14 @@ def said(cause: object) -> str:
     """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
     line = " ".join(str(cause).split())[:_MAX_CAUSE_CHARS]
     return "".join(character if character.isprintable() else "?" for character in line)
+
+
+def list_names(folder: Path) -> list[str]:
+    """The names of what a folder holds, in any order. Raise ModelError if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise _unreadable(folder, error) from None
 
 
 def check_file(path: Path, max_bytes: int | None = None) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
@@ -22,19 +24,17 @@ from ...kernels.ops import Weight
 from ..errors import ModelError
 from ..request import brief
 from .files import check_file, local_path, read_json, said
+from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .smollm2 import smollm2_folder
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 2**24
 """Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a dense decoder has some thousands."""
 MAX_FILES = 1024
 """Of a checkpoint. Files of 5 GB hold 5 TB so."""
-MAX_EOS_TOKENS = 256
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_NAMES = 10
 _MAX_NAME_CHARS = 200
 _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
@@ -46,6 +46,15 @@ class _Found(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+class Checkpoint(NamedTuple):
+    """What is to be copied. `files`: for each file the names of its tensors. `dtypes`: how many tensors are stored in
+    each.
+    """
+
+    files: dict[Path, list[str]]
+    dtypes: Counter[torch.dtype]
 
 
 def resolve_model(name: str) -> Path:
@@ -90,50 +99,32 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
-def read_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text: those of generation_config.json, otherwise those of config.json (`config`).
+def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
+    """Copy each tensor of a checkpoint into `destinations[its name]`, converting dtype and device.
 
-    Nothing else is read from generation_config.json, so that it cannot change how a request is sampled.
+    Raise ModelError if a file can no longer be read.
     """
-    path = folder / "generation_config.json"
-    generation = read_json(path) if os.path.lexists(path) else {}
-    found = generation.get("eos_token_id", config.get("eos_token_id"))
-    if found is None:
-        return ()
-    token_ids = found if isinstance(found, list) else [found]
-    if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
-        raise ModelError(
-            f"{folder}: eos_token_id: expected a token id or a list of at most {MAX_EOS_TOKENS}, found "
-            f"{brief(found)}; correct it in generation_config.json, or in config.json if it is not there"
-        )
-    return tuple(token_ids)
-
-
-def copy_checkpoint(files: Mapping[Path, Sequence[str]], destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor in `files`, as `check_checkpoint` returns them, into `destinations[its name]`, converting dtype
-    and device. Raise ModelError if a file can no longer be read.
-    """
-    for file, names in files.items():
+    for file, names in checkpoint.files.items():
         left = [*names]
         while left:
             # Opened anew now and then: what was read of an open file stays in memory.
-            with _open(file) as checkpoint:
-                _copy_some(checkpoint, left, destinations)
+            with _open(file) as opened:
+                _copy_some(opened, left, destinations)
 
 
-def _copy_some(checkpoint: Any, names: list[str], destinations: Mapping[str, Weight]) -> None:
+def _copy_some(opened: Any, names: list[str], destinations: Mapping[str, Weight]) -> None:
     """Copies tensors, and takes their names off the list, until _MAX_OPEN_BYTES were read."""
     num_bytes = 0
     while names and num_bytes < _MAX_OPEN_BYTES:
         name = names.pop()
-        tensor = checkpoint.get_tensor(name)
+        tensor = opened.get_tensor(name)
         destinations[name].copy_(tensor)
         num_bytes += tensor.nbytes
 
 
-def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Collection[str]) -> dict[Path, list[str]]:
-    """The folder's safetensors files, each with the names of those `expected` that it has. Reads nothing but headers,
-    and of `expected` uses only the shapes. Names in `ignored` may be in a file and are left out.
+def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Collection[str]) -> Checkpoint:
+    """The tensors `expected` of the folder's safetensors files. Reads nothing but headers, and of `expected` uses only
+    the shapes. Names in `ignored` may be in a file and are left out.
 
     Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
     files, or of another shape or kind of numbers than expected.
@@ -145,7 +136,7 @@ def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Coll
     names: dict[Path, list[str]] = {}
     for name in sorted(expected):
         names.setdefault(found[name][0].file, []).append(name)
-    return names
+    return Checkpoint(names, Counter(_DTYPES[found[name][0].dtype] for name in expected))
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
@@ -153,7 +144,7 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not os.path.lexists(index):
-        raise ModelError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither; save it as safetensors")
+        raise no_weights(folder)
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index}: expected a weight_map of tensors to files; save the model again")

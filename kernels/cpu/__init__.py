@@ -20,7 +20,9 @@ def obstacle(dtype: torch.dtype, head_dim: int) -> str:
     from .library import library_obstacle
 
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"native CPU kernels expect float32 or bfloat16, found {str(dtype).removeprefix('torch.')}; set dtype"
+        found = str(dtype).removeprefix("torch.")
+        wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
+        return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
     if head_dim % 16 or head_dim > MOST_HEAD_DIM:
         return f"native CPU kernels expect a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
     return library_obstacle()

@@ -22,7 +22,8 @@ LEAST_CAPABILITY = (8, 0)
 def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Why these kernels cannot serve a model with this dtype and head size on this device, or an empty string."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"Triton kernels expect bfloat16 or float16, found {str(dtype).removeprefix('torch.')}; set dtype"
+        found = str(dtype).removeprefix("torch.")
+        return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
     if head_dim % 2 or head_dim > MOST_HEAD_DIM:
         expected = f"an even head size up to {MOST_HEAD_DIM}"
         return f"Triton kernels expect {expected}, found {head_dim}; use the backend reference"

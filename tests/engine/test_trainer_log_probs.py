@@ -157,6 +157,20 @@ def test_masters_under_autocast_compute_what_a_bfloat16_worker_does(tiny_model: 
             assert count_differences(batch(masters, rollout), rollout) == 0
 
 
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_float16_checkpoint_is_served_and_trained_as_bfloat16(tmp_path: Path, masters: bool) -> None:
+    """By the native kernels, which do not serve float16. Trainer and worker round the weights alike."""
+    folder = make_tiny_model("llama", tmp_path, dtype="float16")
+    assert any(not torch.equal(p, p.bfloat16().half()) for p in trainer_model(folder, "float16").parameters())
+    engine = make_engine(folder, dtype="bfloat16")
+    assert (engine.info.backend, engine.info.backend_note) == ("cpu", "")
+    rollout = roll_out(folder, dtype="bfloat16")
+    model = trainer_model(folder, "float32" if masters else "bfloat16")
+    align(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=masters):
+        assert count_differences(packed(model, rollout), rollout) == 0
+
+
 def test_an_unaligned_trainer_differs(tiny_llama: Path) -> None:
     rollout = roll_out(tiny_llama)
     model = trainer_model(tiny_llama, "float32")

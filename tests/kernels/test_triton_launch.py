@@ -79,7 +79,12 @@ def test_health_says_what_is_pinned_and_what_the_environment_sets(monkeypatch: p
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "interpreted", "reason"),
     [
-        (torch.float32, 64, "1", "expect bfloat16 or float16, found float32; set dtype"),
+        (
+            torch.float32,
+            64,
+            "1",
+            "expect bfloat16 or float16, found float32; set dtype to bfloat16 \\(--dtype bfloat16\\)",
+        ),
         (torch.bfloat16, 63, "1", "expect an even head size up to 256, found 63"),
         (torch.bfloat16, 258, "1", "expect an even head size up to 256, found 258"),
         (torch.bfloat16, 64, "0", "expect an NVIDIA GPU, found a CPU; set device to cuda"),

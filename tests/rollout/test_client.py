@@ -34,7 +34,7 @@ from trueroll.rollout.errors import (
     WorkerLostError,
 )
 
-LONG = SamplingParams(max_tokens=400, seed=1)
+LONG = SamplingParams(max_tokens=400)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_no_prompts_give_no_groups(client: RolloutClient) -> None:
 
 
 def test_stream_yields_samples_as_they_finish(client: RolloutClient) -> None:
-    pairs = list(client.stream([[1], [2]], SamplingParams(n=2, max_tokens=3, seed=5)))
+    pairs = list(client.stream([[1], [2]], SamplingParams(n=2, max_tokens=3), seed=5))
     for prompt in range(2):
         assert [sample.index for position, sample in pairs if position == prompt] == [1, 0]
 
@@ -166,7 +166,7 @@ def test_an_oversized_message_is_refused_before_it_is_sent(client: RolloutClient
 
 def test_abort_from_another_thread_returns_partial_samples(client: RolloutClient, engine: FakeEngine) -> None:
     groups = []
-    thread = threading.Thread(target=lambda: groups.extend(client.generate([[1]], LONG, request_ids=["a"])))
+    thread = threading.Thread(target=lambda: groups.extend(client.generate([[1]], LONG, seed=1, request_ids=["a"])))
     stop_after_a_step(engine)
     thread.start()
     while not client.stats().engine.get("computed_tokens"):
@@ -174,7 +174,7 @@ def test_abort_from_another_thread_returns_partial_samples(client: RolloutClient
     assert client.abort("a") == 1
     thread.join()
     sample = groups[0].samples[0]
-    assert sample.finish_reason == "abort" and sample.token_ids == expected_tokens(1, 0, len(sample.token_ids))
+    assert sample.finish_reason == "abort" and sample.token_ids == expected_tokens(derive_seed(1, 0), 0, len(sample.token_ids))
     with pytest.raises(UnknownRequestError, match="'a'"):
         client.abort("a")
 
@@ -498,7 +498,7 @@ def test_silence_for_the_timeout_is_a_lost_worker(worker: WorkerOnThread, engine
 
 
 def test_a_retry_after_a_lost_worker_gets_whole_samples() -> None:
-    ids, params = [f"step-1-{i}" for i in range(8)], SamplingParams(n=2, max_tokens=60, seed=1)
+    ids, params = [f"step-1-{i}" for i in range(8)], SamplingParams(n=2, max_tokens=60)
     prompts = [[SLOW_STEP]] + [[i] for i in range(1, 8)]
     with fake_process() as process, RolloutClient(process.address, timeout=1.0) as client:
         lost: list[TruerollError] = []

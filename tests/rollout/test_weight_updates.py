@@ -18,7 +18,7 @@ from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launc
 from trueroll.weight_sync import WeightPublisher
 
 PROMPTS = [[*range(3, 90), 200 + i] for i in range(4)]
-PARAMS = SamplingParams(n=2, max_tokens=12, seed=5, ignore_eos=True)
+PARAMS = SamplingParams(n=2, max_tokens=12, ignore_eos=True)
 SETTINGS = dict(num_blocks=256, device="cpu")
 Bits = list[tuple[bytes, bytes]]
 
@@ -54,7 +54,7 @@ def worker(old: Path) -> Iterator[WorkerProcess]:
 
 def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
     """The bits, the weight versions that they came from, and how many prompt tokens were cached."""
-    samples = [sample for group in client.generate(PROMPTS, PARAMS) for sample in group.samples]
+    samples = [sample for group in client.generate(PROMPTS, PARAMS, seed=5) for sample in group.samples]
     assert all(sample.logprobs is not None for sample in samples)
     bits = [(tuple(sample.token_ids), np.asarray(sample.logprobs).view(np.int32).tobytes()) for sample in samples]
     versions = {span.version for sample in samples for span in sample.weight_versions}

@@ -20,7 +20,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.errors import ModelError
 from trueroll.engine.models import loader
 from trueroll.engine.models.dense_config import DenseConfig
-from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config, read_eos_token_ids
+from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -148,19 +148,6 @@ def test_a_scale_of_the_rotation_is_a_finite_number(folder: Path, factor: object
     raw = read_config(folder) | dict(rope_parameters=yarn | dict(attention_factor=factor))
     with pytest.raises(ModelError, match=found):
         DenseConfig.from_json(raw, folder)
-
-
-@pytest.mark.parametrize("found", [True, [2, False], 2.0, [[2]], {"a": 2}, list(range(257)), ["x" * 10**5]])
-def test_an_eos_token_is_an_integer_and_there_are_few(tmp_path: Path, found: object) -> None:
-    with pytest.raises(ModelError, match="eos_token_id: expected a token id or a list of at most 256") as caught:
-        read_eos_token_ids(tmp_path, {"eos_token_id": found})
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("found", [-1, 512, 2**70, 10**4000, [2, -5]])
-def test_an_eos_token_is_in_the_vocabulary(folder: Path, found: object) -> None:
-    change(folder, "generation_config.json", eos_token_id=found)
-    assert "eos_token_id: expected ids in [0, 512)" in refusal(folder)
 
 
 OUTSIDE = ["../outside.safetensors", "sub/inside.safetensors", "./model-1.safetensors", "{absolute}", "..", ""]

@@ -18,7 +18,6 @@ from trueroll.engine.models.loader import (
     check_checkpoint,
     copy_checkpoint,
     read_config,
-    read_eos_token_ids,
     resolve_model,
 )
 
@@ -152,41 +151,12 @@ def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
         load_checkpoint(tmp_path, _destinations(), ignored=())
 
 
-def test_a_folder_without_safetensors_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match=r"expected model\.safetensors or .*index\.json, found neither"):
-        load_checkpoint(tmp_path, _destinations(), ignored=())
-
-
 @pytest.mark.parametrize("content", [None, b"", b'{"model_type": ', b"\xff\xfe", b"[1]"])
 def test_a_missing_or_broken_config_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json: expected"):
         read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "expected"),
-    [
-        ({"eos_token_id": 2}, None, (2,)),
-        ({"eos_token_id": 2}, {"eos_token_id": [5, 6], "temperature": 0.6}, (5, 6)),
-        ({"eos_token_id": [2, 3]}, {"temperature": 0.6}, (2, 3)),
-        ({}, {"eos_token_id": 0}, (0,)),
-        ({"eos_token_id": None}, None, ()),
-    ],
-)
-def test_eos_comes_from_the_generation_config_first(
-    tmp_path: Path, config: dict[str, object], generation: dict[str, object] | None, expected: tuple[int, ...]
-) -> None:
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert read_eos_token_ids(tmp_path, config) == expected
-
-
-def test_an_eos_that_is_no_token_id_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="eos_token_id: expected a token id"):
-        read_eos_token_ids(tmp_path, {"eos_token_id": "</s>"})
 
 
 def test_a_local_folder_is_its_own_answer(tiny_llama: Path) -> None:

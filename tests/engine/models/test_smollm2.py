@@ -16,7 +16,8 @@ from safetensors import safe_open
 
 from trueroll.engine.errors import ModelError
 from trueroll.engine.models import smollm2 as module
-from trueroll.engine.models.loader import read_config, read_eos_token_ids, resolve_model
+from trueroll.engine.models.eos import find_eos_tokens
+from trueroll.engine.models.loader import read_config, resolve_model
 from trueroll.engine.models.smollm2 import make_folder_once, smollm2_folder
 
 
@@ -36,7 +37,7 @@ def test_the_model_answers_in_english_and_ends_its_turn(smollm2: Path) -> None:
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     token_ids = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(token_ids)
-    assert (token_ids[-1].item(),) == read_eos_token_ids(smollm2, read_config(smollm2))
+    assert (token_ids[-1].item(),) == find_eos_tokens(smollm2, read_config(smollm2), len(tokenizer)) == (2,)
     assert tokenizer.decode(token_ids[-1]) == "<|im_end|>"
 
 

@@ -1,0 +1,124 @@
+"""Which tokens end a text, by the files of a model folder.
+
+Owns nothing. Promises the union of what generation_config.json, config.json and the tokenizer say, so that a sample
+ends wherever a common server or transformers would end it; that of a tokenizer only JSON is read, and no code is run;
+and that a token which the model cannot draw is never among them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelError
+from ..request import brief
+from .files import MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES, read_json
+
+MAX_EOS_TOKENS = 256
+"""In one file."""
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER = "tokenizer.json"
+log = logging.getLogger(__name__)
+
+
+def find_eos_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a text, in [0, vocab_size): those of generation_config.json, those of `config`, which
+    config.json holds, and the `eos_token` of the tokenizer. Nothing else is read from these files, so that they cannot
+    change how a request is sampled. The log says which file named which token, and warns if there is none.
+
+    Raise ModelError for a file that cannot be read, and for settings that are no ids or not in the vocabulary. A token
+    of the tokenizer for which the model has no id is left out, with a warning.
+    """
+    generation = folder / "generation_config.json"
+    files = {
+        generation: _read_ids(generation, _read_optional(generation, MAX_SETTINGS_BYTES), vocab_size),
+        folder / "config.json": _read_ids(folder / "config.json", config, vocab_size),
+        folder / _TOKENIZER: _tokenizer_ids(folder, vocab_size),
+    }
+    sources: dict[int, list[str]] = {}
+    for path, token_ids in files.items():
+        for token_id in token_ids:
+            sources.setdefault(token_id, []).append(path.name)
+    _log_sources(folder, sources)
+    return tuple(sources)
+
+
+def _log_sources(folder: Path, sources: dict[int, list[str]]) -> None:
+    if sources:
+        named = ", ".join(f"{token_id} ({', '.join(files)})" for token_id, files in sources.items())
+        log.info("%s: samples end at the tokens %s", folder, named)
+        return
+    log.warning(
+        "%s: expected a token that ends a text, found none in generation_config.json, config.json and the tokenizer; "
+        "samples end at max_tokens, stop_token_ids and stop alone: set eos_token_id in generation_config.json",
+        folder,
+    )
+
+
+def _read_optional(path: Path, max_bytes: int) -> dict[str, Any]:
+    return read_json(path, max_bytes) if os.path.lexists(path) else {}
+
+
+def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
+    """`eos_token_id` of a file's settings, each id once."""
+    found = settings.get("eos_token_id")
+    token_ids = found if isinstance(found, list) else [] if found is None else [found]
+    if len(token_ids) > MAX_EOS_TOKENS or not all(type(token_id) is int for token_id in token_ids):
+        raise ModelError(
+            f"{path}: eos_token_id: expected a token id or a list of at most {MAX_EOS_TOKENS}, found {brief(found)}; "
+            "correct it"
+        )
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        raise ModelError(
+            f"{path}: eos_token_id: expected ids in [0, {vocab_size}), found {brief(outside[0])}; correct it"
+        )
+    return list(dict.fromkeys(token_ids))
+
+
+def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
+    """The id of the tokenizer's `eos_token`; nothing where it names none, or one that the model does not have."""
+    token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
+    if token is None:
+        return []
+    found = _look_up(folder / _TOKENIZER, token)
+    if isinstance(found, int) and 0 <= found < vocab_size:
+        return [found]
+    expected = f"ids in [0, {vocab_size})" if isinstance(found, int) else "its id"
+    log.warning(
+        "%s: the tokenizer's eos_token %s: expected %s, found %s; samples do not end there: correct the tokenizer, or "
+        "set eos_token_id in generation_config.json",
+        folder / _TOKENIZER,
+        brief(token),
+        expected,
+        brief(found) if isinstance(found, int) else found,
+    )
+    return []
+
+
+def _read_token(path: Path) -> str | None:
+    """`eos_token` of a file of the tokenizer, if it has one."""
+    found = _read_optional(path, MAX_TOKENIZER_BYTES).get("eos_token")
+    token = found.get("content") if isinstance(found, dict) else found
+    if not isinstance(token, str) and found is not None:
+        raise ModelError(
+            f"{path}: expected eos_token to be a string or a map with its content, found {brief(found)}; save the "
+            "tokenizer again"
+        )
+    return token
+
+
+def _look_up(path: Path, token: str) -> int | str:
+    """The id of a token: that of an added one, otherwise that in the vocabulary; or what was found instead."""
+    if not os.path.lexists(path):
+        return "no such file"
+    tokenizer = read_json(path, MAX_TOKENIZER_BYTES)
+    added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == token and type(entry.get("id")) is int:
+            return entry["id"]
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    found = vocabulary.get(token) if isinstance(vocabulary, dict) else None
+    return found if type(found) is int else "no such token"

@@ -1,0 +1,86 @@
+"""Folders that are given as models and hold something else, or more: what each seems to be, and the way out.
+
+Owns nothing. Promises that nothing is read but the names of files and the settings of an adapter: pickles are never
+opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..errors import ModelError
+from ..request import brief
+from .files import list_names, read_json
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILES = {_ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin"}
+_PICKLES = re.compile(r"pytorch_model[\w.-]*\.bin(\.index\.json)?", re.ASCII)
+_CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,18})")
+_MAX_CHECKPOINTS = 10
+
+
+def refuse_what_is_no_model(folder: Path) -> None:
+    """Raise ModelError for a folder that holds an adapter, or a trainer's checkpoints in place of weights.
+
+    An adapter beside weights is refused too: they may be the model that it was made for, or what it was merged into.
+    """
+    names = set(list_names(folder))
+    has_weights = bool({SINGLE_FILE, INDEX_FILE} & names)
+    if _ADAPTER_FILES & names:
+        raise _is_adapter(folder, has_weights)
+    if not has_weights and not any(map(_PICKLES.fullmatch, names)) and (checkpoints := _checkpoints(folder, names)):
+        raise _holds_checkpoints(folder, checkpoints)
+
+
+def no_weights(folder: Path) -> ModelError:
+    """What to say of a model without safetensors."""
+    expected = f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found"
+    pickles = sorted(filter(_PICKLES.fullmatch, list_names(folder)))
+    if not pickles:
+        return ModelError(f"{expected} neither; save the model there, as transformers' save_pretrained does")
+    more = f" and {len(pickles) - 1} more" if len(pickles) > 1 else ""
+    return ModelError(
+        f"{expected} {pickles[0]}{more}: pickles, which may run code and are not opened here; if you trust them, "
+        f"convert them with transformers, `AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
+        ".save_pretrained('NEW')`, copy the files of the tokenizer to NEW as well, and give NEW"
+    )
+
+
+def _is_adapter(folder: Path, has_weights: bool) -> ModelError:
+    adapter = f"an adapter of {_base_model(folder)}"
+    found = (
+        f"expected a model or an adapter, found a model and {adapter}, which would not be applied"
+        if has_weights
+        else f"expected a model with all its weights, found {adapter}"
+    )
+    moved = "; if the adapter is merged into these weights already, or is not wanted, move adapter_* elsewhere"
+    return ModelError(
+        f"{folder}: {found}; merge it with peft, `AutoPeftModelForCausalLM.from_pretrained('{folder}')"
+        ".merge_and_unload().save_pretrained('MERGED')`, copy the files of the tokenizer to MERGED as well, and give "
+        f"MERGED{moved if has_weights else ''}"
+    )
+
+
+def _base_model(folder: Path) -> str:
+    path = folder / _ADAPTER_CONFIG
+    name = read_json(path).get("base_model_name_or_path") if os.path.lexists(path) else None
+    return f"the model {brief(name)}" if isinstance(name, str) else "a model that it does not name"
+
+
+def _checkpoints(folder: Path, names: set[str]) -> list[str]:
+    """The names of a trainer's checkpoints, by their numbers."""
+    matches = [match for match in map(_CHECKPOINT.fullmatch, names) if match and (folder / match[0]).is_dir()]
+    return [match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
+
+
+def _holds_checkpoints(folder: Path, checkpoints: list[str]) -> ModelError:
+    earlier = len(checkpoints) - _MAX_CHECKPOINTS
+    listed = (f"{earlier} earlier and " if earlier > 0 else "") + ", ".join(checkpoints[-_MAX_CHECKPOINTS:])
+    return ModelError(
+        f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither, but checkpoints of a trainer: {listed}; "
+        f"give one of them, such as {folder / checkpoints[-1]}"
+    )

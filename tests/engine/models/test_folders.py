@@ -1,0 +1,207 @@
+"""Folders that are given as models and hold something else, or more: each error says what it is, and the way out."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.errors import ModelError
+from trueroll.engine.loading import LoadedModel, load_dummy, load_model
+from trueroll.engine.models.folders import refuse_what_is_no_model
+
+SINGLE = "model.safetensors"
+BASE = "org/base-7b"
+MERGE = "AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('MERGED')"
+CONVERT = "AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained('NEW')"
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_llama, tmp_path / "model")
+
+
+def load(folder: Path, **settings: str) -> LoadedModel:
+    return load_model(EngineConfig(model=str(folder), **settings))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert len(message) < 2000 and message.isprintable()
+    return message
+
+
+class Bomb:
+    """Unpickled, it fails the test."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return pytest.fail, ("unpickled",)
+
+
+BINS = {
+    "pytorch_model.bin": ["pytorch_model.bin", "training_args.bin"],
+    "pytorch_model-00001-of-00002.bin and 2 more": [
+        "pytorch_model.bin.index.json",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model-00001-of-00002.bin",
+    ],
+    "pytorch_model.bin.index.json": ["pytorch_model.bin.index.json"],
+}
+
+
+@pytest.mark.parametrize("shown", BINS)
+def test_pickled_weights_are_named_and_never_opened(folder: Path, shown: str) -> None:
+    (folder / SINGLE).unlink()
+    for name in BINS[shown]:
+        (folder / name).write_bytes(pickle.dumps(Bomb()))
+    message = refusal(folder)
+    assert f"expected {SINGLE} or {SINGLE}.index.json, found {shown}: pickles, which may run code" in message
+    assert CONVERT.format(folder=folder) in message
+
+
+def test_pickled_weights_beside_safetensors_are_left_alone(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
+    assert load(folder).model.num_bytes > 0
+
+
+def test_what_pickled_weights_would_not_help_is_said_first(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(architectures=["OPTForCausalLM"])))
+    assert "expected an architecture of LlamaForCausalLM" in refusal(folder)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="gone: expected a file that can be read, found No such file"):
+        refuse_what_is_no_model(tmp_path / "gone")
+
+
+def test_a_folder_without_any_weights_says_so(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    (folder / "training_args.bin").touch()
+    assert f"expected {SINGLE} or {SINGLE}.index.json, found neither; save the model there" in refusal(folder)
+
+
+def make_adapter(folder: Path, settings: object, weights: str = "adapter_model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 2)}, folder / weights)
+    return folder
+
+
+def test_an_adapter_is_called_one(tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "run", dict(base_model_name_or_path=BASE, peft_type="LORA"))
+    message = refusal(folder)
+    assert f"expected a model with all its weights, found an adapter of the model '{BASE}'" in message
+    assert MERGE.format(folder=folder) in message
+
+
+@pytest.mark.parametrize("settings", [{}, dict(base_model_name_or_path=None), dict(base_model_name_or_path=[1])])
+def test_an_adapter_need_not_name_its_model(tmp_path: Path, settings: dict[str, object]) -> None:
+    assert "found an adapter of a model that it does not name" in refusal(make_adapter(tmp_path / "run", settings))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_weights_of_an_adapter_alone_are_called_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(Bomb()))
+    assert "found an adapter of a model that it does not name" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_beside_a_model_is_not_left_out_in_silence(folder: Path, name: str) -> None:
+    (folder / name).write_text(json.dumps(dict(base_model_name_or_path=BASE)))
+    message = refusal(folder)
+    assert "expected a model or an adapter, found a model and an adapter of " in message
+    assert MERGE.format(folder=folder) in message
+    assert "if the adapter is merged into these weights already, or is not wanted, move adapter_* elsewhere" in message
+    (folder / name).unlink()
+    assert load(folder).model.num_bytes > 0
+
+
+@pytest.mark.timeout(30)  # whoever opens the FIFO waits for a writer
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.write_text("[" * 10**5)])
+def test_settings_of_an_adapter_may_be_anything(folder: Path, make: Callable[[Path], object]) -> None:
+    make(folder / "adapter_config.json")
+    assert "adapter_config.json: expected " in refusal(folder)
+
+
+def test_the_name_of_an_adapters_model_is_cut(tmp_path: Path) -> None:
+    refusal(make_adapter(tmp_path / "run", dict(base_model_name_or_path="\x1b[2J" * 10**4)))
+
+
+def test_random_weights_need_no_model_without_adapters(folder: Path) -> None:
+    make_adapter(folder, {})
+    assert load_dummy(EngineConfig(model=str(folder))).model.num_bytes > 0
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_trainers_folder_lists_its_checkpoints(folder: Path, has_config: bool) -> None:
+    (folder / SINGLE).unlink()
+    if not has_config:
+        (folder / "config.json").unlink()
+    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-20", "checkpoint-x", "old-checkpoint-3"):
+        (folder / name).mkdir()
+    (folder / "checkpoint-30").touch()
+    message = refusal(folder)
+    assert f"expected {SINGLE} or {SINGLE}.index.json, found neither, but checkpoints of a trainer: " in message
+    assert "checkpoint-9, checkpoint-20, checkpoint-100; " in message
+    assert message.endswith(f"give one of them, such as {folder / 'checkpoint-100'}")
+
+
+def test_of_many_checkpoints_the_last_are_listed(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    for step in range(12):
+        (folder / f"checkpoint-{step}").mkdir()
+    assert ": 2 earlier and checkpoint-2, checkpoint-3, " in refusal(folder)
+    assert "checkpoint-10, checkpoint-11; " in refusal(folder)
+
+
+def test_checkpoints_beside_weights_are_left_alone(folder: Path) -> None:
+    (folder / "checkpoint-5").mkdir()
+    assert load(folder).model.num_bytes > 0
+
+
+def stored_as(folder: Path, dtype: torch.dtype, but: int = 0) -> None:
+    """Stores the weights in another dtype than config.json says, all `but` some."""
+    tensors = load_file(folder / SINGLE)
+    save_file({n: t if i < but else t.to(dtype) for i, (n, t) in enumerate(tensors.items())}, folder / SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("says", "stored", "but", "warning"),
+    [
+        (
+            "float32",
+            torch.bfloat16,
+            0,
+            "21 of 21 tensors stored in another, bfloat16, which are converted; .* bfloat16",
+        ),
+        ("bfloat16", torch.float32, 0, "bfloat16, .* 21 of 21 tensors stored in another, float32, .* --dtype float32"),
+        ("float32", torch.float16, 20, "1 of 21 tensors stored in another, float16,"),
+        (None, torch.bfloat16, 0, "expected tensors of float32, .* bfloat16, which are converted"),
+        ("float32", torch.float64, 0, "float64, which are converted; correct config.json, or set dtype"),
+    ],
+)
+def test_weights_of_another_dtype_than_the_settings_say_are_warned_of(
+    folder: Path, says: str | None, stored: torch.dtype, but: int, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(dtype=says)))
+    stored_as(folder, stored, but)
+    loaded = load(folder)
+    assert loaded.dtype_name == (says or "float32")
+    [message] = caplog.messages
+    assert re.search(warning, message), message
+    caplog.clear()
+    assert load(folder, dtype="float32").dtype_name == "float32" and not caplog.messages, "asked for"
