@@ -174,7 +174,9 @@ def test_abort_from_another_thread_returns_partial_samples(client: RolloutClient
     assert client.abort("a") == 1
     thread.join()
     sample = groups[0].samples[0]
-    assert sample.finish_reason == "abort" and sample.token_ids == expected_tokens(derive_seed(1, 0), 0, len(sample.token_ids))
+    assert sample.finish_reason == "abort" and sample.token_ids == expected_tokens(
+        derive_seed(1, 0), 0, len(sample.token_ids)
+    )
     with pytest.raises(UnknownRequestError, match="'a'"):
         client.abort("a")
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_one_call_ends_many_requests_and_passes_over_the_finished(client: Rollou
     calls = dict(prompts=[[1], [2], [3]], params=LONG, request_ids=ids)
     thread = threading.Thread(target=lambda: groups.extend(client.generate(**calls)))
     thread.start()
-    while client.stats().engine.get("computed_tokens", 0) < 3:
+    while client.health().requests["open"] < 3:
         pass
     assert client.abort(["a", "gone", "b"], missing_ok=True) == 2
     with pytest.raises(UnknownRequestError, match="'gone'"):
@@ -139,21 +140,22 @@ def test_health_is_fresh_after_an_abort_that_leaves_nothing_to_do(client: Rollou
 
 
 def test_continued_samples_keep_their_places(client: RolloutClient, engine: FakeEngine) -> None:
-    whole = [group.samples[0] for group in client.generate([[1], [2]], SHORT, seed=1)]
+    [group] = client.generate([[1]], SHORT, seed=1)
+    ended = replace(group.samples[0], finish_reason="stop")
     stop_after_a_step(engine)
     cut: list[Group] = []
     thread = threading.Thread(target=lambda: cut.extend(client.generate([[1], [2]], LONG, seed=1)))
     thread.start()
-    while client.stats().engine.get("computed_tokens", 0) < 8:
+    while client.health().requests["open"] < 2 or client.stats().engine["computed_tokens"] < 4:
         pass
     assert client.abort_all() == 2
     thread.join()
     engine.step = type(engine).step.__get__(engine)
     engine.flow.set()
     partial = [group.samples[0] for group in cut]
-    same = client.continue_samples([[1], [1], [2]], [partial[0], whole[0], partial[1]], SamplingParams(max_tokens=9))
-    assert same[1] is whole[0] and [len(sample.token_ids) for sample in same] == [9, 3, 9]
-    assert [sample.seed for sample in same] == [partial[0].seed, whole[0].seed, partial[1].seed]
+    same = client.continue_samples([[1], [1], [2]], [partial[0], ended, partial[1]], SamplingParams(max_tokens=9))
+    assert same[1] is ended and [len(sample.token_ids) for sample in same] == [9, 3, 9]
+    assert [sample.seed for sample in same] == [partial[0].seed, ended.seed, partial[1].seed]
     asked = [request for request in engine.requests[-2:] if isinstance(request, GenerateRequest)]
     assert [request.num_prior_tokens for request in asked] == [len(sample.token_ids) for sample in partial]
     assert [derive_seed(request.params.seed or 0, 0) for request in asked] == [sample.seed for sample in partial]
