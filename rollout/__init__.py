@@ -6,28 +6,105 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..engine.request import SampleOutput, SamplingParams
-    from .client import AsyncRolloutClient, Group, RolloutClient
-    from .launch import WorkerProcess, launch_worker
+    from ..engine.errors import (
+        ConfigError,
+        InvalidRequestError,
+        ModelError,
+        TruerollError,
+        UnknownRequestError,
+    )
+    from ..engine.models.loader import (
+        resolve_model,
+    )
+    from ..engine.request import (
+        Distribution,
+        SampleOutput,
+        SamplingParams,
+        WeightSpan,
+        derive_seed,
+    )
+    from .client import (
+        AsyncRolloutClient,
+        Group,
+        RolloutClient,
+    )
+    from .errors import (
+        DeadlineError,
+        ForbiddenError,
+        IdConflictError,
+        IllegalStateError,
+        MessageTooLargeError,
+        ProtocolError,
+        PushError,
+        QueueFullError,
+        RequestAbortedError,
+        UnavailableError,
+        UnreadError,
+        VersionGapError,
+        WorkerFailedError,
+        WorkerLostError,
+    )
+    from .launch import (
+        WorkerProcess,
+        launch_worker,
+    )
 
-_HOMES = {
-    "AsyncRolloutClient": ".client",
-    "Group": ".client",
-    "RolloutClient": ".client",
-    "SampleOutput": "..engine.request",
-    "SamplingParams": "..engine.request",
-    "WorkerProcess": ".launch",
-    "launch_worker": ".launch",
+_NAMES = {
+    "..engine.errors": ["ConfigError", "InvalidRequestError", "ModelError", "TruerollError", "UnknownRequestError"],
+    "..engine.models.loader": ["resolve_model"],
+    "..engine.request": ["Distribution", "SampleOutput", "SamplingParams", "WeightSpan", "derive_seed"],
+    ".client": ["AsyncRolloutClient", "Group", "RolloutClient"],
+    ".errors": [
+        "DeadlineError",
+        "ForbiddenError",
+        "IdConflictError",
+        "IllegalStateError",
+        "MessageTooLargeError",
+        "ProtocolError",
+        "PushError",
+        "QueueFullError",
+        "RequestAbortedError",
+        "UnavailableError",
+        "UnreadError",
+        "VersionGapError",
+        "WorkerFailedError",
+        "WorkerLostError",
+    ],
+    ".launch": ["WorkerProcess", "launch_worker"],
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncRolloutClient",
+    "ConfigError",
+    "DeadlineError",
+    "Distribution",
+    "ForbiddenError",
     "Group",
+    "IdConflictError",
+    "IllegalStateError",
+    "InvalidRequestError",
+    "MessageTooLargeError",
+    "ModelError",
+    "ProtocolError",
+    "PushError",
+    "QueueFullError",
+    "RequestAbortedError",
     "RolloutClient",
     "SampleOutput",
     "SamplingParams",
+    "TruerollError",
+    "UnavailableError",
+    "UnknownRequestError",
+    "UnreadError",
+    "VersionGapError",
+    "WeightSpan",
+    "WorkerFailedError",
+    "WorkerLostError",
     "WorkerProcess",
+    "derive_seed",
     "launch_worker",
+    "resolve_model",
 ]
 
 
@@ -35,3 +112,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

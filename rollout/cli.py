@@ -53,7 +53,7 @@ Backend = Annotated[
 Threads = Annotated[int | None, typer.Option(help="CPU threads; results do not depend on it. Default: torch's choice.")]
 
 
-ServerPublicKey = Annotated[str | None, typer.Option(help="Of a worker with named clients.")]
+ServerPublicKey = Annotated[str | None, typer.Option(help="Of a worker with named clients: the key, or its .key file.")]
 ClientKeyFile = Annotated[str | None, typer.Option(help="The .key_secret file that such a worker knows you by.")]
 
 

@@ -40,6 +40,7 @@ from . import protocol
 from .connection import Connection, Inbox
 from .continuation import continuation, goes_on, joined
 from .errors import IdConflictError, MessageTooLargeError, RequestAbortedError, UnreadError, WorkerLostError
+from .keys import Key
 from .loop_thread import LoopThread
 
 T = TypeVar("T")
@@ -77,18 +78,18 @@ class AsyncRolloutClient:
 
     It connects at the first call. `timeout`: after this many seconds without any sign of life from the worker, waiting
     calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
-    `server_public_key` and `client_key_file` go together: the key of a worker with named clients, and the file
-    (`.key_secret` of `zmq.auth.create_certificates`) with the keys of this one.
+    `server_public_key` and `client_key` go together: the public key of a worker with named clients, and the secret key
+    of this one; each in Z85, or the file of `zmq.auth.create_certificates` with it (`.key`, `.key_secret`).
     """
 
     def __init__(
         self,
         address: str,
         timeout: float = 30.0,
-        server_public_key: str | None = None,
-        client_key_file: str | None = None,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
     ) -> None:
-        self._connection = Connection(address, timeout, server_public_key, client_key_file)
+        self._connection = Connection(address, timeout, server_public_key, client_key)
         self._open: set[str] = set()
 
     @overload
@@ -398,10 +399,10 @@ class RolloutClient:
         self,
         address: str,
         timeout: float = 30.0,
-        server_public_key: str | None = None,
-        client_key_file: str | None = None,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
     ) -> None:
-        self._client = AsyncRolloutClient(address, timeout, server_public_key, client_key_file)
+        self._client = AsyncRolloutClient(address, timeout, server_public_key, client_key)
         self._thread = LoopThread("rollout-client")
         self._abandon = weakref.finalize(self, _abandon, self._thread, self._client)
 

@@ -113,7 +113,7 @@ def check_address(address: str, has_keys: bool) -> None:
     if not has_keys and not _is_loopback(host):
         raise ConfigError(
             f"address: expected a loopback IP such as 127.0.0.1, found {address!r}; any other address needs keys "
-            "(curve_secret_key_file and clients_file for the worker, server_public_key and client_key_file for the "
+            "(curve_secret_key_file and clients_file for the worker, server_public_key and client_key for the "
             "client)"
         )
 

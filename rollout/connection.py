@@ -29,7 +29,7 @@ from ..engine.errors import ConfigError, TruerollError
 from . import protocol
 from .config import check_address
 from .errors import ForbiddenError, MessageTooLargeError, WorkerLostError, error_from_code
-from .keys import client_keys, use_curve
+from .keys import Key, client_keys, use_curve
 from .loop_thread import wrong_process
 
 Reply: TypeAlias = protocol.FromWorker | TruerollError
@@ -57,13 +57,11 @@ class Connection:
     worker.
     """
 
-    def __init__(
-        self, address: str, timeout: float, server_public_key: str | None, client_key_file: str | None
-    ) -> None:
+    def __init__(self, address: str, timeout: float, server_public_key: Key | None, client_key: Key | None) -> None:
         check_address(address, has_keys=server_public_key is not None)
         self._address = address
         self._timeout = timeout
-        self._keys = client_keys(address, server_public_key, client_key_file)
+        self._keys = client_keys(address, server_public_key, client_key)
         self._calls: dict[str, _Call] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._worker: protocol.Health | None = None

@@ -28,6 +28,8 @@ from .config import WorkerConfig
 
 Role: TypeAlias = Literal["generate", "control"]
 """`generate`: samples and scores, aborts of one's own requests, health and stats. `control`: everything."""
+Key: TypeAlias = str | bytes | Path
+"""A CURVE key in Z85, or the file of `zmq.auth.create_certificates` that holds it."""
 KEY_CHARS = 40
 _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -73,17 +75,16 @@ def server_keys(config: WorkerConfig) -> ServerKeys | None:
     return None
 
 
-def client_keys(address: str, server_public_key: str | None, client_key_file: str | None) -> ClientKeys | None:
+def client_keys(address: str, server_public_key: Key | None, client_key: Key | None) -> ClientKeys | None:
     """The keys for a worker at `address`; None: it needs none. Raise ConfigError if they cannot be read or made."""
-    if (server_public_key is None) != (client_key_file is None):
-        found = "server_public_key" if client_key_file is None else "client_key_file"
+    if (server_public_key is None) != (client_key is None):
+        found = "server_public_key" if client_key is None else "client_key"
         raise ConfigError(
-            f"keys: expected server_public_key and client_key_file together, or neither, found only {found}; give "
-            "both: the worker knows its clients by their keys (clients_file)"
+            f"keys: expected server_public_key and client_key together, or neither, found only {found}; give both: the "
+            "worker knows its clients by their keys (clients_file)"
         )
-    if server_public_key is not None and client_key_file is not None:
-        _check_key("server_public_key", server_public_key)
-        return ClientKeys(server_public_key.encode(), *_read_certificate("client_key_file", client_key_file))
+    if server_public_key is not None and client_key is not None:
+        return ClientKeys(_public_key(server_public_key), *_key_pair(client_key))
     if address.startswith("tcp://"):
         own = _OwnKeys.load()
         return ClientKeys(own.server_public.encode(), own.client_public.encode(), own.client_secret.encode())
@@ -138,6 +139,40 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
     role, user, key = words
     _check_key(where, key)
     return key, Client(user, role)  # type: ignore[arg-type]
+
+
+def _public_key(given: Key) -> bytes:
+    what = "server_public_key"
+    key = _key_or_file(what, given)
+    if isinstance(key, bytes):
+        return key
+    try:
+        public = zmq.auth.load_certificate(key)[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: expected a file with a public key, found {key}: {error}; correct it") from None
+    _check_key(f"{what}: {key}", public.decode(errors="replace"))
+    return public
+
+
+def _key_pair(given: Key) -> tuple[bytes, bytes]:
+    """The public and the secret key of a client."""
+    key = _key_or_file("client_key", given)
+    return (zmq.curve_public(key), key) if isinstance(key, bytes) else _read_certificate("client_key", str(key))
+
+
+def _key_or_file(what: str, given: Key) -> bytes | Path:
+    """The key itself, or the file that has it. No error shows what may be a secret."""
+    if isinstance(given, Path):
+        return given
+    text = given.decode(errors="replace") if isinstance(given, bytes) else given
+    if _is_key(text):
+        return text.encode()
+    if isinstance(given, str) and os.path.exists(given):
+        return Path(given)
+    raise ConfigError(
+        f"{what}: expected the {KEY_CHARS} Z85 characters of a CURVE key, or a file of zmq.auth.create_certificates, "
+        f"found {len(text)} characters that are neither; correct it"
+    )
 
 
 def _is_key(key: str) -> bool:

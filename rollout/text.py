@@ -22,6 +22,7 @@ import psutil
 from ..engine.errors import ConfigError, ModelError
 from ..engine.request import SamplingParams, brief
 from .client import Group, RolloutClient
+from .keys import Key
 from .launch import launch_worker
 
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
@@ -131,12 +132,12 @@ def print_completions(
     params: SamplingParams,
     chat: bool,
     tokenizer: str | None,
-    keys: tuple[str | None, str | None] = (None, None),
+    keys: tuple[Key | None, Key | None] = (None, None),
 ) -> None:
     """Completes prompts with the worker at an address, or with one started for a model, and prints all samples.
 
     `tokenizer`: the model whose tokenizer is used; None: the one that is served, where this process or this machine
-    serves it. `keys`: `server_public_key` and `client_key_file` of `RolloutClient`. Raise ConfigError if `tokenizer`
+    serves it. `keys`: `server_public_key` and `client_key` of `RolloutClient`. Raise ConfigError if `tokenizer`
     has to be given: nothing is looked up anywhere because a worker names it.
     """
     address = model_or_address

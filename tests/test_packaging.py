@@ -6,6 +6,7 @@ Everything is imported from the wheel, far away from the repository. Without a C
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ try:
 except ValueError as error:
     print(error)
 """
+# What `import trueroll` imports.
+ROOT_PACKAGE = "rollout.trueroll.__init__"
 # The tests of `make test-trl` import these.
 NEEDS_TRL = "rollout.integrations.trl."
 BUILD_ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -93,9 +96,23 @@ def native_libraries(wheel: Path) -> list[str]:
 
 def test_every_module_is_imported_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
     names = [name for name in read_sources() if not name.startswith(NEEDS_TRL)]
-    modules = ["trueroll." + name.removesuffix(".__init__") for name in names]
+    modules = ["trueroll." + name.removesuffix(".__init__") for name in names if name != ROOT_PACKAGE] + ["trueroll"]
     assert "trueroll.kernels.cpu.backend" in modules, "the module that loads the native library"
     run_unpacked(wheel, tmp_path, IMPORT_ALL, *modules)
+
+
+def test_the_package_says_its_version_and_its_names(wheel: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+sys.path += sys.argv[1:]
+import trueroll, trueroll.rollout, trueroll.weight_sync
+names = dir(trueroll.rollout)
+print(trueroll.__version__, names == trueroll.rollout.__all__, "PushResult" in dir(trueroll.weight_sync))
+print({"torch", "transformers"} & sys.modules.keys(), [getattr(trueroll.rollout, name) for name in names])
+"""
+    version, *_ = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    first, second = run_unpacked(wheel, tmp_path, code).splitlines()
+    assert first == f"{version} True True" and second.startswith("set() [") and "None" not in second
 
 
 def test_the_wheel_is_native_typed_and_licensed(wheel: Path) -> None:

@@ -36,7 +36,7 @@ from .shared import SharedSlots
 from .tensors import dtype_named, host_chunks, raw_bytes
 from .trainer import WORD_BYTES, Tensors, TrainerTensors
 from .transaction import PushSettings, Transaction
-from .workers import WorkerFailure, Workers, new_id
+from .workers import Key, WorkerFailure, Workers, new_id
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
@@ -78,7 +78,7 @@ class WeightPublisher:
     they go on under the new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with
     what they have (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a
     push that fails then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and
-    infinities. `server_public_key`, `client_key_file`: see `RolloutClient`; the client's role must be control.
+    infinities. `server_public_key`, `client_key`: see `RolloutClient`; the client's role must be control.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class WeightPublisher:
         in_place: bool = False,
         reject_nonfinite: bool = False,
         drain_timeout: float = 600.0,
-        server_public_key: str | None = None,
-        client_key_file: str | None = None,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
     ) -> None:
         _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
         _check(
@@ -114,7 +114,7 @@ class WeightPublisher:
         self._folder = None if folder is None else Path(folder)
         self._host = host or DEFAULT_HOST
         self._is_sparse = sparse
-        self._keys = server_public_key, client_key_file
+        self._keys = server_public_key, client_key
         self._workers: Workers | None = None
         self._buffers: list[torch.Tensor] = []
         self._base: Base | None = None

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from ..rollout import protocol
-from ..rollout.client import AsyncRolloutClient
+from ..rollout.client import AsyncRolloutClient, Key
 from ..rollout.errors import ConfigError, DeadlineError, TruerollError
 from ..rollout.loop_thread import LoopThread
 
@@ -30,11 +30,11 @@ class WorkerFailure(Exception):
 
 
 class Workers:
-    """The workers at `addresses`; a position is an index into them. `keys`: `server_public_key` and `client_key_file`
+    """The workers at `addresses`; a position is an index into them. `keys`: `server_public_key` and `client_key`
     of `RolloutClient`.
     """
 
-    def __init__(self, addresses: Sequence[str], timeout: float, keys: tuple[str | None, str | None]) -> None:
+    def __init__(self, addresses: Sequence[str], timeout: float, keys: tuple[Key | None, Key | None]) -> None:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ConfigError(f"addresses: expected a list of strings, found {addresses!r:.80}; give a list")
         if len(set(addresses)) != len(addresses):

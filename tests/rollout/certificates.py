@@ -22,7 +22,7 @@ class Certificates:
     def client(self, name: str) -> dict[str, str]:
         """The arguments that let a client in as `name`."""
         public, _ = zmq.auth.load_certificate(self.folder / "worker.key")
-        return {"server_public_key": public.decode(), "client_key_file": str(self.folder / f"{name}.key_secret")}
+        return {"server_public_key": public.decode(), "client_key": str(self.folder / f"{name}.key_secret")}
 
     def raw(self, name: str, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
         """A connection of `name` that sends whatever it is given."""

@@ -631,7 +631,7 @@ def test_a_result_asked_for_by_id_is_not_computed_again(worker: WorkerOnThread, 
 @pytest.mark.parametrize("key", ["short", "~" * 40])
 def test_a_server_key_that_is_none_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="server_public_key: expected the 40 Z85 characters"):
-        RolloutClient("tcp://127.0.0.1:9", server_public_key=key, client_key_file="unread")
+        RolloutClient("tcp://127.0.0.1:9", server_public_key=key, client_key="unread")
 
 
 @pytest.mark.parametrize("module", ["client", "protocol", "launch"])

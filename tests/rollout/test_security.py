@@ -41,7 +41,7 @@ from trueroll.rollout.errors import (
     WorkerLostError,
 )
 from trueroll.rollout.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
-from trueroll.rollout.keys import Client, read_clients, server_keys
+from trueroll.rollout.keys import Client, client_keys, read_clients, server_keys
 from trueroll.rollout.outboxes import Outboxes
 from trueroll.rollout.worker import MOST_CALLERS, Worker
 from trueroll.weight_sync import WeightPublisher
@@ -445,13 +445,35 @@ def test_keys_come_in_pairs(certificates: Certificates) -> None:
         settings = {key: value for key, value in certificates.settings.items() if key != name}
         with pytest.raises(ConfigError, match="together"):
             WorkerConfig(**settings)
-    for name in ("server_public_key", "client_key_file"):
+    for name in ("server_public_key", "client_key"):
         arguments = {key: value for key, value in certificates.client("alice").items() if key != name}
         with pytest.raises(ConfigError, match="together"):
             RolloutClient("tcp://127.0.0.1:1", **arguments)
-    Path(certificates.client("alice")["client_key_file"]).chmod(0o640)
-    with pytest.raises(ConfigError, match="client_key_file: .* nobody else can read.* chmod 600"):
+    Path(certificates.client("alice")["client_key"]).chmod(0o640)
+    with pytest.raises(ConfigError, match="client_key: .* nobody else can read.* chmod 600"):
         RolloutClient("tcp://127.0.0.1:1", **certificates.client("alice"))
+
+
+def test_a_key_is_given_as_text_as_bytes_or_as_a_file(certificates: Certificates, tmp_path: Path) -> None:
+    given = certificates.client("alice")
+    public, file = given["server_public_key"], Path(given["client_key"])
+    secret = zmq.auth.load_certificate(file)[1]
+    assert secret is not None
+    expected = client_keys("tcp://127.0.0.1:1", public, file)
+    (tmp_path / "worker.key").write_text(f'metadata\ncurve\n    public-key = "{public}"\n')
+    for key in (public, public.encode(), tmp_path / "worker.key", str(tmp_path / "worker.key")):
+        for own in (secret.decode(), secret, file, str(file)):
+            assert client_keys("tcp://127.0.0.1:1", key, own) == expected
+
+
+@pytest.mark.parametrize("cut", [0, 39])
+def test_no_error_shows_a_secret_key(certificates: Certificates, cut: int) -> None:
+    given = certificates.client("alice")
+    _, secret = zmq.auth.load_certificate(given["client_key"])
+    assert secret is not None
+    with pytest.raises(ConfigError, match=f"^client_key: expected the 40 Z85.*found {80 - cut} characters") as caught:
+        client_keys("tcp://127.0.0.1:1", given["server_public_key"], (2 * secret.decode())[cut:])
+    assert secret.decode()[-20:] not in str(caught.value)
 
 
 def test_the_default_socket_needs_no_keys() -> None:
