@@ -191,11 +191,10 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        seed=seed,
         stop=tuple(stop),
     )
     keys = server_public_key, client_key_file
-    print_completions(model_or_address, prompt, params, chat, tokenizer, keys)
+    print_completions(model_or_address, prompt, params, seed, chat, tokenizer, keys)
 
 
 @app.command()

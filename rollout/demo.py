@@ -116,9 +116,9 @@ def _start_worker(console: Console, title: str, model: str, **settings: Any) -> 
 
 def _generate_groups(console: Console, client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Group]:
     console.print(f"Generating {sizes.samples} samples of up to {sizes.max_tokens} tokens for each prompt ...")
-    params = SamplingParams(n=sizes.samples, temperature=0.8, top_p=0.95, max_tokens=sizes.max_tokens, seed=7)
+    params = SamplingParams(n=sizes.samples, temperature=0.8, top_p=0.95, max_tokens=sizes.max_tokens)
     start = time.perf_counter()
-    groups = client.generate(prompts, params, progress=console.is_interactive)
+    groups = client.generate(prompts, params, seed=7, progress=console.is_interactive)
     seconds = time.perf_counter() - start
     engine = client.stats().engine
     num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
@@ -210,7 +210,7 @@ def _greedy(
 
 
 def _greedy_params(sizes: Sizes, salt: str | None = None) -> SamplingParams:
-    return SamplingParams(temperature=0.0, seed=0, max_tokens=sizes.greedy_tokens, ignore_eos=True, cache_salt=salt)
+    return SamplingParams(temperature=0.0, max_tokens=sizes.greedy_tokens, ignore_eos=True, cache_salt=salt)
 
 
 def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -130,16 +131,19 @@ def print_completions(
     model_or_address: str,
     prompts: Sequence[str],
     params: SamplingParams,
+    seed: int | None,
     chat: bool,
     tokenizer: str | None,
     keys: tuple[Key | None, Key | None] = (None, None),
 ) -> None:
     """Completes prompts with the worker at an address, or with one started for a model, and prints all samples.
 
-    `tokenizer`: the model whose tokenizer is used; None: the one that is served, where this process or this machine
-    serves it. `keys`: `server_public_key` and `client_key` of `RolloutClient`. Raise ConfigError if `tokenizer`
-    has to be given: nothing is looked up anywhere because a worker names it.
+    `seed`: of all prompts, see `RolloutClient.generate`; None: a new one. `tokenizer`: the model whose tokenizer is
+    used; None: the one that is served, where this process or this machine serves it. `keys`: `server_public_key` and
+    `client_key` of `RolloutClient`. Raise ConfigError if `tokenizer` has to be given: nothing is looked up anywhere
+    because a worker names it.
     """
+    seed = secrets.randbits(63) if seed is None else seed
     address = model_or_address
     if tokenizer is None and address.startswith("tcp://"):
         raise ConfigError(
@@ -153,9 +157,9 @@ def print_completions(
         client = stack.enter_context(RolloutClient(address, 30.0, *keys))
         text = TextModel(tokenizer or _served_model(client))
         token_ids = [text.encode_chat(prompt) if chat else text.encode(prompt) for prompt in prompts]
-        groups = client.generate(token_ids, params, progress=sys.stderr.isatty())
+        groups = client.generate(token_ids, params, seed=seed, progress=sys.stderr.isatty())
     for prompt, group in zip(prompts, groups, strict=True):
-        _print_group(text, prompt, group)
+        _print_group(text, f"{prompt} (seed {seed})", group)
 
 
 def _served_model(client: RolloutClient) -> str:
@@ -177,8 +181,8 @@ def _served_model(client: RolloutClient) -> str:
     return model
 
 
-def _print_group(text: TextModel, prompt: str, group: Group) -> None:
-    print(f"=== {prompt} (seed {group.params.seed})")
+def _print_group(text: TextModel, title: str, group: Group) -> None:
+    print(f"=== {title}")
     for sample in group.samples:
         print(f"--- sample {sample.index}: {len(sample.token_ids)} tokens, finish reason {sample.finish_reason}")
         print(text.decode(sample.token_ids))

@@ -98,7 +98,7 @@ class Piece:
 
     key: Key
     start: int
-    token_ids: np.ndarray
+    token_ids: list[int]
     logprobs: np.ndarray
 
 
@@ -230,7 +230,7 @@ def _with_params(request: GenerateRequest, **update: int) -> GenerateRequest:
 def _score_request(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
     params = subject.params
     distribution = Distribution(**{name: getattr(params, name) for name in Distribution.model_fields})
-    token_ids = np.concatenate([subject.prompt_token_ids, _tokens(sample)])
+    token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
     return ScoreRequest(f"{subject.id}/{sample.index}", token_ids, distribution)
 
 
@@ -268,14 +268,10 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
             request_id, index = output.request_id.rsplit("/", 1)
             expected = baseline[request_id, int(index)]
             logprobs = output.logprobs[-len(expected.token_ids) :]
-            yield Piece((request_id, int(index)), 0, _tokens(expected), logprobs)
+            yield Piece((request_id, int(index)), 0, expected.token_ids, logprobs)
         elif (output.request_id, output.index) in baseline:
             assert output.logprobs is not None
-            yield Piece((output.request_id, output.index), start, _tokens(output), output.logprobs)
-
-
-def _tokens(sample: SampleOutput) -> np.ndarray:
-    return np.array(sample.token_ids, np.int32)
+            yield Piece((output.request_id, output.index), start, output.token_ids, output.logprobs)
 
 
 def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: list[Premise]) -> CellResult:
@@ -295,7 +291,7 @@ def count_differences(piece: Piece, expected: SampleOutput) -> int:
     assert expected.logprobs is not None
     logprobs = expected.logprobs[piece.start :]
     both = min(len(tokens), len(piece.token_ids))
-    differs = piece.token_ids[:both] != tokens[:both]
+    differs = np.not_equal(piece.token_ids[:both], tokens[:both])
     differs |= piece.logprobs[:both].view(np.int32) != logprobs[:both].view(np.int32)
     return int(differs.sum()) + abs(len(tokens) - len(piece.token_ids))
 

@@ -189,6 +189,7 @@ def test_the_end_of_a_sample(tiny_llama: Path) -> None:
     stopped = run(engine, [generate("r", prompt, max_tokens=40, stop_token_ids=[stop])])["r", 0]
     assert stopped.finish_reason == "stop" and free.finish_reason == "length"
     assert stopped.token_ids == free.token_ids[: first + 1]
+    assert (free.stop_reason, stopped.stop_reason) == (None, stop)
     eos = engine.info.eos_token_ids[0]
     assert eos not in free.token_ids[:3]
 
@@ -201,7 +202,7 @@ def test_the_model_ends_a_sample_unless_told_to_ignore_it(tmp_path: Path) -> Non
     engine = make_engine(make_tiny_model("llama", tmp_path / "model", eos_token_id=[2, eos]))
     end = probe.token_ids.index(eos) + 1
     ended = run(engine, [generate("r", tokens(20), ignore_eos=False)])["r", 0]
-    assert ended.finish_reason == "stop" and ended.token_ids == probe.token_ids[:end]
+    assert ended.finish_reason == "stop" and ended.token_ids == probe.token_ids[:end] and ended.stop_reason == eos
     assert run(engine, [generate("r", tokens(20))])["r", 0].finish_reason == "length"
     late = run(engine, [generate("r", tokens(20), ignore_eos=False, min_tokens=8)])["r", 0]
     assert len(late.token_ids) > 8 and not {2, eos} & set(late.token_ids[:8])
@@ -217,6 +218,7 @@ def test_stop_strings(tiny_llama: Path) -> None:
     text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[at : at + 1])[:-1]
     stopped = run(engine, [generate("r", prompt, max_tokens=30, stop=["never in the text", text])])["r", 0]
     assert stopped.finish_reason == "stop" and stopped.token_ids == free.token_ids[: at + 1]
+    assert stopped.stop_reason == text
     late = run(engine, [generate("r", prompt, max_tokens=30, stop=[text], min_tokens=20)])["r", 0]
     assert len(late.token_ids) == 30
 

@@ -152,7 +152,7 @@ class Entered:
 
 
 def complete(address: str, tokenizer: str | None = None) -> None:
-    print_completions(address, ["hi"], SamplingParams(), chat=False, tokenizer=tokenizer)
+    print_completions(address, ["hi"], SamplingParams(), seed=None, chat=False, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("served", ["org/name", "hf://org/name", "/gone/model", "", None, 5, "x\0", "\x1b[2J"])
