@@ -102,6 +102,8 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         errors: Literal["raise"] = "raise",
         progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[Group]: ...
 
     @overload
@@ -114,6 +116,8 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         errors: Literal["return"],
         progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[Group | TruerollError]: ...
 
     async def generate(
@@ -125,6 +129,8 @@ class AsyncRolloutClient:
         request_ids: Sequence[str] | None = None,
         errors: Literal["raise", "return"] = "raise",
         progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[Group] | list[Group | TruerollError]:
         """Samples of every prompt, one Group each, in order.
 
@@ -135,9 +141,12 @@ class AsyncRolloutClient:
         the prompt give it: asking again with the same id and content, of any worker with the same weights, gives the
         same samples, also after a crash of either side. While the first asking is unfinished, or its end was lost,
         nothing is computed twice. `errors`: `return` puts the error of a prompt that failed in its group's place, and
-        lets the others finish. `progress` shows a bar on a terminal.
+        lets the others finish. `progress` shows a bar on a terminal. `min_weight_version`: begin with no older weights;
+        a worker that serves older ones, as after a restart, raises StaleWeightsError or, with `wait_for_weights`,
+        begins once a push has brought them.
         """
-        made = _generate_messages(prompts, params, seed, request_ids, errors)
+        demand = min_weight_version, wait_for_weights
+        made = _generate_messages(prompts, params, seed, request_ids, errors, demand)
         total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
         with _progress_bar(progress, total) as advance:
             return await self._groups(made, errors, advance)
@@ -162,9 +171,12 @@ class AsyncRolloutClient:
         *,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
         """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
-        requests = dict(enumerate(_generate_messages(prompts, params, seed, request_ids)))
+        demand = min_weight_version, wait_for_weights
+        requests = dict(enumerate(_generate_messages(prompts, params, seed, request_ids, "raise", demand)))
         async with aclosing(self._exchange(requests, "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Sample):
@@ -207,6 +219,9 @@ class AsyncRolloutClient:
         top_p: float = 1.0,
         min_p: float = 0.0,
         cache_salt: str | None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[np.ndarray]:
         """Log-probs of given tokens under a distribution: for each sequence float32 [num_tokens - 1].
 
@@ -215,6 +230,7 @@ class AsyncRolloutClient:
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, caller=_new_id())
+        fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         arrays = [
             protocol.tokens_to_bytes(tokens, f"sequences[{i}]")
             for i, tokens in enumerate(_listed(sequences, "sequences"))
@@ -416,6 +432,8 @@ class RolloutClient:
         request_ids: Sequence[str] | None = None,
         errors: Literal["raise"] = "raise",
         progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[Group]: ...
 
     @overload
@@ -428,6 +446,8 @@ class RolloutClient:
         request_ids: Sequence[str] | None = None,
         errors: Literal["return"],
         progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[Group | TruerollError]: ...
 
     def generate(
@@ -439,9 +459,12 @@ class RolloutClient:
         request_ids: Sequence[str] | None = None,
         errors: Any = "raise",
         progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> Any:
         """See `AsyncRolloutClient.generate`."""
         fields: dict[str, Any] = dict(seed=seed, request_ids=request_ids, errors=errors, progress=progress)
+        fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         return self._wait(self._client.generate(prompts, params, **fields))
 
     def stream(
@@ -451,9 +474,12 @@ class RolloutClient:
         *,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> Iterator[tuple[int, SampleOutput]]:
         """See `AsyncRolloutClient.stream`."""
-        samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids)
+        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids, **demand)
         try:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
@@ -469,9 +495,13 @@ class RolloutClient:
         top_p: float = 1.0,
         min_p: float = 0.0,
         cache_salt: str | None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[np.ndarray]:
         """See `AsyncRolloutClient.score`."""
-        return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt))
+        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt, **demand))
 
     def continue_samples(
         self, prompts: Prompts, samples: Sequence[SampleOutput], params: ParamsArg = None
@@ -563,19 +593,28 @@ async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tupl
 
 
 def _generate_messages(
-    prompts: Prompts, params: ParamsArg, seed: int | None, ids: Sequence[str] | None, errors: str = "raise"
+    prompts: Prompts,
+    params: ParamsArg,
+    seed: int | None,
+    ids: Sequence[str] | None,
+    errors: str,
+    demand: tuple[int | None, bool],
 ) -> list[Any]:
-    """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message."""
+    """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message.
+
+    `demand`: `min_weight_version` and `wait_for_weights`.
+    """
     if errors not in ("raise", "return"):
         raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
     given = _listed(prompts, "prompts")
-    count, caller, made = len(given), _new_id(), []
+    count, made = len(given), []
+    fields = dict(caller=_new_id(), min_weight_version=demand[0], wait_for_weights=demand[1])
     all_params = _seeded(_one_each(SamplingParams() if params is None else params, count), params, seed)
     all_ids = [_new_id() for _ in given] if ids is None else _checked_ids(ids, count)
     for i, (tokens, id, own) in enumerate(zip(given, all_ids, all_params, strict=True)):
         try:
             array = protocol.tokens_to_bytes(tokens, f"prompts[{i}]")
-            made.append(_message(protocol.Generate, id=id, prompt_token_ids=array, params=own, caller=caller))
+            made.append(_message(protocol.Generate, id=id, prompt_token_ids=array, params=own, **fields))
         except InvalidRequestError as error:
             if errors == "raise":
                 raise

@@ -64,8 +64,8 @@ class Host(Protocol):
         ...
 
     @property
-    def num_begun(self) -> int:
-        """Of those, how many the engine may have computed something for."""
+    def instance(self) -> str:
+        """Random for each process."""
         ...
 
     def weight_version(self) -> int: ...
@@ -263,6 +263,7 @@ class Control:
             weight_version=self._host.weight_version(),
             push_id=self._served_push,
             gpu=self._gpu,
+            instance=self._host.instance,
         )
 
     def _reply_status(self, id: str) -> None:
@@ -273,7 +274,7 @@ class Control:
 
     def _begin(self, operation: _Operation) -> None:
         if operation.in_flight == "drain" and self.lifecycle.standing.is_held:
-            if count := self._host.num_begun:
+            if count := self._host.num_unfinished:
                 raise IllegalStateError(
                     f"{operation.call.type}: cannot drain in state {self.lifecycle.state}, found {count} unfinished "
                     "requests that nothing computes; resume first, or choose in_flight recompute or abort if it is not "
@@ -397,6 +398,7 @@ class Control:
             raise PushError(
                 f"dtype: expected {self._weights.dtype}, as this worker serves, found {call.dtype!r:.80}; push in that"
             )
+        self._check_version(call)
         self._check_abandoned()
         if call.base is None:
             return
@@ -406,6 +408,16 @@ class Control:
             raise VersionGapError(
                 f"begin_push: expected changes to the push that is served ({self._served_push or 'none'}), found "
                 f"changes to {call.base}; push every tensor whole"
+            )
+
+    def _check_version(self, call: protocol.BeginPush) -> None:
+        """Raise PushError for a version that is not later, unless that is asked for, or it replaces what was lost."""
+        served = self._host.weight_version()
+        is_lost_one = self.lifecycle.standing.is_dirty and call.weight_version == served
+        if call.weight_version <= served and not (call.allow_older or is_lost_one):
+            raise PushError(
+                f"begin_push: expected a version later than {served}, which this worker serves, found "
+                f"{call.weight_version}; push a later one, or push with allow_older if samples of both may be confused"
             )
 
     def _check_abandoned(self) -> None:
@@ -469,10 +481,10 @@ class Control:
         def commit(engine: Engine, in_flight: InFlight) -> list[Output]:
             return engine.commit_weights(push.staging, push.begin.weight_version, in_flight)
 
-        if push.begin.weight_version <= (served := self._host.weight_version()):
+        if push.begin.allow_older and push.begin.weight_version <= (served := self._host.weight_version()):
             log.warning(
-                "push %s: version %d takes the place of version %d, though it is not later; whoever compares the "
-                "versions of samples will take some for what they are not",
+                "push %s: version %d takes the place of version %d, though it is not later, as its trainer allowed; "
+                "whoever compares the versions of samples will take some for what they are not",
                 call.push_id,
                 push.begin.weight_version,
                 served,

@@ -66,9 +66,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Add:
-    """Give the engine a request. Answered by its outputs, or by `Refused`."""
+    """Give the engine a request, without the samples that have `ended` before. Answered by its outputs, or by
+    `Refused`.
+    """
 
     request: Request
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -215,9 +218,11 @@ class EngineThread(threading.Thread):
 
     def _apply(self, engine: Engine, command: Add | End | Run) -> None:
         match command:
-            case Add(request):
+            case Add(request, ended):
                 try:
                     engine.add(request)
+                    for index in ended:
+                        engine.abort(request.id, index)
                 except TruerollError as error:
                     self._publish(Refused(request.id, error))
             case End(request_id, index):

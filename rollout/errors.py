@@ -77,6 +77,12 @@ class PushError(TruerollError):
     code = "push_failed"
 
 
+class StaleWeightsError(TruerollError):
+    """The worker serves older weights than the request demands, as one does that was started anew; push again."""
+
+    code = "stale_weights"
+
+
 class VersionGapError(PushError):
     """A push of changed elements refers to weights that the worker does not serve; push every tensor whole."""
 
@@ -108,6 +114,7 @@ SENT_ERRORS: tuple[type[TruerollError], ...] = (
     WorkerFailedError,
     IllegalStateError,
     DeadlineError,
+    StaleWeightsError,
     PushError,
     VersionGapError,
 )

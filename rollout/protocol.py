@@ -9,7 +9,7 @@ meets a field that is missing, unknown, mistyped or out of its range. Knows no s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import msgpack
 import numpy as np
@@ -67,6 +67,7 @@ def _is_whole_words(data: bytes) -> bytes:
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Count = Annotated[int, Field(ge=0)]
+Version = Annotated[int, Field(ge=0, lt=2**63)]
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
 DtypeName = Annotated[str, Field(max_length=80)]
@@ -78,11 +79,28 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Generate(_Message):
-    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array.
+class _Request(_Message):
+    """`caller`: a name for who asks, the same when the request is sent again for want of its reply. An abort that came
+    before, from somebody else, is no answer to it.
 
-    `num_prior_tokens`: see `GenerateRequest`. `caller`: a name for who asks, the same when the request is sent again
-    for want of its reply. An abort that came before, from somebody else, is no answer to it.
+    `min_weight_version`: begin with no weights older than that; a worker that serves older ones answers with the error
+    `stale_weights` or, if it is to `wait_for_weights`, begins once a push has brought them.
+    """
+
+    min_weight_version: Version | None = None
+    wait_for_weights: bool = False
+    caller: Id | None = None
+
+    @model_validator(mode="after")
+    def _knows_what_it_waits_for(self) -> Self:
+        if self.wait_for_weights and self.min_weight_version is None:
+            raise ValueError("wait_for_weights: expected min_weight_version with it, found none; give both")
+        return self
+
+
+class Generate(_Request):
+    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array. `num_prior_tokens`: see
+    `GenerateRequest`. For the rest see `_Request`.
     """
 
     type: Literal["generate"] = "generate"
@@ -90,18 +108,16 @@ class Generate(_Message):
     prompt_token_ids: Array
     params: SamplingParams
     num_prior_tokens: Count = 0
-    caller: Id | None = None
 
 
-class Score(_Message):
-    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `caller`: see `Generate`."""
+class Score(_Request):
+    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. For the rest see `_Request`."""
 
     type: Literal["score"] = "score"
     id: Id
     token_ids: Array
     distribution: Distribution = Distribution()
     cache_salt: CacheSalt | None = None
-    caller: Id | None = None
 
 
 class Abort(_Message):
@@ -201,9 +217,10 @@ class BeginPush(_Message):
     """Begins a push of weights, and ends one that was under way before.
 
     `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
-    whole. `in_place`: write into the live weights, for want of memory: nothing is generated from now until the commit,
-    and `in_flight` says what becomes of running requests; `drain` takes at most `drain_timeout` seconds. `timeout`:
-    seconds that each other wait of this push may take.
+    whole. `allow_older`: also if the version is not later than the one that is served. `in_place`: write into the live
+    weights, for want of memory: nothing is generated from now until the commit, and `in_flight` says what becomes of
+    running requests; `drain` takes at most `drain_timeout` seconds. `timeout`: seconds that each other wait of this
+    push may take.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -211,12 +228,13 @@ class BeginPush(_Message):
     push_id: PushId
     weight_version: Count
     base: PushId | None = None
+    allow_older: bool = False
     dtype: DtypeName
     source: Source
     in_place: bool = False
     in_flight: InFlight = "recompute"
     drain_timeout: Seconds = 600.0
-    reject_nonfinite: bool = False
+    reject_nonfinite: bool = True
     timeout: Seconds = 60.0
 
 
@@ -328,7 +346,8 @@ class Weights(_Message):
 
     `shapes`: of every parameter, by its Hugging Face name. `tied`: names that are copies of a parameter, and of which;
     `ignored`: further names that may be left out. `push_id`: the push that is served, None for the model's own
-    checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU.
+    checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU. `instance`: see
+    `Health`.
     """
 
     type: Literal["weights"] = "weights"
@@ -340,6 +359,7 @@ class Weights(_Message):
     weight_version: Count
     push_id: PushId | None
     gpu: Gpu | None
+    instance: str
 
 
 class PushStatus(_Message):

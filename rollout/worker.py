@@ -28,7 +28,7 @@ import zmq
 
 from ..engine.config import EngineConfig
 from ..engine.errors import InvalidRequestError, TruerollError, UnknownRequestError
-from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreRequest, check_length, seed_of
+from ..engine.request import GenerateRequest, Output, SampleOutput, ScoreRequest, check_length, seed_of
 from ..weight_sync.policy import PushPolicy
 from . import protocol
 from .calls import Calls
@@ -63,6 +63,7 @@ from .resident import ResidentMemory
 from .router import Peer, Router
 from .timings import Timings
 from .users import salt_of, scoped
+from .waiting_room import Waiting, WaitingRoom, serves, too_old
 
 MOST_CALLS = 1024
 """Calls to control the worker that may be under way, and times that one of them may be asked for."""
@@ -94,7 +95,7 @@ class Worker:
     ) -> None:
         self._config = config
         self._on_ready = on_ready
-        self._instance = secrets.token_hex(8)
+        self.instance = secrets.token_hex(8)
         self._info: dict[str, Any] | None = None
         self._failure: BaseException | None = None
         self._deadline = float("inf")
@@ -104,8 +105,7 @@ class Worker:
         self._aborts = Calls(self._send, config.max_queued_requests)  # of their own, as they are many
         self._interrupted: list[Entry] = []
         self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
-        self._waiting_room: dict[str, Request] = {}
-        self._not_begun: set[str] = set()
+        self._waiting_room = WaitingRoom()
         self._events: queue.SimpleQueue[Event | PushNews] = queue.SimpleQueue()
         self._timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
@@ -233,30 +233,35 @@ class Worker:
         for entry in interrupted:
             entry.num_aborts -= 1
             self._submit_successors(entry)
+        self._waiting_room.look_at_all()
         self._control.handle_ran(event)
 
     def admit_requests(self) -> None:
         """Give the engine the requests that wait, if it is to have them."""
         if self._control.takes_requests:
-            self._not_begun.clear()
-            for key in list(self._waiting_room):
-                self._give_to_engine(key)
+            self._let_in()
+
+    def _let_in(self) -> None:
+        ready, refused = self._waiting_room.take_due(self._version)
+        for waiting in ready.values():
+            self._engine_thread.commands.put(Add(waiting.request, tuple(waiting.ended)))
+        for key, error in refused.items():
+            self._publish_error(key, error)
 
     @property
     def num_unfinished(self) -> int:
         """Of the requests that the engine was given, how many have not ended."""
         return len(self._ledger.open) - len(self._waiting_room)
 
-    @property
-    def num_begun(self) -> int:
-        """Of those, how many it may have computed something for: the others came since it is held."""
-        return self.num_unfinished - len(self._not_begun & self._ledger.open.keys())
-
     def weight_version(self) -> int:
         """Of the weights that the engine had after its last step or command."""
+        assert self._version is not None
+        return self._version
+
+    @property
+    def _version(self) -> int | None:
         snapshot = self._engine_thread.snapshot
-        assert snapshot is not None
-        return snapshot.weight_version
+        return None if snapshot is None else snapshot.weight_version
 
     # Messages from clients.
 
@@ -382,6 +387,9 @@ class Worker:
         if num_samples > config.max_n:
             raise InvalidRequestError(f"n: expected at most max_n = {config.max_n}, found {num_samples}")
         self._check_room(num_samples, num_bytes_of(message))
+        if self._control.takes_requests and (version := self._version) is not None:
+            if not (message.wait_for_weights or serves(message, version)):
+                raise too_old(message, version)
         if self._info is not None:
             check_length(*_length(message), self._info["max_model_len"])
 
@@ -412,12 +420,9 @@ class Worker:
             salted = params.model_copy(update={"cache_salt": salt_of(user, params.cache_salt)})
             tokens = protocol.bytes_to_tokens(message.prompt_token_ids)
             request = GenerateRequest(entry.key, tokens, salted, message.num_prior_tokens)
-        self._waiting_room[entry.key] = request
+        self._waiting_room.add(entry.key, Waiting(request, message))
         self.admit_requests()
         return entry
-
-    def _give_to_engine(self, key: str) -> None:
-        self._engine_thread.commands.put(Add(self._waiting_room.pop(key)))
 
     def _abort(self, call: str, key: str, message: protocol.Abort) -> None:
         if message.caller is not None and self._withdraw(key, message.caller):
@@ -425,12 +430,21 @@ class Worker:
         elif (entry := self._ledger.open.get(key)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
+        elif (waiting := self._waiting_room.get(key)) is not None:
+            self._end_abort(call, message, waiting.abort(message.index))
         else:
             entry.num_aborts += 1
-            if key in self._waiting_room:
-                self._not_begun.add(key)
-                self._give_to_engine(key)
             self._engine_thread.commands.put(End(key, message.index, tag=(call, message, entry)))
+
+    def _end_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
+        """It has ended these; none if there was nothing to end."""
+        self._publish_outputs(outputs)
+        if outputs:
+            self._finish_abort(call, message, len(outputs))
+        else:
+            what = f"request {message.request_id!r}" + ("" if message.index is None else f", sample {message.index}")
+            unknown = f"abort: expected a running request or sample, found none for {what}"
+            self._aborts.refuse(call, UnknownRequestError(unknown))
 
     def _withdraw(self, key: str, caller: str) -> bool:
         """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
@@ -457,7 +471,7 @@ class Worker:
         return protocol.Health(
             id=id,
             state=self._state,
-            instance=self._instance,
+            instance=self.instance,
             seconds_since_progress=None if snapshot is None else time.monotonic() - snapshot.progress_at,
             weight_version=None if snapshot is None else snapshot.weight_version,
             requests=requests,
@@ -518,6 +532,9 @@ class Worker:
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(weights, info["device"])
+        self._waiting_room.look_at_all()
+        if self._control.lifecycle.is_ending:
+            self._empty_waiting_room()
         if self._state == "ready":
             self._on_ready(info)
 
@@ -541,7 +558,7 @@ class Worker:
 
     def _finish(self, entry: Entry) -> None:
         self._ledger.finish(entry.key)
-        self._not_begun.discard(entry.key)
+        self._waiting_room.discard(entry.key)
         self._submit_successors(entry)
 
     def _publish(self, entry: Entry, message: protocol.Sample | protocol.Done | protocol.Scores) -> None:
@@ -553,23 +570,18 @@ class Worker:
 
     def _publish_error(self, key: str, error: TruerollError) -> None:
         entry = self._ledger.fail(key)
-        self._not_begun.discard(key)
+        self._waiting_room.discard(key)
         for identity, caller in entry.subscribers:
             self._reply_error(identity, entry.message.id, error, caller)
         self._submit_successors(entry)
 
     def _publish_end(self, event: Ended) -> None:
-        self._publish_outputs(event.outputs)
         if event.command.tag is None:
-            return  # nobody asked: the worker ends
+            self._publish_outputs(event.outputs)  # nobody asked: the worker ends
+            return
         call, message, entry = event.command.tag
+        self._end_abort(call, message, event.outputs)
         entry.num_aborts -= 1
-        if event.error is not None:
-            what = f"request {message.request_id!r}" + ("" if message.index is None else f", sample {message.index}")
-            unknown = f"abort: expected a running request or sample, found none for {what}"
-            self._aborts.refuse(call, UnknownRequestError(unknown))
-        else:
-            self._finish_abort(call, message, len(event.outputs))
         self._submit_successors(entry)
 
     # Ending.
@@ -588,9 +600,16 @@ class Worker:
 
     def _start_ending(self) -> None:
         self._control.start_ending()
-        for key in list(self._waiting_room):
-            self._give_to_engine(key)
+        if self._info is not None:
+            self._empty_waiting_room()
         self._deadline = time.monotonic() + self._config.drain_seconds
+
+    def _empty_waiting_room(self) -> None:
+        """The engine gets what its weights are new enough for. The rest ends, for the worker takes no more pushes."""
+        self._waiting_room.look_at_all()
+        self._let_in()
+        for waiting in self._waiting_room.take_early():
+            self._publish_outputs(waiting.abort(None))
 
     def _fail_everything(self, error: TruerollError) -> None:
         """Answer every open request and call with an error."""

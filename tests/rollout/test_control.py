@@ -326,14 +326,39 @@ def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
 # Pushes.
 
 
-@pytest.mark.parametrize(("version", "is_told"), [(4, False), (3, True), (1, True)])
-def test_a_version_that_is_not_later_is_told(
-    raw: RawClient, caplog: pytest.LogCaptureFixture, version: int, is_told: bool
+@pytest.mark.parametrize(("version", "is_later"), [(4, True), (3, False), (1, False)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_version_that_is_not_later_is_refused_unless_that_is_allowed(
+    raw: RawClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, version: int, is_later: bool, in_place: bool
 ) -> None:
     assert raw.health()["weight_version"] == 3
+    if not is_later:
+        with HandPush(raw, NEW, version) as refused:
+            error = refused.begin(in_place=in_place)
+        assert error["code"] == "push_failed" and "allow_older" in error["message"]
+        assert f"expected a version later than 3, which this worker serves, found {version};" in error["message"]
+        assert raw.health()["state"] == "ready" and not engine.actions
     with HandPush(raw, NEW, version) as push:
-        assert push.run()["weight_version"] == version
-    assert (f"version {version} takes the place of version 3" in caplog.text) == is_told
+        push.up_to_verify(allow_older=True, in_place=in_place)
+        assert push.commit()["weight_version"] == version
+    assert (f"version {version} takes the place of version 3" in caplog.text) == (not is_later)
+
+
+@pytest.mark.parametrize("lost_by", ["sleep", "push in place"])
+def test_the_version_that_was_lost_may_be_brought_again_and_no_older_one(raw: RawClient, lost_by: str) -> None:
+    if lost_by == "sleep":
+        ask(raw, "sleep", level=2, tags=["weights"])
+        ask(raw, "wake_up")
+    else:
+        with HandPush(raw, NEW, version=4) as broken:
+            broken.begin(in_place=True)
+            broken.abort()
+    assert raw.health()["state"] == "dirty" and raw.health()["weight_version"] == 3
+    with HandPush(raw, NEW, version=2) as older:
+        assert "expected a version later than 3" in older.begin()["message"]
+    with HandPush(raw, NEW, version=3) as again:
+        assert again.run()["weight_version"] == 3
+    assert raw.health()["state"] == "ready"
 
 
 @pytest.mark.parametrize("timeout", [1e-6, 20.0])
