@@ -191,7 +191,8 @@ class Rollouts:
 
     def _push(self) -> None:
         self.client.wake_up(["weights"])
-        self.publisher.push(self.trainer.model, self.trainer.version)
+        # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
+        self.publisher.push(self.trainer.model, self.trainer.version, allow_older=True)
         self.client.wake_up(["kv_cache"])
 
     def _generate(self, step: int) -> list[Group]:

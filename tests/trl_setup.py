@@ -75,8 +75,8 @@ class CheckingPublisher(WeightPublisher):
         self.differing: list[list[str]] = []
         self.embeddings: list[bytes] = []
 
-    def push(self, tensors: Any, version: int) -> Any:
-        result = None if self.skips else super().push(tensors, version)
+    def push(self, tensors: Any, version: int, *, allow_older: bool = False) -> Any:
+        result = None if self.skips else super().push(tensors, version, allow_older=allow_older)
         self.differing.append(self.served.differing(tensors))
         self.embeddings.append(bits(tensors.get_input_embeddings().weight))
         return result

@@ -15,8 +15,11 @@ import torch
 
 from ..rollout.errors import PushError
 from .manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
-from .tensors import INDEX_DTYPE, dtype_named, word_sum
+from .tensors import INDEX_DTYPE, checksum_and_finiteness, dtype_named, word_sum
 from .wanted import Wanted, check_complete, describe_unknown, list_names
+
+FINITE = "finite values, or a push with reject_nonfinite=False", "infinite ones or NaN"
+"""What was expected, and what was found."""
 
 
 class Writable(Protocol):
@@ -109,7 +112,7 @@ class Assembly:
             values = [self._values(piece, content_of(piece, data)) for piece in bucket.pieces]
             finite = torch.stack([each.isfinite().all() for each in values]).tolist()
             for piece, is_finite in zip(bucket.pieces, finite, strict=True):
-                _expect(is_finite, piece, "finite values", "infinite ones or NaN")
+                _expect(is_finite, piece, *FINITE)
 
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
         """Raise PushError unless a checked piece comes in its order, with the right bytes. Writes nothing.
@@ -175,15 +178,15 @@ class Assembly:
         return tally
 
     def _values(self, piece: Piece, data: torch.Tensor) -> torch.Tensor:
-        start = 0 if isinstance(piece, Rows) else piece.count * INDEX_DTYPE.itemsize
-        return data[start:].view(self._dtype)
+        return data[_values_start(piece) :].view(self._dtype)
 
     def _inspect_bytes(self, piece: Piece, expected: int, data: torch.Tensor) -> None:
-        found = checksum(data.numpy())
-        _expect(found == expected, piece, f"checksum {expected:016x}", f"{found:016x}: the bytes are corrupt")
         if self._reject_nonfinite:
-            finite = self._values(piece, data).isfinite().all()
-            _expect(bool(finite), piece, "finite values", "infinite ones or NaN")
+            found, are_finite = checksum_and_finiteness(data, _values_start(piece), self._dtype)
+        else:
+            found, are_finite = checksum(data.numpy()), True
+        _expect(found == expected, piece, f"checksum {expected:016x}", f"{found:016x}: the bytes are corrupt")
+        _expect(are_finite, piece, *FINITE)
 
     def _inspect_elements(self, piece: Elements, tally: _Tally, data: torch.Tensor) -> None:
         arrived = tally.arrived + piece.count
@@ -199,6 +202,10 @@ class Assembly:
 def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:
     """The bytes of a piece in those of its bucket."""
     return data[piece.offset : piece.offset + piece.num_bytes]
+
+
+def _values_start(piece: Piece) -> int:
+    return 0 if isinstance(piece, Rows) else piece.count * INDEX_DTYPE.itemsize
 
 
 def _indices(piece: Elements, data: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+import xxhash
 
 from ..rollout.errors import ConfigError
 
@@ -13,6 +14,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 INDEX_DTYPE = torch.int32
 _CHUNK_ELEMENTS = 2**20
 _BITS = {2: torch.int16, 4: torch.int32}
+_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
+"""Its bits. Those of NaN, the sign left out, are greater, and those of a finite number smaller."""
+_CACHED_BYTES = 2**18
+"""How much is looked at at a time: what a core's cache holds is read thrice for the price of once."""
 _WORD_BYTES = 8
 _CHUNK_WORDS = 2**21
 """How many words are hashed at a time: it takes three times their memory."""
@@ -39,6 +44,21 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def raw_bits(tensor: torch.Tensor) -> np.ndarray:
     """The elements of a contiguous tensor in host memory as integers, a flat view: equal where the bits are."""
     return tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
+
+
+def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
+    """The `checksum` of bytes in host memory, and whether the numbers of `dtype` from byte `start` on have neither
+    infinities nor NaN: in one pass over memory, at a small part of what `isfinite` costs.
+    """
+    values, infinity = raw_bits(data[start:].view(dtype)), _INFINITY[dtype]
+    length, most = _CACHED_BYTES // dtype.itemsize, infinity + 2 ** (8 * dtype.itemsize - 1)
+    hashed, are_finite = xxhash.xxh3_64(data[:start].numpy()), True
+    for first in range(0, len(values), length):
+        part = values[first : first + length]
+        hashed.update(part)
+        # With a sign they are the greatest unsigned numbers, without one the greatest signed ones.
+        are_finite = are_finite and bool(part.max() < infinity and part.view(f"u{dtype.itemsize}").max() < most)
+    return hashed.intdigest(), are_finite
 
 
 def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:

@@ -45,16 +45,26 @@ class PushSettings:
 
 
 class Transaction:
-    """A push of version `version` to `workers`. `seconds`: how long each phase took."""
+    """A push of version `version` to `workers`, also if it is not later than theirs and `allow_older`.
 
-    def __init__(self, workers: Workers, settings: PushSettings, version: int, push_id: str | None = None) -> None:
+    `seconds`: how long each phase took.
+    """
+
+    def __init__(
+        self, workers: Workers, settings: PushSettings, version: int, allow_older: bool, push_id: str | None = None
+    ) -> None:
         self.push_id = push_id or new_id()
         self.version = version
+        self.allow_older = allow_older
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
         self._workers = workers
         self._settings = settings
         self._num_buckets = 0
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers.addresses)
 
     @property
     def total_seconds(self) -> float:
@@ -83,6 +93,7 @@ class Transaction:
             push_id=self.push_id,
             weight_version=self.version,
             base=base,
+            allow_older=self.allow_older,
             dtype=dtype,
             in_place=settings.in_place,
             in_flight=settings.in_flight,

@@ -1,14 +1,15 @@
 """The workers that a publisher pushes to: one client each, all on one event loop on a thread of its own.
 
-Owns: the clients and the thread. Promises: every call ends within its timeout, and the first worker that fails
-ends a call to all of them with an error that names it.
+Owns: the clients, the thread, and who did not answer last. Promises: every call ends within its timeout, and the first
+worker that fails ends a call to all of them with an error that names it, but a greeting, which waits for all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeAlias
 
@@ -18,6 +19,10 @@ from ..rollout.errors import ConfigError, DeadlineError, TruerollError
 from ..rollout.loop_thread import LoopThread
 
 Calls: TypeAlias = protocol.Call | list[protocol.Call]
+ANSWER_SECONDS = 5.0
+"""How long a worker may take to answer a greeting: it does so at once, also while it computes, unless it is stopped."""
+LOST_SECONDS = 1.0
+"""The same for one that did not answer the greeting before."""
 
 
 class WorkerFailure(Exception):
@@ -42,6 +47,23 @@ class Workers:
         self.addresses = tuple(addresses)
         self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
+        self._timeout = timeout
+        self._silent: set[str] = set()
+
+    def at(self, positions: Iterable[int]) -> Workers:
+        """Those at these positions, by the same clients, which end with this one."""
+        chosen, positions = copy.copy(self), tuple(positions)
+        chosen.addresses = tuple(self.addresses[position] for position in positions)
+        chosen._clients = [self._clients[position] for position in positions]
+        return chosen
+
+    def greet(self) -> list[protocol.Weights | TruerollError]:
+        """What each worker wants, or in its place the error: DeadlineError where nothing answers."""
+        replies = self._thread.submit(self._greet()).result()
+        silent = zip(self.addresses, replies, strict=True)
+        self._silent.clear()
+        self._silent.update(address for address, reply in silent if isinstance(reply, DeadlineError))
+        return replies
 
     def ask(self, what: str, calls: Calls, timeout: float) -> Future[list[Any]]:
         """Send each worker its call, or all the same one. The result: all replies, in order; or WorkerFailure as soon
@@ -76,6 +98,14 @@ class Workers:
 
     async def _ask_all(self, call: protocol.Call, timeout: float) -> list[Any]:
         asked = (self._ask(position, call, timeout) for position in range(len(self.addresses)))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _greet(self) -> list[Any]:
+        waits = [LOST_SECONDS if address in self._silent else ANSWER_SECONDS for address in self.addresses]
+        asked = (
+            self._ask(position, protocol.GetWeights(id=new_id()), min(wait, self._timeout))
+            for position, wait in enumerate(waits)
+        )
         return await asyncio.gather(*asked, return_exceptions=True)
 
     async def _ask(self, position: int, call: protocol.Call, timeout: float) -> protocol.FromWorker:

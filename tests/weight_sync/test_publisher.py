@@ -18,13 +18,16 @@ from pushing import ask
 from safetensors.torch import load_file
 from serving import FaultyWorker, RawClient
 
+from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.errors import ConfigError, IllegalStateError, PushError, VersionGapError
+from trueroll.rollout.errors import ConfigError, ForbiddenError, IllegalStateError, PushError, VersionGapError
+from trueroll.rollout.router import Peer
 from trueroll.weight_sync import PushResult, WeightPublisher
 from trueroll.weight_sync import cuda_ipc as cuda_ipc_module
 from trueroll.weight_sync import gpu as gpu_module
 from trueroll.weight_sync import nccl as nccl_module
 from trueroll.weight_sync import publisher as publisher_module
+from trueroll.weight_sync import workers as workers_module
 from trueroll.weight_sync.manifest import MANIFEST_FILE, MODEL_FILE
 from trueroll.weight_sync.tensors import DTYPES
 from trueroll.weight_sync.transaction import Transaction
@@ -202,22 +205,27 @@ def test_tied_and_ignored_tensors_are_left_out(cluster: Cluster) -> None:
         plain = publisher.push(tensors, 1)
         extra = {**tensors, "head.weight": tensors["embed.weight"], "old.bias": torch.ones(3)}
         alike = {**extra, "head.weight": tensors["embed.weight"].clone()}
-        for version, more in enumerate([extra, alike, dict(reversed(alike.items()))], 2):
-            for given in (more, iter(more.items())):
-                result = publisher.push(given, version)
+        for version, more in enumerate([extra, alike, dict(reversed(alike.items()))], 1):
+            for number, given in enumerate((more, iter(more.items()))):
+                result = publisher.push(given, 2 * version + number)
                 assert serves(worker, tensors, result) and result.num_bytes <= plain.num_bytes + 512
 
 
-def test_nonfinite_values_are_refused_where_asked(cluster: Cluster) -> None:
+@pytest.mark.parametrize("way", [*TRANSPORTS, "sparse"])
+def test_nonfinite_values_are_refused_unless_asked_for(cluster: Cluster, way: str) -> None:
     worker = cluster.start()
+    settings: dict[str, Any] = dict(transport="shared", sparse=True) if way == "sparse" else dict(transport=way)
     tensors = trainer_tensors()
-    tensors["a.weight"][20, 3] = float("nan")
-    with cluster.publisher(reject_nonfinite=True) as publisher:
-        with pytest.raises(PushError, match="a.weight: expected finite") as error:
-            publisher.push(tensors, 1)
-        assert worker.address in str(error.value) and "serves version 0" in str(error.value)
-    with cluster.publisher() as publisher:
-        assert serves(worker, tensors, publisher.push(tensors, 2))
+    with cluster.publisher(**settings) as publisher:
+        first = publisher.push(tensors, 1)
+        broken = {name: tensor.clone() for name, tensor in tensors.items()}
+        broken["a.weight"][20, 3] = -float("inf")
+        with pytest.raises(PushError, match="a.weight: expected finite values, or .*reject_nonfinite=False") as error:
+            publisher.push(broken, 2)
+        assert worker.address in str(error.value) and "serves version 1" in str(error.value)
+        assert serves(worker, tensors, first)
+    with cluster.publisher(reject_nonfinite=False, **settings) as publisher:
+        assert serves(worker, broken, publisher.push(broken, 3))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -305,17 +313,209 @@ def test_a_dead_worker_can_be_left_out(cluster: Cluster) -> None:
         assert serves(living, tensors, publisher.push(tensors, 3))
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_a_worker_that_was_restarted_gets_the_next_push(cluster: Cluster, sparse: bool) -> None:
-    old = cluster.start()
-    with cluster.publisher(sparse=sparse) as publisher:
+# Workers that were started anew.
+
+
+@pytest.mark.parametrize(("transport", "sparse"), [("shared", True), ("collective", True), ("disk", False)])
+def test_a_worker_that_was_restarted_gets_the_next_push_whole_and_is_named(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, transport: str, sparse: bool
+) -> None:
+    old, other = cluster.start(), cluster.start()
+    with cluster.publisher(transport, sparse=sparse) as publisher:
         publisher.push(trainer_tensors(1), 1)
+        assert publisher.push(trainer_tensors(1), 2).is_sparse == sparse
         cluster.end(old)
         new = cluster.start(old.address)
         tensors = trainer_tensors(2)
-        result = publisher.push(tensors, 2)
-        assert not result.is_sparse
-        assert serves(new, tensors, result)
+        assert "started anew" not in caplog.text
+        result = publisher.push(tensors, 3)
+        assert not result.is_sparse and serves(new, tensors, result) and serves(other, tensors, result)
+        [told] = [line for line in caplog.messages if "started anew" in line]
+        assert f"worker {new.address} was started anew since the last push, and has served version 0 since" in told
+        assert publisher.push(trainer_tensors(2), 4).is_sparse == sparse
+        assert caplog.text.count("started anew") == 1
+
+
+def test_versions_that_are_not_later_are_refused_unless_allowed(cluster: Cluster) -> None:
+    workers = [cluster.start(), cluster.start()]
+    with cluster.publisher() as publisher:
+        before = trainer_tensors(1)
+        first = publisher.push(before, 7)
+        for version in (7, 3):
+            with pytest.raises(PushError, match=f"expected a version later than 7, .* found {version}; .*allow_older"):
+                publisher.push(trainer_tensors(2), version)
+            assert all(serves(worker, before, first) for worker in workers)
+        result = publisher.push(before, 3, allow_older=True)
+        assert all(serves(worker, before, result) for worker in workers)
+
+
+@pytest.mark.parametrize(("transport", "sparse"), [("shared", False), ("shared", True), ("collective", False)])
+def test_a_restarted_worker_is_restored_and_the_others_notice_nothing(
+    cluster: Cluster, transport: str, sparse: bool
+) -> None:
+    workers = [cluster.start() for _ in range(3)]
+    tensors = trainer_tensors(1)
+    with cluster.publisher(transport, sparse=sparse) as publisher:
+        assert publisher.stale_workers() == [worker.address for worker in workers], "nothing was pushed"
+        first = publisher.push(tensors, 5)
+        assert publisher.stale_workers() == [] and publisher.restore(tensors) is None
+        cluster.end(workers[1])
+        workers[1] = cluster.start(workers[1].address)
+        assert publisher.stale_workers() == [workers[1].address]
+        calls = [worker.calls.copy() for worker in (workers[0], workers[2])]
+        result = publisher.restore(tensors)
+        assert result is not None and result.version == 5 and not result.is_sparse
+        assert serves(workers[1], tensors, result) and publisher.stale_workers() == []
+        for worker, before in zip((workers[0], workers[2]), calls, strict=True):
+            assert set(worker.calls[len(before) :]) == {"weights"} and serves(worker, tensors, first)
+        after = publisher.push(trainer_tensors(2), 6)
+        assert not after.is_sparse and all(serves(worker, trainer_tensors(2), after) for worker in workers)
+        assert publisher.push(trainer_tensors(2), 7).is_sparse == sparse and publisher.stale_workers() == []
+
+
+@pytest.mark.parametrize("version", [0, 5])
+def test_a_dirty_worker_and_version_0_are_restored_too(cluster: Cluster, version: int) -> None:
+    worker, other = cluster.start(), cluster.start()
+    tensors = trainer_tensors(1)
+    with cluster.publisher() as publisher, RawClient(worker.address) as client:
+        publisher.push(tensors, version, allow_older=version == 0)
+        ask(client, "sleep", level=2, tags=["weights"])
+        ask(client, "wake_up")
+        cluster.end(other)
+        other = cluster.start(other.address)
+        assert publisher.stale_workers() == [worker.address, other.address]
+        result = publisher.restore(iter(tensors.items()))
+        assert result is not None and all(serves(each, tensors, result) for each in (worker, other))
+
+
+def test_restoring_needs_a_push_before_and_no_folder(cluster: Cluster) -> None:
+    cluster.start()
+    with cluster.publisher() as publisher, pytest.raises(ConfigError, match="restore: expected a push before"):
+        publisher.restore(trainer_tensors())
+    with cluster.publisher("disk") as publisher, pytest.raises(ConfigError, match="call push_folder"):
+        publisher.restore(trainer_tensors())
+
+
+def test_a_folder_goes_to_those_alone_who_do_not_serve_it(cluster: Cluster) -> None:
+    workers = [cluster.start() for _ in range(2)]
+    tensors = trainer_tensors(1)
+    with cluster.publisher("disk") as publisher:
+        first = publisher.push(tensors, 5)
+    [folder] = (cluster.folder / "pushes").iterdir()
+    cluster.end(workers[1])
+    workers[1] = cluster.start(workers[1].address)
+    workers[0].calls.clear()
+    with cluster.publisher("disk") as publisher:  # of a trainer that was started anew, too
+        again = publisher.push_folder(folder)
+        assert again is not None and serves(workers[1], tensors, again) and serves(workers[0], tensors, first)
+        assert "begin_push" not in workers[0].calls
+        assert publisher.stale_workers() == [] and publisher.push_folder(folder) is None
+        publisher.push(trainer_tensors(2), 6)
+        [folder] = (cluster.folder / "pushes").iterdir()
+    with cluster.publisher() as publisher:
+        publisher.push(tensors, 7)
+        with pytest.raises(PushError, match="expected a version later than 7"):
+            publisher.push_folder(folder)
+        back = publisher.push_folder(folder, allow_older=True)
+        assert back is not None and all(serves(worker, trainer_tensors(2), back) for worker in workers)
+
+
+# Workers that are lost.
+
+
+@pytest.fixture
+def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(workers_module, "LOST_SECONDS", 0.2)
+
+
+def test_a_dead_worker_is_noticed_long_before_the_timeout_and_named(cluster: Cluster, brief_waits: None) -> None:
+    dead, living = cluster.start(), cluster.start()
+    tensors = trainer_tensors(1)
+    with cluster.publisher(timeout=3600.0) as publisher:  # which nobody may wait for
+        first = publisher.push(tensors, 1)
+        cluster.end(dead)
+        for _ in range(2):
+            with pytest.raises(PushError, match=rf"worker {dead.address} failed: .*found none.*on_lost='skip'"):
+                publisher.push(trainer_tensors(2), 2)
+        assert serves(living, tensors, first) and publisher.stale_workers() == [dead.address]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lost_workers_are_skipped_and_taken_in_again(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, brief_waits: None, transport: str
+) -> None:
+    dead, *living = (cluster.start() for _ in range(3))
+    with cluster.publisher(transport, timeout=3600.0, on_lost="skip") as publisher:
+        assert publisher.push(trainer_tensors(1), 1).left_out == []
+        cluster.end(dead)
+        for version in (2, 3):
+            tensors = trainer_tensors(version)
+            result = publisher.push(tensors, version)
+            assert result.left_out == [dead.address] and all(serves(worker, tensors, result) for worker in living)
+            assert caplog.text.count(f"worker {dead.address} is left out of the push") == version - 1
+        assert publisher.stale_workers() == [dead.address]
+        back = cluster.start(dead.address)
+        for version in range(4, 2000):  # it answers as soon as the connection stands again
+            result = publisher.push(tensors, version)
+            if not result.left_out:
+                break
+        assert all(serves(worker, tensors, result) for worker in (back, *living))
+
+
+def test_a_worker_that_loads_is_left_out_and_one_that_objects_is_not(cluster: Cluster) -> None:
+    workers = [cluster.start() for _ in range(2)]
+    with cluster.publisher(on_lost="skip") as publisher:
+        workers[0].refuse["weights"] = IllegalStateError("weights: expected ready, found state loading")
+        assert publisher.push(trainer_tensors(1), 1).left_out == [workers[0].address]
+        workers[0].refuse["weights"] = ForbiddenError("weights: expected another role")
+        with pytest.raises(PushError, match=f"worker {workers[0].address} failed: weights: expected another role"):
+            publisher.push(trainer_tensors(2), 2)
+        result = publisher.push(trainer_tensors(2), 2)
+        assert result.left_out == [] and all(serves(worker, trainer_tensors(2), result) for worker in workers)
+
+
+def test_to_lose_all_workers_is_an_error(cluster: Cluster, brief_waits: None) -> None:
+    worker = cluster.start()
+    with cluster.publisher(on_lost="skip") as publisher:
+        publisher.push(trainer_tensors(1), 1)
+        cluster.end(worker)
+        with pytest.raises(PushError, match=f"worker {worker.address} failed"):
+            publisher.push(trainer_tensors(2), 2)
+
+
+def test_a_worker_lost_in_the_middle_fails_that_push_alone(cluster: Cluster, brief_waits: None) -> None:
+    dying, living = cluster.start(), cluster.start()
+    tensors = trainer_tensors(1)
+    with cluster.publisher(on_lost="skip", timeout=2.0) as publisher:
+        first = publisher.push(tensors, 1)
+        dying.mute = {"verify_push", "abort_push"}
+        with pytest.raises(PushError, match=f"at verify, worker {dying.address} failed"):
+            publisher.push(trainer_tensors(2), 2)
+        assert serves(living, tensors, first)
+        cluster.end(dying)
+        result = publisher.push(trainer_tensors(2), 2)
+        assert result.left_out == [dying.address] and serves(living, trainer_tensors(2), result)
+
+
+def test_a_worker_that_computes_for_long_or_is_stopped_for_a_moment_is_not_lost(cluster: Cluster) -> None:
+    computing, stopped = cluster.start(), cluster.start()
+    handle = stopped._handle
+
+    def handle_late(peer: Peer, message: protocol.Call) -> None:
+        stopped._handle = handle  # type: ignore[method-assign]
+        time.sleep(workers_module.ANSWER_SECONDS / 4)
+        computing.engine.gate.set()
+        handle(peer, message)
+
+    with cluster.publisher() as publisher, RawClient(computing.address) as client:
+        computing.engine.gate.clear()
+        client.generate("long")
+        assert computing.engine.at_gate.wait(20)
+        stopped._handle = handle_late  # type: ignore[method-assign]
+        result = publisher.push(trainer_tensors(1), 1)
+        assert stopped._handle == handle
+        assert all(serves(worker, trainer_tensors(1), result) for worker in cluster.workers)
 
 
 def test_workers_that_want_different_things_are_named(cluster: Cluster) -> None:
@@ -398,7 +598,7 @@ def test_a_sparse_push_gives_the_bits_of_a_full_one(cluster: Cluster, transport:
     workers = [cluster.start() for _ in range(2)]
     tensors = zero_at_origin()
     changed = change_some(tensors)
-    with cluster.publisher(transport, sparse=True) as publisher:
+    with cluster.publisher(transport, sparse=True, reject_nonfinite=False) as publisher:
         full = publisher.push(tensors, 1)
         assert not full.is_sparse
         result = publisher.push(changed, 2)
@@ -423,7 +623,7 @@ def test_a_sparse_push_may_be_applied_twice(cluster: Cluster) -> None:
     worker.engine.weights.commit = commit_twice  # type: ignore[method-assign]
     tensors = zero_at_origin()
     changed = change_some(tensors)
-    with cluster.publisher(sparse=True) as publisher:
+    with cluster.publisher(sparse=True, reject_nonfinite=False) as publisher:
         publisher.push(tensors, 1)
         assert serves(worker, changed, publisher.push(changed, 2))
     assert applied == [0, 1]
@@ -454,19 +654,19 @@ def test_where_most_changed_whole_tensors_are_sent(cluster: Cluster) -> None:
 
 def test_a_gap_makes_the_push_a_full_one(cluster: Cluster) -> None:
     workers = [cluster.start() for _ in range(2)]
-    with cluster.publisher(sparse=True) as publisher, cluster.publisher() as another:
+    with cluster.publisher(sparse=True, reject_nonfinite=False) as publisher, cluster.publisher() as another:
         publisher.push(trainer_tensors(1), 1)
         another.push(trainer_tensors(9), 9)
         tensors = trainer_tensors(2)
-        result = publisher.push(tensors, 2)
+        result = publisher.push(tensors, 10)
         assert not result.is_sparse and all(serves(worker, tensors, result) for worker in workers)
-        assert publisher.push(change_some(tensors), 3).is_sparse
+        assert publisher.push(change_some(tensors), 11).is_sparse
 
 
 def test_a_gap_that_appears_in_a_push_is_told_and_the_next_is_full(cluster: Cluster) -> None:
     workers = [cluster.start() for _ in range(2)]
     tensors = trainer_tensors(1)
-    with cluster.publisher(sparse=True) as publisher:
+    with cluster.publisher(sparse=True, reject_nonfinite=False) as publisher:
         first = publisher.push(tensors, 1)
         workers[1].refuse["begin_push"] = VersionGapError("base: expected another")
         changed = change_some(tensors)
@@ -480,7 +680,7 @@ def test_a_gap_that_appears_in_a_push_is_told_and_the_next_is_full(cluster: Clus
 def test_after_a_failed_sparse_push_the_next_is_full(cluster: Cluster) -> None:
     worker = cluster.start()
     tensors = zero_at_origin()
-    with cluster.publisher(sparse=True) as publisher:
+    with cluster.publisher(sparse=True, reject_nonfinite=False) as publisher:
         publisher.push(tensors, 1)
         changed = change_some(tensors)
         worker.refuse["verify_push"] = IllegalStateError("no")
@@ -579,7 +779,7 @@ def test_a_sparse_push_goes_through_host_memory(cluster: Cluster, gpus: Gpus, tr
     worker = cluster.start()
     tensors = zero_at_origin()
     changed = change_some(tensors)
-    with cluster.publisher(transport, sparse=True) as publisher:
+    with cluster.publisher(transport, sparse=True, reject_nonfinite=False) as publisher:
         publisher.push(tensors, 1)
         result = publisher.push(changed, 2)
         assert result.is_sparse and serves(worker, changed, result)
@@ -670,8 +870,9 @@ def test_older_pushes_and_leftovers_are_removed_and_nothing_else(cluster: Cluste
 def test_a_corrupt_or_foreign_folder_is_refused(cluster: Cluster) -> None:
     worker = cluster.start()
     with cluster.publisher("disk") as publisher:
-        tensors = trainer_tensors()
-        result = publisher.push(tensors, 1)
+        publisher.push(trainer_tensors(), 1)
+        cluster.end(worker)
+        worker = cluster.start(worker.address)
         [folder] = (cluster.folder / "pushes").iterdir()
         file = folder / MODEL_FILE
         whole = file.read_bytes()
@@ -687,7 +888,7 @@ def test_a_corrupt_or_foreign_folder_is_refused(cluster: Cluster) -> None:
             publisher.push_folder(folder)
         with pytest.raises(PushError, match="none"):
             publisher.push_folder(cluster.folder / "none")
-        assert serves(worker, tensors, result)
+        assert worker.engine.weight_version == 0 and "commit_push" not in worker.calls
 
 
 def test_a_folder_that_cannot_be_written_is_told(cluster: Cluster) -> None:
@@ -713,6 +914,7 @@ def test_a_folder_that_cannot_be_written_is_told(cluster: Cluster) -> None:
         (dict(sparse=True, in_place=True), "sparse"),
         (dict(in_flight="hope"), "in_flight"),
         (dict(host="127.0.0.1"), "host"),
+        (dict(on_lost="wait"), "on_lost"),
         (dict(drain_timeout=-1.0), "drain_timeout"),
     ],
 )

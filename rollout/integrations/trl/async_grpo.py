@@ -58,7 +58,8 @@ class TruerollWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Push what TRL streams as the next version; TRL counts versions the same way."""
         self._version += 1
-        self._publisher.push(iterator, self._version)
+        # The worker may serve the versions of an earlier training, which counted from 1 as well.
+        self._publisher.push(iterator, self._version, allow_older=self._version == 1)
 
     def resume(self) -> None:
         """The push has switched the worker to the new weights; see `pause`."""

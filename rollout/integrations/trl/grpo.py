@@ -51,7 +51,8 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
         _check_single_process(trainer.accelerator)
         state, version = trainer.state, trainer.state.global_step + 1  # a worker that got no push serves version 0
         if state is not pushed_state or version != pushed_version:  # another state: another training
-            publisher.push(trainer.accelerator.unwrap_model(trainer.model), version)
+            model, is_new = trainer.accelerator.unwrap_model(trainer.model), state is not pushed_state
+            publisher.push(model, version, allow_older=is_new)  # for another training counts from its own beginning
             pushed_state, pushed_version = state, version
         params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
@@ -109,7 +110,9 @@ class TruerollGeneration:
     def sync_weights(self) -> None:
         """Push the trainer's weights. TRL calls it before it generates, if it has updated them."""
         self._version += 1
-        self._publisher.push(self._accelerator.unwrap_model(self._model), self._version)
+        model = self._accelerator.unwrap_model(self._model)
+        # The worker may serve the versions of an earlier trainer, which counted from 1 as well.
+        self._publisher.push(model, self._version, allow_older=self._version == 1)
 
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
