@@ -52,10 +52,10 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
     """
     values, infinity = raw_bits(data[start:].view(dtype)), _INFINITY[dtype]
     length, most = _CACHED_BYTES // dtype.itemsize, infinity + 2 ** (8 * dtype.itemsize - 1)
-    hashed, are_finite = xxhash.xxh3_64(data[:start].numpy()), True
+    hashed, are_finite = xxhash.xxh3_64(data[:start].numpy().data), True
     for first in range(0, len(values), length):
         part = values[first : first + length]
-        hashed.update(part)
+        hashed.update(part.data)
         # With a sign they are the greatest unsigned numbers, without one the greatest signed ones.
         are_finite = are_finite and bool(part.max() < infinity and part.view(f"u{dtype.itemsize}").max() < most)
     return hashed.intdigest(), are_finite

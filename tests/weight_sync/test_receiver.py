@@ -130,7 +130,7 @@ def feed() -> Iterator[Feed]:
 
 @pytest.fixture
 def sparse_feed() -> Iterator[Feed]:
-    feed = Feed(base=PUSH_ID)
+    feed = Feed(base=PUSH_ID, reject_nonfinite=False)
     assert feed.next() == BEGUN
     yield feed
     feed.close()
@@ -273,7 +273,7 @@ def test_a_bucket_on_a_gpu_needs_a_word_sum() -> None:
 
 
 def test_values_that_are_not_finite_are_found_in_a_bucket_with_a_word_sum() -> None:
-    feed = Feed(reject_nonfinite=True)
+    feed = Feed()
     assert feed.next() == BEGUN
     sent = random_tensors()
     sent["norm.weight"][11] = float("nan")
@@ -354,15 +354,18 @@ def test_buckets_are_counted(feed: Feed) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_payload_that_is_not_finite_is_refused_if_asked(value: float) -> None:
+@pytest.mark.parametrize("has_word_sum", [False, True])
+def test_a_payload_that_is_not_finite_is_refused_unless_asked_for(value: float, has_word_sum: bool) -> None:
     norm = random_tensors()["norm.weight"]
     norm[11] = value
-    asked, not_asked = Feed(reject_nonfinite=True), Feed()
-    assert asked.next() == not_asked.next() == BEGUN
-    refused(asked.stage(asked.rows("norm.weight", norm)), "norm.weight", "finite")
-    assert not_asked.stage(not_asked.rows("norm.weight", norm)) == STAGED
-    asked.close()
-    not_asked.close()
+    events = []
+    for feed in (Feed(), Feed(reject_nonfinite=False)):
+        assert feed.next() == BEGUN
+        pieces = [feed.rows("norm.weight", norm)]
+        events.append(feed.stage(*pieces, **(summed(feed, *pieces) if has_word_sum else {})))
+        feed.close()
+    refused(events[0], "norm.weight", "finite", "reject_nonfinite=False")
+    assert events[1] == STAGED
 
 
 def test_changed_elements_are_put(sparse_feed: Feed) -> None:
@@ -538,12 +541,12 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
 def test_a_receiver_that_checks_a_piece_is_not_waited_for(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
-    def slow_checksum(data: Any) -> int:
+    def slow_checksum(data: Any, *_: Any) -> tuple[int, bool]:
         entered.set()
         go_on.wait(SECONDS)
-        return checksum(data)
+        return checksum(data), True
 
-    monkeypatch.setattr(assembly_module, "checksum", slow_checksum)
+    monkeypatch.setattr(assembly_module, "checksum_and_finiteness", slow_checksum)
     piece = feed.rows("norm.weight", random_tensors()["norm.weight"])
     bucket = Bucket(index=0, num_bytes=piece.num_bytes, pieces=(piece,))
     feed.receiver.take(protocol.StageBucket(id="s", push_id=PUSH_ID, bucket=bucket))
