@@ -16,7 +16,9 @@ def load(config: EngineConfig) -> FakeEngine:
         raise ModelError("model: expected a whole one, found 'broken'")
     if config.model == "slow":
         time.sleep(3600)
-    return FakeEngine()
+    engine = FakeEngine()
+    engine.weight_version = 0  # as of any worker that was just started
+    return engine
 
 
 if __name__ == "__main__":

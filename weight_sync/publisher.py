@@ -183,7 +183,7 @@ class WeightPublisher:
     def stale_workers(self) -> list[str]:
         """The addresses of workers that do not serve what this publisher committed there last, or do not answer."""
         workers = self._connected()
-        replies = zip(workers.addresses, workers.greet(), strict=True)
+        replies = zip(workers.addresses, workers.greet(self._settings.timeout), strict=True)
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
@@ -266,7 +266,7 @@ class WeightPublisher:
     def _meet(self) -> _Party:
         """Everybody who answers. Raise PushError if somebody does not, and is not to be left out."""
         workers = self._connected()
-        replies = workers.greet()
+        replies = workers.greet(self._settings.timeout)
         errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
         are_lost = all(isinstance(error, _LOST) for error in errors.values())
         if errors and not (self._on_lost == "skip" and are_lost and len(errors) < len(replies)):

@@ -47,7 +47,6 @@ class Workers:
         self.addresses = tuple(addresses)
         self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
-        self._timeout = timeout
         self._silent: set[str] = set()
 
     def at(self, positions: Iterable[int]) -> Workers:
@@ -57,9 +56,11 @@ class Workers:
         chosen._clients = [self._clients[position] for position in positions]
         return chosen
 
-    def greet(self) -> list[protocol.Weights | TruerollError]:
-        """What each worker wants, or in its place the error: DeadlineError where nothing answers."""
-        replies = self._thread.submit(self._greet()).result()
+    def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
+        """What each worker wants, or in its place the error: DeadlineError where nothing answers. Waits for at most
+        `timeout`, but much shorter where nothing answers soon.
+        """
+        replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
         self._silent.clear()
         self._silent.update(address for address, reply in silent if isinstance(reply, DeadlineError))
@@ -100,10 +101,10 @@ class Workers:
         asked = (self._ask(position, call, timeout) for position in range(len(self.addresses)))
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    async def _greet(self) -> list[Any]:
+    async def _greet(self, timeout: float) -> list[Any]:
         waits = [LOST_SECONDS if address in self._silent else ANSWER_SECONDS for address in self.addresses]
         asked = (
-            self._ask(position, protocol.GetWeights(id=new_id()), min(wait, self._timeout))
+            self._ask(position, protocol.GetWeights(id=new_id()), min(wait, timeout))
             for position, wait in enumerate(waits)
         )
         return await asyncio.gather(*asked, return_exceptions=True)

@@ -72,12 +72,19 @@ class Corpus:
             if rng.random() < 0.2:
                 params[name] = rng.choice(choices)
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
-        return [message | self._named()]
+        return [message | self._named() | self._demand()]
 
     def score(self) -> list[Message]:
         message = {"type": "score", "id": self._id(), "token_ids": self._tokens(2)}
         message["distribution"] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
-        return [message | {"cache_salt": self.rng.choice((None, "salt"))} | self._named()]
+        return [message | {"cache_salt": self.rng.choice((None, "salt"))} | self._named() | self._demand()]
+
+    def _demand(self) -> Message:
+        """Now and then weights that are there, or some that are not, and then without waiting for them."""
+        if self.rng.random() < 0.9:
+            return {}
+        choices = {"min_weight_version": 0, "wait_for_weights": True}, {"min_weight_version": 10**9}
+        return self.rng.choice(choices)
 
     def _named(self) -> Message:
         """A name for who asks, or gives up what it asked for, now and then."""
@@ -132,6 +139,7 @@ class Corpus:
 
     def _begin(self, push_id: str, source: Message) -> Message:
         fields = {"weight_version": 10**6 + self.rng.randrange(9), "base": None, "dtype": self.memory.dtype}
+        fields["allow_older"] = self.rng.random() < 0.5
         flags = {"in_place": self.rng.random() < 0.2, "in_flight": "recompute", "drain_timeout": SECONDS}
         waits = {"reject_nonfinite": self.rng.random() < 0.5, "timeout": SECONDS}
         return self._call("begin_push", push_id=push_id, source=source, **fields, **flags, **waits)
@@ -194,11 +202,15 @@ _WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
 
 
 def is_tame(frames: list[bytes]) -> bool:
-    """Whether the attack may send this: it aborts nobody's requests, waits for no network, and reads no file."""
-    if len(frames) > 1 or not (b"abort" in frames[0] or b"source" in frames[0]):
+    """Whether the attack may send this: it aborts nobody's requests, reads no file, and waits for no network and no
+    weights.
+    """
+    if len(frames) > 1 or not any(word in frames[0] for word in (b"abort", b"source", b"wait_for_weights")):
         return True
     fields = unpack(frames[0]) or {}
     if fields.get("in_flight") == "abort":
+        return False
+    if fields.get("wait_for_weights") is True and fields.get("min_weight_version") != 0:
         return False
     source = fields.get("source")
     if not isinstance(source, dict):

@@ -45,11 +45,14 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def worker() -> Iterator[WorkerProcess]:
     with fake_process() as process:
-        push(process, 1)
+        push(process)
         yield process
 
 
-def push(worker: WorkerProcess, version: int) -> None:
+def push(worker: WorkerProcess) -> None:
+    """A push that must succeed, of the next version."""
+    with RolloutClient(worker.address, timeout=SECONDS) as client:
+        version = (client.health().weight_version or 0) + 1
     with WeightPublisher("collective", timeout=SECONDS) as publisher:
         publisher.connect([worker.address])
         publisher.push(tensors(version), version)
@@ -77,7 +80,7 @@ def test_a_broadcast_of_another_size_than_announced_harms_nobody(
                 publisher.push(tensors(7), 7)
         assert other.receive_until("done", "error")[-1]["finish_reasons"] == {"length": 1}
     assert worker.exit_code is None
-    push(worker, 2)
+    push(worker)
 
 
 def test_a_process_killed_in_the_middle_of_a_push_is_not_the_end_of_the_worker(worker: WorkerProcess) -> None:
@@ -90,7 +93,7 @@ def test_a_process_killed_in_the_middle_of_a_push_is_not_the_end_of_the_worker(w
         with pytest.raises(PushError, match=f"worker {worker.address} failed: collective: .*ended with SIGKILL"):
             publisher.push(pairs(), 8)
     assert worker.exit_code is None
-    push(worker, 3)
+    push(worker)
 
 
 def begin_push(client: RawClient, source: CollectiveSource, **fields: Any) -> str:
@@ -118,7 +121,7 @@ def test_pushes_that_are_begun_and_given_up_leave_nothing_behind(worker: WorkerP
         replies = [client.receive() for _ in range(300)]
         assert began == 5 and [reply["type"] for reply in replies].count("error") == 150
         wait_until(lambda: held_by(process) == before)
-    push(worker, 4)
+    push(worker)
 
 
 @pytest.fixture
