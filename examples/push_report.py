@@ -5,6 +5,7 @@ copies of as many bytes; pushes what one optimiser step changes; lets the worker
 every byte it gets, and commits between two steps.
 """
 
+import itertools
 import os
 import statistics
 import sys
@@ -30,6 +31,8 @@ KV_MEMORY = 256 * 2**20
 PROMPTS = 64
 PROMPT_TOKENS = 128
 LEARNING_RATE = 1e-6
+VERSIONS = itertools.count(1)
+"""Each push needs a later one than those before."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -83,9 +86,9 @@ class Traffic:
         self.thread.join()
 
 
-def push_often(publisher: WeightPublisher, weights: Weights, version: int) -> list[PushResult]:
-    publisher.push(weights, version)  # the first one makes buffers that later ones reuse
-    return [publisher.push(weights, version + number) for number in range(1, REPEATS + 1)]
+def push_often(publisher: WeightPublisher, weights: Weights) -> list[PushResult]:
+    publisher.push(weights, next(VERSIONS))  # the first one makes buffers that later ones reuse
+    return [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
 
 
 def report_transports(console: Console, worker: WorkerProcess, client: RolloutClient, weights: Weights) -> None:
@@ -96,9 +99,9 @@ def report_transports(console: Console, worker: WorkerProcess, client: RolloutCl
         for transport in ("shared", "collective", "disk"):
             with WeightPublisher(transport, folder=folder if transport == "disk" else None) as publisher:
                 publisher.connect([worker.address])
-                idle = push_often(publisher, weights, version=100)
+                idle = push_often(publisher, weights)
                 with Traffic(client):
-                    busy = push_often(publisher, weights, version=200)
+                    busy = push_often(publisher, weights)
             warm, fresh = copy_seconds(idle[0].num_bytes)
             quiet = statistics.median(result.total_seconds for result in idle)
             loaded = statistics.median(result.total_seconds for result in busy)
@@ -130,10 +133,10 @@ def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> 
     after, share = optimiser_step(weights)
     with WeightPublisher("shared", sparse=True) as publisher:
         publisher.connect([worker.address])
-        whole = publisher.push(weights, 300)
+        whole = publisher.push(weights, next(VERSIONS))
         results = []
         for number in range(REPEATS):
-            results.append(publisher.push(weights if number % 2 else after, 301 + number))
+            results.append(publisher.push(weights if number % 2 else after, next(VERSIONS)))
     assert not whole.is_sparse and all(result.is_sparse for result in results)
     seconds = statistics.median(result.total_seconds for result in results)
     console.print(
@@ -157,7 +160,7 @@ def report_sleep(console: Console, worker: WorkerProcess, client: RolloutClient,
     table = Table("sleep", "held before MB", "given back MB", "of held", "sleep ms", "wake-up ms", "with push ms")
     with WeightPublisher("shared") as publisher:
         publisher.connect([worker.address])
-        publisher.push(weights, 400)
+        publisher.push(weights, next(VERSIONS))
         for level in (1, 2):
             fill_cache(client)
             memory = client.health().memory
@@ -172,18 +175,18 @@ def report_sleep(console: Console, worker: WorkerProcess, client: RolloutClient,
             client.wake_up(["kv_cache"])
             awake = time.perf_counter()
             if level == 2:
-                publisher.push(weights, 401)
+                publisher.push(weights, next(VERSIONS))
             whole = time.perf_counter()
             cells = (f"{held / 1e6:.0f}", f"{back / 1e6:.0f}", f"{back / held:.1%}", f"{(asleep - start) * 1e3:.1f}")
             table.add_row(f"level {level}", *cells, f"{(awake - woken) * 1e3:.1f}", f"{(whole - woken) * 1e3:.1f}")
         console.print(table)
         sizes = []
-        for number in range(CYCLES):
+        for _ in range(CYCLES):
             fill_cache(client)
             sizes.append(resident(worker))
             client.sleep(2)
             client.wake_up()
-            publisher.push(weights, 500 + number)
+            publisher.push(weights, next(VERSIONS))
     console.print(
         f"resident MB with a full cache, before each of {CYCLES} sleeps: " + ", ".join(f"{s / 1e6:.0f}" for s in sizes)
     )
