@@ -552,8 +552,7 @@ class Worker:
         self._publish(entry, protocol.sample_message(entry.message.id, output))
         self._ledger.end_sample(entry, output.finish_reason)
         if entry.num_unfinished == 0:
-            assert self._info is not None
-            self._publish(entry, _done(entry, self._info["max_model_len"]))
+            self._publish(entry, _done(entry, None if self._info is None else self._info["max_model_len"]))
             self._finish(entry)
 
     def _finish(self, entry: Entry) -> None:
@@ -675,12 +674,15 @@ def _length(message: protocol.Generate | protocol.Score) -> tuple[int, int]:
     return len(message.prompt_token_ids) // 4, 1 if (most := message.params.max_tokens) is None else most
 
 
-def _done(entry: Entry, max_model_len: int) -> protocol.Done:
+def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
+    """`max_model_len` None: it was aborted before the model was there, with parameters that nothing used."""
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     num_prompt_tokens = len(entry.message.prompt_token_ids) // 4
     return protocol.Done(
         id=entry.message.id,
-        params=entry.params.with_max_tokens(num_prompt_tokens, max_model_len),
+        params=entry.params
+        if max_model_len is None
+        else entry.params.with_max_tokens(num_prompt_tokens, max_model_len),
         num_prompt_tokens=num_prompt_tokens,
         finish_reasons=dict(entry.finish_reasons),
     )
