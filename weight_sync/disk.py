@@ -166,7 +166,7 @@ def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
     try:
         text = file.read(max_bytes + 1)
         if len(text) > max_bytes:
-            raise PushError(f"disk: expected at most {max_bytes} bytes in {path}, found more; push again")
+            raise PushError(f"disk: expected at most {max_bytes} bytes in {path}, found more; check its model")
         return FolderManifest.model_validate(_manifest_fields(text))
     except (OSError, ValueError, RecursionError) as error:
         cause = first_fault(error) if isinstance(error, ValidationError) else f"{error!s:.300}"
