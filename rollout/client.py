@@ -39,7 +39,14 @@ from ..engine.request import (
 from . import protocol
 from .connection import Connection, Inbox
 from .continuation import continuation, goes_on, joined
-from .errors import IdConflictError, MessageTooLargeError, RequestAbortedError, UnreadError, WorkerLostError
+from .errors import (
+    IdConflictError,
+    MessageTooLargeError,
+    ProtocolError,
+    RequestAbortedError,
+    UnreadError,
+    WorkerLostError,
+)
 from .keys import Key
 from .loop_thread import LoopThread
 
@@ -683,7 +690,13 @@ def _new_id() -> str:
 
 
 def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
-    ordered = tuple(samples[index] for index in range(done.params.n))
+    count = done.params.n
+    if len(samples) != count or max(samples) >= count:
+        raise ProtocolError(
+            f"request {done.id!r}: expected samples 0 to {count - 1}, found {len(samples)}, the last of them "
+            f"{max(samples, default=None)}; use the same release of trueroll on both sides"
+        )
+    ordered = tuple(samples[index] for index in range(count))
     return Group(done.id, ordered, done.params, done.num_prompt_tokens)
 
 

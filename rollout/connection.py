@@ -28,7 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ..engine.errors import ConfigError, TruerollError
 from . import protocol
 from .config import check_address
-from .errors import ForbiddenError, MessageTooLargeError, WorkerLostError, error_from_code
+from .errors import ForbiddenError, MessageTooLargeError, ProtocolError, WorkerLostError, error_from_code
 from .keys import Key, client_keys, use_curve
 from .loop_thread import wrong_process
 
@@ -44,11 +44,12 @@ HEARTBEAT_MS = 10_000
 
 @dataclass
 class _Call:
-    """`caller`: the name that replies to it bear; None for a call that has none."""
+    """`caller`: the name that replies to it bear; None for a call that has none. `replies`: what they may be."""
 
     frame: bytes
     inbox: Inbox
     caller: str | None
+    replies: tuple[type[protocol.FromWorker], ...]
     was_sent: bool = False
 
 
@@ -79,7 +80,7 @@ class Connection:
         id.
         """
         self._start()
-        call = _Call(protocol.encode(message), inbox, _caller_of(message))
+        call = _Call(protocol.encode(message), inbox, _caller_of(message), protocol.REPLIES[type(message)])
         self._calls[message.id] = call
         if self._is_connected:
             self._queue.append(message.id)
@@ -261,15 +262,17 @@ class Connection:
         call = self._calls.get(reply.id or "")
         if call is not None and _caller_of(reply) not in (None, call.caller):
             return  # to an earlier asking for the same request, which was given up
-        if isinstance(reply, protocol.Sample):
-            if call is not None:
-                call.inbox.put_nowait((reply.id, reply))
-        elif not isinstance(reply, protocol.Error):
-            self._finish(reply.id, reply)
-        elif reply.id is not None:
-            self._finish(reply.id, error_from_code(reply.code, reply.message))
+        if isinstance(reply, protocol.Error):
+            error = error_from_code(reply.code, reply.message)
+            self._fail(error) if reply.id is None else self._finish(reply.id, error)
+        elif call is None:
+            return
+        elif not isinstance(reply, call.replies):
+            self._finish(reply.id, _unexpected(reply, call.replies))
+        elif isinstance(reply, protocol.Sample):
+            call.inbox.put_nowait((reply.id, reply))
         else:
-            self._fail(error_from_code(reply.code, reply.message))
+            self._finish(reply.id, reply)
 
     def _finish(self, id: str, reply: Reply) -> None:
         if call := self._calls.pop(id, None):
@@ -286,3 +289,8 @@ class Connection:
 
 def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
     return getattr(message, "caller", None)
+
+
+def _unexpected(reply: protocol.FromWorker, expected: tuple[type[protocol.FromWorker], ...]) -> ProtocolError:
+    types = " or ".join(kind.model_fields["type"].default for kind in expected)
+    return ProtocolError(f"reply: expected {types}, found {reply.type}; use the same release of trueroll on both sides")

@@ -430,6 +430,18 @@ Call: TypeAlias = Generate | Score | Abort | GetHealth | GetStats | GetWeights |
 FromClient: TypeAlias = Call | Ack
 FromWorker: TypeAlias = Sample | Done | Scores | Error | Aborted | Health | Stats | Status | Weights | PushStatus
 
+REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
+    Generate: (Sample, Done),
+    Score: (Scores,),
+    Abort: (Aborted,),
+    GetHealth: (Health,),
+    GetStats: (Stats,),
+    GetWeights: (Weights,),
+    **dict.fromkeys(get_args(LifecycleCall), (Status,)),
+    **dict.fromkeys(get_args(PushCall), (PushStatus,)),
+}
+"""What a worker answers each kind of call by, beside errors."""
+
 _FROM_CLIENT: TypeAdapter[FromClient] = TypeAdapter(Annotated[FromClient, Field(discriminator="type")])
 _FROM_WORKER: TypeAdapter[FromWorker] = TypeAdapter(Annotated[FromWorker, Field(discriminator="type")])
 

@@ -11,8 +11,8 @@ import multiprocessing
 import resource
 import secrets
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,26 +36,27 @@ _MAX_CHARS = 2**22
 
 class TextModel:
     """The tokenizer and the chat template of a model. Raise ModelError if the model has no tokenizer that can be used
-    without running code of the model's own.
+    without running code of the model's own, as the methods do where it fails.
     """
 
     def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-        from ..engine.models.files import said
         from ..engine.models.loader import resolve_model
 
-        folder = resolve_model(model)
-        _check_files(folder)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # of any kind, as it reads whatever the files hold
-            cause = said(f"{type(error).__name__}: {error}")
-            raise ModelError(f"{folder}: expected a tokenizer beside the model, found none: {cause}") from None
+        self._folder = resolve_model(model)
+        _check_files(self._folder)
+        with self._explained("beside the model, found none"):
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                self._folder, trust_remote_code=False, local_files_only=True
+            )
+            if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
+                raise TypeError(f"{type(self._tokenizer).__name__} is another thing")
 
     def encode(self, text: str) -> list[int]:
         """The token ids of plain text."""
-        return self._tokenizer.encode(text)
+        with self._explained("that encodes text, found that it does not"):
+            return self._tokenizer.encode(text)
 
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         """The token ids of a conversation in which the user has said `text` and the assistant is to answer."""
@@ -63,11 +64,25 @@ class TextModel:
             raise ModelError("chat: expected a model with a chat template, found one without; leave out --chat")
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        return self._tokenizer.encode(_render(self._tokenizer, messages), add_special_tokens=False)
+        rendered = _render(self._tokenizer, messages)
+        with self._explained("that encodes text, found that it does not"):
+            return self._tokenizer.encode(rendered, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids, without special tokens."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        with self._explained("that decodes tokens, found that it does not"):
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    @contextmanager
+    def _explained(self, expected: str) -> Iterator[None]:
+        """Raises ModelError for whatever a tokenizer raises, of which its files decide."""
+        from ..engine.models.files import said
+
+        try:
+            yield
+        except Exception as error:
+            cause = said(f"{type(error).__name__}: {error}")
+            raise ModelError(f"{self._folder}: expected a tokenizer {expected}: {cause}; check its files") from None
 
 
 def _check_files(folder: Path) -> None:

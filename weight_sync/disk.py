@@ -22,14 +22,16 @@ from typing import Any
 
 import torch
 import xxhash
+from pydantic import ValidationError
 
 from ..rollout.errors import PushError
-from .manifest import MANIFEST_FILE, MODEL_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape
+from .manifest import MANIFEST_FILE, MODEL_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape, first_fault
 from .policy import PushPolicy
 from .tensor_file import DTYPE_CODES, TensorEntry, TensorFile
 from .tensors import dtype_named
 
-_MAX_MANIFEST_BYTES = 2**26
+_MOST_TENSORS = 2**14
+"""For the trainer's side, which reads a manifest before it knows the model."""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 """Whatever the umask says, nobody else may write: a worker refuses its own user's folder otherwise."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
@@ -86,20 +88,24 @@ class FolderWriter:
 
 
 class FolderReader:
-    """The worker's side. Raise PushError if `policy` does not let it read the folder, or it holds another push."""
+    """The worker's side. Raise PushError if `policy` does not let it read the folder, if that holds another push, or if
+    its manifest or the header of its tensors is wrong, or longer than for `num_tensors` tensors.
+    """
 
-    def __init__(self, source: DiskSource, push_id: str, version: int, dtype: str, policy: PushPolicy) -> None:
-        folder = Path(source.folder)
+    def __init__(
+        self, source: DiskSource, push_id: str, version: int, dtype: str, num_tensors: int, policy: PushPolicy
+    ) -> None:
+        folder, max_bytes = Path(source.folder), _max_bytes(num_tensors)
         with ExitStack() as opened:
             manifest, model = map(opened.enter_context, policy.open_files(source.folder, (MANIFEST_FILE, MODEL_FILE)))
-            self._manifest = _parse_manifest(manifest, folder / MANIFEST_FILE)
+            self._manifest = _parse_manifest(manifest, folder / MANIFEST_FILE, max_bytes)
             found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
             if found != (push_id, version, dtype):
                 raise PushError(
                     f"disk: expected push, version and dtype {push_id, version, dtype} in {folder}, found "
                     f"{found!s:.200}; give the folder of this push"
                 )
-            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype)
+            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, max_bytes)
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
@@ -143,20 +149,35 @@ def read_manifest(folder: Path) -> FolderManifest:
         if not path.is_file():
             raise PushError(f"disk: expected a file {path}, found none; give the folder of a push")
         with open(path, "rb", buffering=0) as file:
-            return _parse_manifest(file, path)
+            return _parse_manifest(file, path, _max_bytes(_MOST_TENSORS))
     except (OSError, ValueError) as error:
         raise PushError(f"disk: expected {path}, found {error}; give the folder of a push") from None
 
 
-def _parse_manifest(file: FileIO, path: Path) -> FolderManifest:
+def _max_bytes(num_tensors: int) -> int:
+    """Of a manifest, and of a header: so few that other threads need not wait long while one is parsed.
+
+    A tensor takes less than 1 KiB of either, with the longest name and the largest numbers; most take 150 bytes.
+    """
+    return 2**16 + 2**10 * num_tensors
+
+
+def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
     try:
-        text = file.read(_MAX_MANIFEST_BYTES + 1)
-        if len(text) > _MAX_MANIFEST_BYTES:
-            raise PushError(f"disk: expected at most {_MAX_MANIFEST_BYTES} bytes in {path}, found more; push again")
-        return FolderManifest.model_validate_json(text)
-    except (OSError, ValueError) as error:
-        cause = str(error).partition("\n")[0]
+        text = file.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise PushError(f"disk: expected at most {max_bytes} bytes in {path}, found more; check its model")
+        return FolderManifest.model_validate(_manifest_fields(text))
+    except (OSError, ValueError, RecursionError) as error:
+        cause = first_fault(error) if isinstance(error, ValidationError) else f"{error!s:.300}"
         raise PushError(f"disk: expected a manifest in {path}, found {cause}; write the folder again") from None
+
+
+def _manifest_fields(text: bytes) -> dict[str, Any]:
+    fields, names = json.loads(text.decode()), FolderManifest.model_fields.keys()
+    if not isinstance(fields, dict) or fields.keys() != names:
+        raise ValueError(f"no JSON map of {', '.join(names)}")
+    return fields
 
 
 def remove_others(kept: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError
 
 ROW_MULTIPLE = 16
 """Pieces of a matrix begin at multiples of so many rows, since native kernels store that many side by side."""
@@ -31,6 +31,8 @@ PushId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Gpu = Annotated[str, Field(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 """The UUID of a GPU, the same in every process that uses it."""
 IPC_HANDLE_BYTES = 64
+SlotBytes = Annotated[int, Field(ge=1, lt=2**40, multiple_of=ALIGNMENT)]
+NumSlots = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class _Part(BaseModel):
@@ -108,8 +110,8 @@ class SharedSource(_Part):
 
     kind: Literal["shared"] = "shared"
     name: Annotated[str, Field(pattern=r"^trueroll-[0-9a-f]{32}$")]
-    slot_bytes: Annotated[int, Field(ge=1)]
-    num_slots: Annotated[int, Field(ge=1)]
+    slot_bytes: SlotBytes
+    num_slots: NumSlots
 
 
 class CudaIpcSource(_Part):
@@ -118,8 +120,8 @@ class CudaIpcSource(_Part):
     kind: Literal["cuda_ipc"] = "cuda_ipc"
     gpu: Gpu
     handle: Annotated[bytes, Field(min_length=IPC_HANDLE_BYTES, max_length=IPC_HANDLE_BYTES)]
-    slot_bytes: Annotated[int, Field(ge=1, lt=2**40, multiple_of=ALIGNMENT)]
-    num_slots: Annotated[int, Field(ge=1, le=2**16)]
+    slot_bytes: SlotBytes
+    num_slots: NumSlots
 
 
 class DiskSource(_Part):
@@ -135,6 +137,22 @@ MODEL_FILE = "model.safetensors"
 MANIFEST_FILE = "trueroll_push.json"
 
 
+def first_fault(error: ValidationError) -> str:
+    """Where the first fault is, and what it is, in few characters. Cheap only where a value can have few faults."""
+    fault = error.errors()[0]
+    return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
+
+
+def _checksums(values: Any) -> dict[str, int]:
+    """Stops at the first that is none: pydantic would describe them all."""
+    if not isinstance(values, dict):
+        raise ValueError("expected a map")
+    for name, value in values.items():
+        if type(value) is not int or not 0 <= value < 2**64:
+            raise ValueError(f"expected an integer in [0, 2**64) for {ascii(name[:80])}, found {value!a:.80}")
+    return values
+
+
 class FolderManifest(_Part):
     """The content of `MANIFEST_FILE`: which push a folder holds. `checksums`: of each tensor's bytes, by name."""
 
@@ -142,7 +160,7 @@ class FolderManifest(_Part):
     push_id: PushId
     weight_version: Count
     dtype: str
-    checksums: dict[str, Checksum]
+    checksums: Annotated[dict[str, int], PlainValidator(_checksums)]
 
 
 def checksum(data: Any) -> int:

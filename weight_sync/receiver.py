@@ -133,7 +133,7 @@ class Receiver(threading.Thread):
 
     def _receive(self) -> None:
         begin = self._begin
-        reader = _open_source(begin, self._device, self._policy, lambda: self._is_closed)
+        reader = _open_source(begin, len(self._weights.shapes), self._device, self._policy, lambda: self._is_closed)
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
@@ -233,7 +233,11 @@ def begin_seconds(begin: protocol.BeginPush) -> float:
 
 
 def _open_source(
-    begin: protocol.BeginPush, device: torch.device, policy: PushPolicy, is_closed: Callable[[], bool]
+    begin: protocol.BeginPush,
+    num_tensors: int,
+    device: torch.device,
+    policy: PushPolicy,
+    is_closed: Callable[[], bool],
 ) -> _Reader:
     """Raise PushError if there is no such source, or `policy` forbids it. Waits no longer once `is_closed`."""
     match begin.source:
@@ -248,4 +252,4 @@ def _open_source(
         case CudaIpcSource() as source:
             return CudaIpcReader(source, device)
         case DiskSource() as source:
-            return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, policy)
+            return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, num_tensors, policy)

@@ -61,25 +61,24 @@ class SharedReader:
     """The worker's side. Raise PushError if there is no such memory, or not as it should be."""
 
     def __init__(self, source: SharedSource) -> None:
-        self._slot_bytes = source.slot_bytes
-        memory = torch.frombuffer(_attach(source), dtype=torch.uint8)
-        self._slots = memory.split(source.slot_bytes)
+        self._source = source
+        self._memory = torch.frombuffer(_attach(source), dtype=torch.uint8)
 
     def prepare(self, bucket: Bucket) -> None:
         """Nothing to do: it lies there."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        if bucket.num_bytes > self._slot_bytes:
-            raise PushError(
-                f"bucket {bucket.index}: expected {self._slot_bytes} bytes at most, a slot, found {bucket.num_bytes}"
-            )
-        return self._slots[bucket.index % len(self._slots)]
+        size = self._source.slot_bytes
+        if bucket.num_bytes > size:
+            raise PushError(f"bucket {bucket.index}: expected {size} bytes at most, a slot, found {bucket.num_bytes}")
+        start = bucket.index % self._source.num_slots * size
+        return self._memory[start : start + size]
 
     def read_unannounced(self) -> tuple[()]:
         return ()
 
     def close(self) -> None:
-        self._slots = ()
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def _create(name: str, size: int) -> mmap.mmap:

@@ -19,13 +19,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, FailFast, Field, Strict, ValidationError
 
 from ..rollout.errors import PushError
-from .manifest import Count, Name
+from .manifest import Count, Name, first_fault
 from .tensors import dtype_named
 
 DTYPE_CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-MAX_HEADER_BYTES = 2**24
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 _Count = Annotated[Count, Strict()]
 
@@ -48,16 +48,17 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of `file`, all of them of `dtype`, a name such as bfloat16; `entries` in the order of their bytes.
 
-    Raise PushError, which names `path`, if it is not a whole safetensors file with such tensors.
+    Raise PushError, which names `path`, if it is not a whole safetensors file with such tensors, or has a header of
+    more than `max_header_bytes`.
     """
 
-    def __init__(self, file: FileIO, path: Path, dtype: str) -> None:
+    def __init__(self, file: FileIO, path: Path, dtype: str, max_header_bytes: int) -> None:
         self._file = file
         self._path = path
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(self._read(0, min(size, _LENGTH_BYTES)).data, "little")
         self._start = _LENGTH_BYTES + length
-        self._expect(length <= MAX_HEADER_BYTES, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
+        self._expect(length <= max_header_bytes, f"a header of {length} bytes, more than {max_header_bytes}")
         self._expect(self._start <= size, f"{size} bytes, fewer than the header's end at {self._start}")
         self.entries = self._parse(self._read(_LENGTH_BYTES, length).tobytes())
         self._check_layout(dtype, size - self._start)
@@ -89,9 +90,7 @@ class TensorFile:
             values.pop(_METADATA, None)
             entries = [TensorEntry.model_validate(_named(name, value)) for name, value in values.items()]
         except ValidationError as error:
-            fault = error.errors()[0]
-            where = ascii(".".join(map(str, fault["loc"]))[:80])
-            raise self._wrong(f"a header with a wrong tensor ({where}: {fault['msg']})") from None
+            raise self._wrong(f"a header with a wrong tensor ({first_fault(error)})") from None
         except (ValueError, RecursionError) as error:
             raise self._wrong(f"a header that cannot be read ({error!s:.200})") from None
         return sorted(entries, key=lambda entry: entry.data_offsets)
@@ -125,6 +124,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _named(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or "name" in value:
-        raise ValueError("a tensor is no map of dtype, shape and data_offsets")
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
+        raise ValueError(f"tensor {ascii(name[:80])} is no map of dtype, shape and data_offsets")
     return {"name": name, **value}

@@ -127,6 +127,35 @@ def test_a_broken_tokenizer_is_one_clear_line(folder: Path, file: str, content: 
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
 
 
+def with_tokenizer(folder: Path, kind: str) -> Path:
+    """The tokenizer is of another class of transformers, with the files that this one reads."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": kind}))
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text('{"a": 0}')
+    return folder
+
+
+def test_a_tokenizer_of_another_kind_is_one_clear_line(folder: Path) -> None:
+    with_tokenizer(folder, "RagTokenizer")
+    with pytest.raises(
+        ModelError, match="expected a tokenizer beside the model, found none: TypeError: RagTokenizer is"
+    ):
+        TextModel(str(folder))
+
+
+def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHAT)
+    model = TextModel(str(with_tokenizer(folder, "Wav2Vec2CTCTokenizer")))
+    for encode in (model.encode, model.encode_chat):
+        with pytest.raises(
+            ModelError, match="expected a tokenizer that encodes text, found that it does not: ValueError"
+        ):
+            encode("hi")
+    with pytest.raises(ModelError, match="expected a tokenizer that decodes tokens, found that it does not: .*; check"):
+        model.decode(["x"])  # pyright: ignore[reportArgumentType]
+
+
 @pytest.fixture
 def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Makes `print_completions` meet a worker that says it serves this; whatever is then loaded or fetched fails."""

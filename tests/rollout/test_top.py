@@ -17,8 +17,8 @@ from rich.console import Console
 from serving import check_group, fake_process
 
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, protocol
-from trueroll.rollout.errors import WorkerLostError
-from trueroll.rollout.top import Look, top, view
+from trueroll.rollout.errors import ProtocolError, WorkerLostError
+from trueroll.rollout.top import Look, look_of, top, view
 
 TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.cli import main; main()", "top")
 ENGINE = {
@@ -52,7 +52,12 @@ def process() -> Iterator[WorkerProcess]:
         yield process
 
 
-def look(seconds: float, counters: dict[str, Any] | None = None, **health: Any) -> Look:
+SERVICE = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
+
+
+def look(
+    seconds: float, counters: dict[str, Any] | None = None, service: dict[str, int] = SERVICE, **health: Any
+) -> Look:
     told: dict[str, Any] = dict(
         id="h",
         state="ready",
@@ -64,9 +69,8 @@ def look(seconds: float, counters: dict[str, Any] | None = None, **health: Any) 
         limits={},
         engine={"model": "m", "backend": "cpu"},
     )
-    service = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
     stats = protocol.Stats(id="s", engine=ENGINE if counters is None else counters, service=service)
-    return Look(seconds, protocol.Health(**(told | health)), stats)
+    return look_of(seconds, protocol.Health(**(told | health)), stats)
 
 
 def rows(before: Look, now: Look) -> dict[str, str]:
@@ -114,6 +118,37 @@ def test_what_is_not_known_while_loading_is_left_out() -> None:
     assert told.keys() == {"worker", "state", "requests", "memory"}
     assert told["worker"] == "abc  weight version -" and told["state"] == "loading"
     assert "tokens/s" not in rows(loading, look(2.0)), "there is nothing to compare with yet"
+
+
+def test_what_a_worker_tells_is_shown_as_it_is() -> None:
+    odd = "[/]x[bold]"
+    counters = {**ENGINE, "samples_finished": {odd: 1}}
+    health: dict[str, Any] = dict(
+        instance=odd,
+        engine={"model": odd, "backend": odd},
+        requests={odd: 1},
+        memory={odd: 1},
+        push=PUSH.model_copy(update={"transport": odd}),
+    )
+    told = rows(look(0.0, counters, **health), look(1.0, counters, **health))
+    assert told["worker"] == f"{odd}  weight version 4" and told["model"] == f"{odd}, backend {odd}"
+    assert told["requests"].startswith(f"{odd} 1  finished") and told["memory"] == f"{odd} 1 byte"
+    assert told["samples"] == f"{odd} 1" and told["push"].startswith(f"version 5 by {odd}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"service": {"failed": 1}}, "finished: field required"),
+        ({"counters": {"preemptions": 1}}, "computed_tokens: field required"),
+        ({"counters": {**ENGINE, "prefix_hits": "many"}}, "prefix_hits: input should be a valid integer, found 'many'"),
+        ({"counters": {**ENGINE, "samples_finished": 7}}, "samples_finished: input should be a valid dictionary"),
+        ({"engine": {"model": "m"}}, "backend: field required"),
+    ],
+)
+def test_a_worker_that_tells_something_else_is_one_clear_error(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProtocolError, match=f"^worker: {words}.*; use the same release of trueroll on both sides$"):
+        look(0.0, **changes)
 
 
 def test_the_counters_of_a_worker_started_anew_are_not_compared() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import FakeStaging, FakeWeights
+from pydantic import ValidationError
 
 from trueroll.rollout import protocol
 from trueroll.rollout.errors import DeadlineError, PushError
@@ -32,7 +33,7 @@ from trueroll.weight_sync.manifest import (
 )
 from trueroll.weight_sync.policy import PushPolicy
 from trueroll.weight_sync.receiver import Receiver
-from trueroll.weight_sync.shared import SharedSlots
+from trueroll.weight_sync.shared import SharedReader, SharedSlots
 from trueroll.weight_sync.tensors import raw_bytes, word_sum
 
 from .stand_ins import gpu
@@ -325,6 +326,34 @@ def test_a_bucket_must_fit_its_slot() -> None:
     refused(feed.stage(feed.rows("embed.weight", random_tensors()["embed.weight"])), "512 bytes at most")
     feed.close()
     slots.close()
+
+
+def test_slots_are_cut_when_they_are_read() -> None:
+    """However many there are: a tensor for each of some millions takes gigabytes."""
+    slots = SharedSlots(64 * 2**15)  # two, of whole pages
+    slots.slots[1][:64] = 7
+    source = slots.source(0).model_copy(update=dict(slot_bytes=64, num_slots=2**16))
+    gc.collect()
+    before = num_tensors()
+    reader = SharedReader(source)
+    assert num_tensors() == before + 1
+    for index, value in [(2**15, 7), (2**15 + 1, 0), (3 * 2**15, 7)]:
+        data = reader.read(Bucket(index=index, num_bytes=64, pieces=()))
+        assert data.tolist() == [value] * 64
+    reader.close()
+    slots.close()
+
+
+def num_tensors() -> int:
+    return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("change", [{"num_slots": 2**16 + 1}, {"slot_bytes": 2**40}, {"slot_bytes": 65}])
+def test_shared_memory_has_slots_within_bounds(change: dict[str, int]) -> None:
+    fields = {"name": f"trueroll-{'0' * 32}", "slot_bytes": 64, "num_slots": 2**16}
+    SharedSource(**fields)
+    with pytest.raises(ValidationError, match=[*change][0]):
+        SharedSource(**fields | change)
 
 
 def test_a_tensor_that_comes_twice_is_refused(feed: Feed) -> None:
