@@ -144,11 +144,11 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
+        """It leaves once the monitor tells so."""
         # The number may be another file's by now: anything but a connection of this socket is left alone.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
                 connection.shutdown(socket.SHUT_RDWR)
-                self._leave(fd)
 
 
 def _socket_at(fd: int) -> socket.socket:

@@ -20,7 +20,7 @@ from .errors import IdConflictError
 from .protocol import Generate, Score
 from .users import scoped
 
-FIXED_BYTES = 1024
+FIXED_BYTES = 4096
 """Of a request beside its tokens."""
 INT_BYTES = 36
 """Of a number in memory, with its place in a tuple."""
