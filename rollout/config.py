@@ -23,8 +23,9 @@ class WorkerConfig(BaseModel):
     user's own keys if they are not set. `max_connections`: at a time, at most half of the descriptors that the process
     may open. `max_message_bytes`: the longest message that is read. `max_n`: samples per request.
     `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: requests accepted and not finished, their samples,
-    and what they hold. Results wait for their acknowledgement within `max_kept_results` and `max_kept_bytes`, the
-    oldest dropped first; replies wait for clients that do not read within `max_unread_bytes` in all. `drain_seconds`:
+    and what they hold; as many bytes once more may be held by the submissions that wait for them. Results, with the
+    names of who asked, wait for their acknowledgement within `max_kept_results` and `max_kept_bytes`, the oldest
+    dropped first; replies wait for clients that do not read within `max_unread_bytes` in all. `drain_seconds`:
     how long running requests may go on once the worker is told to end. `while_unavailable`: whether new requests wait
     (`queue`) or are refused (`reject`) while the worker is paused, draining, asleep, waking, updating or dirty.
     `metrics_port`: where 127.0.0.1 serves `/metrics` and `/healthz`; None: nowhere. `push_folder`, `push_hosts`: see

@@ -5,6 +5,19 @@ Owns: a monitor of the ROUTER socket. Promises: no more than `max_connections` a
 without being let in neither uses up the descriptors of the process nor keeps others from coming in. A TCP connection
 that has sent more than `MAX_AHEAD_BYTES` which no message has brought yet is ended, within about `LOOK_SECONDS`: its
 messages come faster than they are taken, or are endless.
+
+What can be known of a connection, and when. Of a message ZMQ tells its descriptor, and with keys the number of its
+connection, counted up as the authenticator lets them in; of a connection that comes or ends the monitor tells the
+descriptor alone. A connection's coming is told before its first message can be received, and its end before its
+descriptor is another one's. But messages of a connection that has ended may wait for long, they come in any order among
+those of other connections, and its descriptor is taken again meanwhile. So of two connections by one descriptor the one
+with the greater number came later, and only the last can be there. Hence:
+
+- `heard` never says of a connection that is there that it is not.
+- It may say of one that has ended that it is there: of one that was heard before, until its end is followed; of one
+  that was not, while the connection that has its descriptor now is there and silent. `on_gone` then follows, with that
+  end, or once its successor is heard or ends.
+- Connections without keys have no numbers: all that are heard by a descriptor count as there until its last one ends.
 """
 
 from __future__ import annotations
@@ -16,6 +29,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import zmq
@@ -36,7 +50,7 @@ log = logging.getLogger(__name__)
 
 class Gate:
     """To be made before the socket is bound, so that no connection escapes it. `on_gone` is called with the identity of
-    each connection that was `heard` and has ended.
+    each connection that was `heard` and has ended, again where it is heard once more.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -44,7 +58,8 @@ class Gate:
         self._max_connections = max_connections
         self._on_gone = on_gone
         self._silent: dict[int, None] = {}
-        self._heard: dict[int, bytes] = {}
+        self._heard: dict[int, set[bytes]] = {}
+        self._newest: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._looked = time.monotonic()
         self._monitor: Any = router.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
@@ -63,6 +78,10 @@ class Gate:
                     self._enter(event["value"])
                 else:
                     self._leave(event["value"])
+        num_silent, num_heard = len(self._silent), len(self._heard)
+        too_many = max(num_silent - MAX_SILENT, num_silent + num_heard - self._max_connections, 0)
+        for fd in list(islice(self._silent, too_many)):
+            self._end(fd)
 
     @property
     def seconds_to_look(self) -> float:
@@ -82,16 +101,27 @@ class Gate:
                     log.warning("a client was cut off: it had sent %d bytes more than were taken", received - taken)
                     self._end(fd)
 
-    def heard(self, fd: int, identity: bytes, num_bytes: int) -> bool:
-        """Its connection has sent a message of so many bytes. Returns whether it is still there."""
-        if self._heard.get(fd) != identity:
-            self.follow()  # it may have come, or gone, since the last look
-            if fd not in self._silent:
+    def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
+        """The connection with this identity and number has sent a message of so many bytes. Returns whether it is still
+        there, as far as can be known.
+        """
+        if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
+            self.follow()  # it may have come, or gone, or gone and come again under an identity of its own
+            if fd not in self._taken or not self._is_last(fd, number):
                 return False
-            del self._silent[fd]
-            self._heard[fd] = identity
+            self._silent.pop(fd, None)
+            self._heard.setdefault(fd, set()).add(identity)
         self._taken[fd] += num_bytes + _MESSAGE_BYTES
         return True
+
+    def _is_last(self, fd: int, number: int | None) -> bool:
+        newest = self._newest.get(fd, -1)
+        if number is None or (number == newest and fd in self._heard):
+            return True
+        if number > newest:
+            self._lose(fd)  # whoever was heard by it so far had ended before
+            self._newest[fd], self._taken[fd] = number, 0
+        return number > newest
 
     def close(self) -> None:
         """End the monitor, before the socket is closed."""
@@ -103,17 +133,18 @@ class Gate:
         self._leave(fd)
         self._silent[fd] = None
         self._taken[fd] = 0
-        if len(self._silent) > MAX_SILENT or len(self._silent) + len(self._heard) > self._max_connections:
-            self._end(next(iter(self._silent)))
 
     def _leave(self, fd: int) -> None:
         self._silent.pop(fd, None)
         self._taken.pop(fd, None)
-        if (identity := self._heard.pop(fd, None)) is not None:
+        self._lose(fd)
+
+    def _lose(self, fd: int) -> None:
+        for identity in self._heard.pop(fd, ()):
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        self._leave(fd)
+        """It leaves once the monitor tells so."""
         # The number may be another file's by now: anything but a connection of this socket is left alone.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):

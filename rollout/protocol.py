@@ -47,7 +47,7 @@ MAX_ERROR_CHARS = 2000
 MAX_DEPTH = 6
 """How deep maps and arrays of a message lie within each other. The deepest: message, bucket, pieces, piece, shape."""
 MAX_ELEMENTS = 2**18
-"""Of all the maps and arrays in a client's message together."""
+"""Of all the maps and arrays in a client's message together: enough for the pieces of a bucket."""
 MAX_FIELDS = 32
 """Of a map in a client's message."""
 MAX_ACK_IDS = 1024
@@ -469,12 +469,12 @@ def address(reply: bytes, caller: str | None) -> bytes:
     return reply + msgpack.Packer().pack(caller)
 
 
-def from_client(frame: bytes) -> FromClient:
-    """The message in a client's frame. Raises ProtocolError, also beyond `MAX_ELEMENTS` in all, `MAX_FIELDS` in a map
+def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
+    """The message in a client's frame. Raises ProtocolError, also beyond `max_elements` in all, `MAX_FIELDS` in a map
     or `MAX_DEPTH`, so that no frame takes much more time and memory than its bytes; InvalidRequestError for sampling
     parameters.
     """
-    return _check(_unpack(frame, MAX_ELEMENTS, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
+    return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
 
 def from_worker(frame: bytes) -> FromWorker:

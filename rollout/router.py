@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import zmq
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Peer:
     """Who sent a message: its connection, by the identity to reply to, and the client behind it. `is_gone`: the
-    connection has ended, and another one may get the identity.
+    connection has ended, and another one may get the identity; see `gate`.
     """
 
     identity: bytes
@@ -126,14 +127,18 @@ class Router:
             return None
         identity = first.bytes
         fd = _descriptor_of(first)
-        is_there = fd is None or self._gate.heard(fd, identity, sum(map(len, frames)))
-        peer = Peer(identity, self._client(first), not is_there)
-        if is_there and peer.client.user is not None:
-            self._users[identity] = peer.client.user
-        return peer, [] if self._outboxes.is_dropped(identity) else _ends(frames)
+        client, number = self._sender(first)
+        is_there = fd is None or self._gate.heard(fd, identity, number, sum(map(len, frames)))
+        if is_there and client.user is not None:
+            self._users[identity] = client.user
+        return Peer(identity, client, not is_there), [] if self._outboxes.is_dropped(identity) else _ends(frames)
 
-    def _client(self, frame: zmq.Frame) -> Client:
-        return OWNER if self._keys is None else self._keys.clients[str(frame.get("User-Id"))]
+    def _sender(self, frame: zmq.Frame) -> tuple[Client, int | None]:
+        """Whose message it is, and the number of the connection, which only those with keys have."""
+        if self._keys is None:
+            return OWNER, None
+        key, number = str(frame.get("User-Id")).split()
+        return self._keys.clients[key], int(number)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
         """Send to a client; False if it is gone, or was dropped since it does not read."""
@@ -205,9 +210,20 @@ class _KnownKeys:
         return key.decode() in self._keys.clients
 
 
+class _Authenticator(ThreadAuthenticator):
+    """With each message comes, as `User-Id`, its client's public key and the number of its connection."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        super().__init__(context)
+        self._numbers = count()
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return f"{super().curve_user_id(client_public_key)} {next(self._numbers)}"
+
+
 def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> ThreadAuthenticator:
-    """Lets in who has one of the keys, and no others; their public keys come with their messages as `User-Id`."""
-    authenticator = ThreadAuthenticator(context)
+    """Lets in who has one of the keys, and no others."""
+    authenticator = _Authenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(DOMAIN, credentials_provider=_KnownKeys(keys))
     return authenticator

@@ -57,7 +57,8 @@ from .errors import (
     UnavailableError,
     WorkerFailedError,
 )
-from .ledger import Entry, Ledger, Subscriber, num_bytes_of
+from .keys import Role
+from .ledger import Entry, Ledger, num_bytes_of, num_bytes_to_name
 from .metrics import MetricsServer
 from .resident import ResidentMemory
 from .router import Peer, Router
@@ -73,7 +74,10 @@ ABORT_SECONDS = 5.0
 """How long the engine may take to abort what is left after the drain deadline."""
 FAILED_SECONDS = 0.5
 """How long a failed worker still answers, so that a health check can see the state."""
-MESSAGES_PER_TURN = 256
+TURN_SECONDS = 0.01
+"""After so long with messages, other work has its turn; one message may take longer."""
+ELEMENTS_BY_ROLE: dict[Role, int] = {"generate": 2**13, "control": protocol.MAX_ELEMENTS}
+"""Of a message. Reading costs time for each, and only a bucket of a push has many."""
 
 FOR_ALL_ROLES = protocol.Generate | protocol.Score | protocol.Abort | protocol.GetHealth | protocol.GetStats
 
@@ -266,16 +270,17 @@ class Worker:
     # Messages from clients.
 
     def _handle_messages(self) -> None:
-        for _ in range(MESSAGES_PER_TURN):
-            if (received := self._router.receive()) is None:
-                return
+        end = time.monotonic() + TURN_SECONDS
+        while (received := self._router.receive()) is not None:
             self._handle_message(*received)
+            if time.monotonic() >= end:
+                return
 
     def _handle_message(self, peer: Peer, frames: list[bytes]) -> None:
         if not frames:
             return  # of a client that is to be told first that its replies are lost
         try:
-            message = self._read(frames)
+            message = self._read(frames, peer.client.role)
         except TruerollError as error:
             log.debug("refused a message: %s", error.code)
             self._reply_error(peer.identity, protocol.id_in(frames[-1]), error)
@@ -284,8 +289,6 @@ class Worker:
             for id in message.ids:
                 self._ledger.acknowledge(scoped(peer.client.user, id))
             return
-        if peer.client.user is not None and peer.is_gone and isinstance(message, protocol.Generate | protocol.Score):
-            return  # whoever gets the identity next must not get the replies
         try:
             _check_peer(peer, message)
             self._handle(peer, message)
@@ -297,11 +300,11 @@ class Worker:
             refused = UnavailableError(f"worker: the system refused what it needs ({error.strerror}); try again later")
             self._reply_error(peer.identity, message.id, refused, getattr(message, "caller", None))
 
-    def _read(self, frames: list[bytes]) -> protocol.FromClient:
+    def _read(self, frames: list[bytes], role: Role) -> protocol.FromClient:
         """The message in frames. Raises ProtocolError or MessageTooLargeError, whatever the bytes are."""
         frame = self._check_frames(frames)
         try:
-            return protocol.from_client(frame)
+            return protocol.from_client(frame, ELEMENTS_BY_ROLE[role])
         except TruerollError:
             raise
         except Exception as error:  # a fault of the libraries that read it, which must not become everybody's
@@ -340,31 +343,28 @@ class Worker:
         if entry is not None and entry.serves(message.caller):
             if is_open and len(entry.subscribers) >= self._config.max_queued_requests:
                 raise _too_many("who wait for", entry, len(entry.subscribers))
-            if len(entry.callers | {message.caller}) > MOST_CALLERS:
+            if len(entry.callers) + (message.caller not in entry.callers) > MOST_CALLERS:
                 raise _too_many("callers of", entry, len(entry.callers))
+            if is_open:
+                self._check_room_to_wait(message.caller)
             self._ledger.join(entry)
         elif entry is not None and is_open:
-            self._add_successor(entry, (identity, message.caller))
+            if (found := len(entry.successors)) >= self._config.max_queued_requests:
+                raise _too_many("who wait for the end of", entry, found)
+            self._check_room_to_wait(message.caller)
+            self._ledger.wait_for_end(entry, identity, message.caller)
             return
         else:
             entry = self._admit(user, message)
-        entry.callers.add(message.caller)
         for reply in entry.replies:
             self._send(identity, protocol.address(reply, message.caller))
-        if entry.key in self._ledger.open:
-            entry.subscribers.append((identity, message.caller))
-
-    def _add_successor(self, entry: Entry, successor: Subscriber) -> None:
-        if (found := len(entry.successors)) >= self._config.max_queued_requests:
-            raise _too_many("who wait for the end of", entry, found)
-        entry.successors.append(successor)
+        self._ledger.subscribe(entry, identity, message.caller)
 
     def _submit_successors(self, entry: Entry) -> None:
         """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
         if entry.is_aborted and self._ledger.open.get(entry.key) is entry:
             return
-        successors, entry.successors = entry.successors, []
-        for identity, caller in successors:
+        for identity, caller in self._ledger.release(entry, entry.successors):
             try:
                 self._submit(identity, entry.user, entry.message.model_copy(update={"caller": caller}))
             except TruerollError as error:
@@ -372,8 +372,7 @@ class Worker:
 
     def _lose(self, identity: bytes) -> None:
         """A client gets no more replies."""
-        for entry in self._ledger.open.values():
-            entry.lose(identity)
+        self._ledger.lose(identity)
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -394,17 +393,19 @@ class Worker:
             check_length(*_length(message), self._info["max_model_len"])
 
     def _check_room(self, num_samples: int, num_bytes: int) -> None:
-        ledger = self._ledger
-        wanted = {
-            "max_queued_requests": (len(ledger.open), 1),
-            "max_queued_samples": (ledger.num_samples_left, num_samples),
-            "max_queued_bytes": (ledger.num_bytes_open, num_bytes),
-        }
-        for limit, (held, more) in wanted.items():
-            if held + more > (most := getattr(self._config, limit)):
-                raise QueueFullError(
-                    f"queue: holds {held} of {limit} = {most}, no room for {more} more; wait for results and try again"
-                )
+        self._check_limit("max_queued_requests", len(self._ledger.open), 1)
+        self._check_limit("max_queued_samples", self._ledger.num_samples_left, num_samples)
+        self._check_limit("max_queued_bytes", self._ledger.num_bytes_open, num_bytes)
+
+    def _check_room_to_wait(self, caller: str | None) -> None:
+        """For what is known already there is room of its own, as whoever lost a connection asks again."""
+        self._check_limit("max_queued_bytes", self._ledger.num_bytes_waiting, num_bytes_to_name(caller))
+
+    def _check_limit(self, limit: str, held: int, more: int) -> None:
+        if held + more > (most := getattr(self._config, limit)):
+            raise QueueFullError(
+                f"queue: holds {held} of {limit} = {most}, no room for {more} more; wait for results and try again"
+            )
 
     def _admit(self, user: str | None, message: protocol.Generate | protocol.Score) -> Entry:
         self._check_admission(message)
@@ -425,7 +426,7 @@ class Worker:
         return entry
 
     def _abort(self, call: str, key: str, message: protocol.Abort) -> None:
-        if message.caller is not None and self._withdraw(key, message.caller):
+        if message.caller is not None and self._ledger.withdraw(key, message.caller):
             self._finish_abort(call, message, 0)
         elif (entry := self._ledger.open.get(key)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
@@ -445,16 +446,6 @@ class Worker:
             what = f"request {message.request_id!r}" + ("" if message.index is None else f", sample {message.index}")
             unknown = f"abort: expected a running request or sample, found none for {what}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
-
-    def _withdraw(self, key: str, caller: str) -> bool:
-        """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
-        if entry := self._ledger.open.get(key):
-            return not entry.withdraw(caller)
-        if entry := self._ledger.kept.get(key):
-            entry.callers.discard(caller)
-            if not entry.callers:
-                self._ledger.forget(key)
-        return entry is not None
 
     def _finish_abort(self, call: str, message: protocol.Abort, num_samples: int) -> None:
         reply = protocol.Aborted(id=message.id, request_id=message.request_id, num_samples=num_samples)
@@ -563,14 +554,14 @@ class Worker:
     def _publish(self, entry: Entry, message: protocol.Sample | protocol.Done | protocol.Scores) -> None:
         reply = protocol.encode_for_anyone(message)
         entry.replies.append(reply)
-        for identity, caller in tuple(entry.subscribers):
+        for identity, caller in entry.subscribers:
             if not self._send(identity, protocol.address(reply, caller)):
-                entry.lose(identity)
+                self._ledger.lose(identity)
 
     def _publish_error(self, key: str, error: TruerollError) -> None:
         entry = self._ledger.fail(key)
         self._waiting_room.discard(key)
-        for identity, caller in entry.subscribers:
+        for identity, caller in self._ledger.release(entry, entry.subscribers):
             self._reply_error(identity, entry.message.id, error, caller)
         self._submit_successors(entry)
 
@@ -651,7 +642,9 @@ class Worker:
 
 
 def _check_peer(peer: Peer, message: protocol.Call) -> None:
-    """Raise ForbiddenError unless the client's role and its connection allow the call."""
+    """Raise ForbiddenError unless the client's role and its connection allow the call, UnavailableError if the replies
+    that it asks for could come to whoever gets its connection's identity next.
+    """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
         raise ForbiddenError(
@@ -661,6 +654,8 @@ def _check_peer(peer: Peer, message: protocol.Call) -> None:
     # Replies to a request go to the identity that asked for it, which another user could take up once it is free.
     if client.user is not None and not peer.identity.startswith(b"\0"):
         raise ForbiddenError("connection: expected no identity of its own (ZMQ_ROUTING_ID), found one; set none")
+    if client.user is not None and peer.is_gone and isinstance(message, protocol.Generate | protocol.Score):
+        raise UnavailableError("connection: expected one that is there, found that it has ended; connect and ask again")
 
 
 def _too_many(which: str, entry: Entry, found: int) -> QueueFullError:

@@ -24,16 +24,17 @@ class Certificates:
         public, _ = zmq.auth.load_certificate(self.folder / "worker.key")
         return {"server_public_key": public.decode(), "client_key": str(self.folder / f"{name}.key_secret")}
 
-    def raw(self, name: str, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
-        """A connection of `name` that sends whatever it is given."""
+    def raw(self, name: str, address: str | None, identity: bytes | None = None) -> zmq.Socket[bytes]:
+        """A connection of `name` that sends whatever it is given; without an address one that is to be connected."""
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         if identity is not None:
             socket.set(zmq.IDENTITY, identity)
-        keys = client_keys(address, **self.client(name))
+        keys = client_keys(address or "tcp://127.0.0.1:1", **self.client(name))
         assert keys is not None
         use_curve(socket, keys)
-        socket.connect(address)
+        if address is not None:
+            socket.connect(address)
         return socket
 
 

@@ -14,9 +14,11 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgpack
@@ -28,10 +30,13 @@ import zmq
 from fake_engine import MAX_MODEL_LEN, FakeEngine
 from rollout.certificates import Certificates, make_certificates
 from serving import FaultyWorker, RawClient, WorkerOnThread, check_group, fake_process, serving
+from zmq.utils.monitor import recv_monitor_message
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
 from trueroll.engine.request import SamplingParams
 from trueroll.rollout import RolloutClient, connection, protocol
+from trueroll.rollout import gate as gate_module
+from trueroll.rollout import router as router_module
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import (
     ForbiddenError,
@@ -42,7 +47,10 @@ from trueroll.rollout.errors import (
 )
 from trueroll.rollout.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
 from trueroll.rollout.keys import Client, client_keys, read_clients, server_keys
+from trueroll.rollout.ledger import Entry, Ledger, num_bytes_to_name
 from trueroll.rollout.outboxes import Outboxes
+from trueroll.rollout.router import Peer, Router
+from trueroll.rollout.users import scoped
 from trueroll.rollout.worker import MOST_CALLERS, Worker
 from trueroll.weight_sync import WeightPublisher
 
@@ -333,10 +341,12 @@ def generate(dealer: zmq.Socket[bytes], id: str, **params: Any) -> None:
 def test_an_id_is_its_users(worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine) -> None:
     engine.gate.clear()
     with certificates.raw("alice", worker.address) as alice, certificates.raw("bob", worker.address) as bob:
+        ask(alice, "abort", id="1", request_id="b")
+        assert receive(alice)["code"] == "unknown_request"
         generate(alice, "a")
         ask(alice, "health", id="h")
         assert receive(alice)["type"] == "health"
-        ask(bob, "abort", id="1", request_id="a")
+        ask(bob, "abort", id="1", request_id="a")  # of the same id as alice's, and other content
         assert receive(bob)["code"] == "unknown_request"
         generate(bob, "a", max_tokens=3)  # other content: it would be a conflict for one user
         ask(bob, "ack", ids=["a"])
@@ -350,11 +360,12 @@ def test_an_id_is_its_users(worker: WorkerOnThread, certificates: Certificates, 
             assert sample["id"] == "a" and len(sample["token_ids"]) == 4 * count
             assert receive(dealer)["type"] == "done"
         ask(bob, "ack", ids=["a"])
-        ask(bob, "abort", id="1", request_id="a")
-        assert receive(bob)["code"] == "unknown_request", "an abort's id is its user's too"
+        generate(bob, "a", max_tokens=3)
+        assert receive(bob)["type"] == "sample" and receive(bob)["type"] == "done"
+        assert len(engine.requests) == 3, "bob's result was his to acknowledge"
         generate(alice, "a")
         assert receive(alice)["type"] == "sample" and receive(alice)["type"] == "done"
-    assert len(engine.requests) == 2, "alice's result was kept for her"
+    assert len(engine.requests) == 3, "alice's result was kept for her"
 
 
 def test_cached_prefixes_are_their_users(
@@ -844,3 +855,390 @@ def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
         assert [reply["message"] for reply in replies if reply["type"] == "error"] == [
             "abort: expected a running request or sample, found none for request 'a', sample 7"
         ]
+
+
+# Connections that come and go.
+
+
+class Monitor:
+    """What a gate is told, as a test wants it, in place of what its socket's monitor tells. `gone`: what it told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: deque[tuple[int, int]] = deque()
+        self.gone: list[bytes] = []
+        monkeypatch.setattr(gate_module, "recv_monitor_message", self._receive)
+
+    def _receive(self, *_: Any) -> dict[str, int]:
+        if not self.events:
+            raise zmq.Again
+        event, fd = self.events.popleft()
+        return {"event": event, "value": fd}
+
+    def come(self, fd: int) -> None:
+        self.events.append((zmq.EVENT_ACCEPTED, fd))
+
+    def go(self, fd: int) -> None:
+        self.events.append((zmq.EVENT_DISCONNECTED, fd))
+
+
+@pytest.fixture
+def monitor(monkeypatch: pytest.MonkeyPatch) -> Monitor:
+    return Monitor(monkeypatch)
+
+
+@pytest.fixture
+def gate(monitor: Monitor) -> Iterator[Gate]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        gate = Gate(router, 1000, monitor.gone.append)
+        yield gate
+        gate.close()
+
+
+ANN, BOB = b"\0ann", b"\0bob"
+
+
+def test_messages_of_one_who_left_are_not_taken_for_those_of_whoever_has_its_descriptor(
+    gate: Gate, monitor: Monitor
+) -> None:
+    monitor.come(7)
+    assert gate.heard(7, ANN, 0, 1)
+    monitor.go(7)
+    monitor.come(7)
+    gate.follow()
+    assert monitor.gone == [ANN]
+    assert not gate.heard(7, ANN, 0, 1)
+    assert gate.heard(7, BOB, 1, 1) and not gate.heard(7, ANN, 0, 1) and gate.heard(7, BOB, 1, 1)
+    monitor.go(7)
+    gate.follow()
+    assert monitor.gone == [ANN, BOB] and not gate.heard(7, BOB, 1, 1)
+
+
+def test_one_who_left_unheard_is_found_gone_once_its_successor_is_heard(gate: Gate, monitor: Monitor) -> None:
+    for fd in (7, 8):
+        monitor.come(fd)
+        monitor.go(fd)
+        monitor.come(fd)
+    assert gate.heard(7, ANN, 0, 1), "it may be the one that is there"
+    assert gate.heard(7, BOB, 1, 1) and monitor.gone == [ANN]
+    assert not gate.heard(7, ANN, 0, 1) and gate.heard(7, BOB, 1, 1)
+    assert gate.heard(8, b"\0eve", 3, 1) and not gate.heard(8, b"\0dan", 2, 1)
+
+
+def test_an_identity_of_its_own_that_comes_back_at_once_is_there(gate: Gate, monitor: Monitor) -> None:
+    monitor.come(7)
+    assert gate.heard(7, b"me", 0, 1)
+    monitor.go(7)
+    monitor.come(7)
+    assert gate.heard(7, b"me", 1, 1) and monitor.gone == [b"me"]
+    gate.follow()
+    assert monitor.gone == [b"me"]
+
+
+@pytest.mark.parametrize("has_numbers", [True, False])
+def test_nobody_who_is_there_is_called_gone_and_of_all_others_the_end_is_told(
+    has_numbers: bool, gate: Gate, monitor: Monitor
+) -> None:
+    """In whatever order messages are taken, and the monitor is followed."""
+    random, num_connections, num_refused = Random(7), 0, 0
+    there: dict[int, int] = {}
+    waiting: list[tuple[int, int]] = []
+    last_heard: dict[bytes, int] = {}
+    for _ in range(20_000):
+        fd = random.randrange(3)
+        match random.randrange(4):
+            case 0 if fd in there:
+                del there[fd]
+                monitor.go(fd)
+            case 0:
+                there[fd] = num_connections = num_connections + 1
+                monitor.come(fd)
+            case 1 if fd in there:
+                waiting.append((fd, there[fd]))
+            case 2 if waiting:
+                at, number = waiting.pop(random.randrange(len(waiting)))
+                identity = b"\0" + number.to_bytes(4, "big")
+                if gate.heard(at, identity, number if has_numbers else None, 1):
+                    last_heard[identity] = len(monitor.gone)
+                else:
+                    num_refused += 1
+                    assert there.get(at) != number
+            case 3 if random.random() < 0.3:
+                gate.follow()
+    for fd in there:
+        monitor.go(fd)
+    gate.follow()
+    assert len(last_heard) > 500 and num_refused > 100
+    assert all(identity in monitor.gone[heard_at:] for identity, heard_at in last_heard.items())
+
+
+def test_bytes_of_one_who_left_are_not_missing_of_its_successor(gate: Gate, monitor: Monitor) -> None:
+    monitor.come(7)
+    monitor.go(7)
+    monitor.come(7)
+    gate.heard(7, ANN, 0, 1000)
+    gate.heard(7, BOB, 1, 10)
+    first = gate._taken[7]
+    gate.heard(7, BOB, 1, 10)
+    assert gate._taken[7] == 2 * first and 10 <= first < 1000
+
+
+def received(router: Router) -> tuple[Peer, list[bytes]]:
+    while (message := router.receive()) is None:
+        time.sleep(0.001)
+    return message
+
+
+def test_a_client_on_the_descriptor_of_one_who_left_is_heard(certificates: Certificates) -> None:
+    lost: list[bytes] = []
+    router = Router(WorkerConfig(**certificates.settings), lost.append)
+    gate, descriptors = router._gate, []
+    hear = gate.heard
+    gate.heard = lambda fd, *rest: (descriptors.append(fd), hear(fd, *rest))[1]  # type: ignore[method-assign]
+    num_shared = 0
+    try:
+        for _ in range(20):
+            with certificates.raw("alice", router.address) as alice:
+                alice.set(zmq.LINGER, 20_000)
+                for _ in range(3):
+                    alice.send(b"alice")
+                first, _ = received(router)
+            while first.identity not in lost:
+                router.maintain()
+            with certificates.raw("bob", router.address) as bob:
+                while not gate._silent:
+                    router.maintain()
+                late = [received(router)[0] for _ in range(2)]
+                assert [peer.is_gone for peer in late] == [True, True] and not first.is_gone
+                for _ in range(2):
+                    bob.send(b"bob")
+                    peer, frames = received(router)
+                    assert frames == [b"bob"] and not peer.is_gone and peer.client.user == "bob"
+                assert router._user_of(peer.identity) == "bob"
+            while peer.identity not in lost:
+                router.maintain()
+            num_shared += descriptors[-1] == descriptors[-3]
+        assert num_shared > 0, "the premise"
+        assert len(lost) == len(set(lost)) == 40, "each end is told once"
+        assert router._user_of(peer.identity) == peer.identity, "nothing is known of who is gone"
+    finally:
+        router.close()
+
+
+def test_what_one_who_is_gone_asks_for_is_not_computed_and_its_replies_go_to_nobody(certificates: Certificates) -> None:
+    engine = FakeEngine()
+    worker = FaultyWorker(WorkerConfig(**certificates.settings), engine)
+    try:
+        generate = protocol.Generate(id="a", prompt_token_ids=bytes(4), params=SamplingParams())
+        for user, is_gone, is_open in (("alice", True, False), (None, True, True), ("alice", False, True)):
+            peer = Peer(b"\0abcd", Client(user, "generate"), is_gone)
+            worker._handle_message(peer, [protocol.encode(generate)])
+            assert (scoped(user, "a") in worker._ledger.open) == is_open
+    finally:
+        worker._close_system()
+
+
+def test_a_users_connections_count_together(certificates: Certificates) -> None:
+    router = Router(WorkerConfig(**certificates.settings), lambda identity: None)
+    try:
+        identities = {}
+        for name in ("alice", "bob", "alice"):
+            with certificates.raw(name, router.address) as dealer:
+                dealer.send(b"here")
+                identities[received(router)[0].identity] = name
+                users = [router._user_of(identity) for identity in identities]
+                assert users[-1] == name, "as `Outboxes` has it"
+        assert len(identities) == 3
+    finally:
+        router.close()
+
+
+def handshake(dealer: zmq.Socket[bytes], address: str) -> int:
+    """How the next one ends: an event of ZMQ."""
+    ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    monitor = dealer.get_monitor_socket(ends)
+    dealer.connect(address)
+    assert monitor.poll(20_000)
+    event = recv_monitor_message(monitor)["event"]
+    dealer.disable_monitor()
+    monitor.close(linger=0)
+    return event
+
+
+def test_nobody_comes_in_while_nobody_checks_keys(certificates: Certificates) -> None:
+    router = Router(WorkerConfig(**certificates.settings), lambda identity: None)
+    try:
+        for name in ("alice", "stranger"):
+            with certificates.raw(name, None) as dealer:
+                is_known = handshake(dealer, router.address) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                assert is_known == (name == "alice"), "the premise"
+        assert router._authenticator is not None
+        router._authenticator.stop()
+        for name in ("alice", "stranger"):
+            with certificates.raw(name, None) as dealer:
+                assert handshake(dealer, router.address) == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    finally:
+        router.close()
+
+
+def test_a_handshake_ends(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "HANDSHAKE_MS", 50)
+    with serving(engine, address="tcp://127.0.0.1:*") as worker:
+        with socket.create_connection(("127.0.0.1", port_of(worker.address))) as silent:
+            silent.settimeout(20)  # ZMQ's own limit is 30 s
+            while silent.recv(64):
+                pass
+
+
+# What messages cost.
+
+
+def test_messages_take_turns_with_all_else(engine: FakeEngine) -> None:
+    have_come = threading.Event()
+
+    class Slow(FaultyWorker):
+        turns: list[int] = []
+
+        def _handle(self, peer: Peer, message: protocol.Call) -> None:
+            have_come.wait(20)
+            self.turns[-1] += 1
+            time.sleep(0.02)
+            super()._handle(peer, message)
+
+        def _handle_events(self) -> None:
+            self.turns.append(0)
+            super()._handle_events()
+
+    worker = Slow(WorkerConfig(), engine)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    with RawClient(worker.address) as raw:
+        for number in range(10):
+            raw.send("stats", id=str(number))
+        have_come.set()
+        for _ in range(10):
+            raw.receive()
+    worker.drain()
+    thread.join(20)
+    assert max(Slow.turns) == 1 and sum(Slow.turns) == 10
+
+
+def test_a_generating_client_sends_few_elements(
+    worker: WorkerOnThread, certificates: Certificates, engine: FakeEngine
+) -> None:
+    most = 2**13
+    texts = {}
+    for name in ("alice", "trainer"):
+        with certificates.raw(name, worker.address) as dealer:
+            generate(dealer, "a", stop_token_ids=list(range(4096)), stop=[str(number) for number in range(64)])
+            assert receive(dealer)["type"] == "sample" and receive(dealer)["type"] == "done", "the most that it needs"
+            ask(dealer, "ack", ids=[[]] * most)
+            texts[name] = receive(dealer)["message"]
+    assert f"{most} elements" in texts["alice"] and "elements" not in texts["trainer"]
+
+
+def test_who_leaves_costs_no_more_than_what_it_waited_for(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: list[bytes] = []
+    lose = Entry.lose
+    monkeypatch.setattr(Entry, "lose", lambda entry, identity: (visited.append(identity), lose(entry, identity))[1])
+    engine.flow.clear()
+    with serving(engine) as worker, RawClient(worker.address) as one, RawClient(worker.address) as other:
+        for number in range(50):
+            one.generate(str(number))
+        one.health()
+        other.generate("7")
+        other.health()
+        entries = list(worker.worker._ledger.open.values())
+        for _ in range(20):
+            with RawClient(worker.address) as passing:
+                passing.health()
+        other.close()
+        while len(entries[7].subscribers) == 2:
+            time.sleep(0.001)
+        assert len(visited) == 1
+        one.close()
+        while any(entry.subscribers for entry in entries):
+            time.sleep(0.001)
+        assert len(visited) == 51
+
+
+def test_what_waits_is_counted_and_found() -> None:
+    """Whoever comes, leaves, gives up or is answered, in any order."""
+    random, ledger = Random(3), Ledger(2, 100_000)
+    made: list[Entry] = []
+    for step in range(5000):
+        user, id = random.choice(["ann", None]), random.choice("abc")
+        identity, caller = random.choice([ANN, BOB, b"\0eve"]), random.choice([None, "x", "\N{GRINNING FACE}"])
+        key = scoped(user, id)
+        message = protocol.Generate(id=id, prompt_token_ids=bytes(4), params=SamplingParams())
+        entry = ledger.find(user, message)
+        match random.randrange(8):
+            case 0 | 1 | 2 if entry is None:
+                made.append(ledger.add(user, message, message.params))
+                ledger.subscribe(made[-1], identity, caller)
+            case 0 | 1 | 2:
+                ledger.join(entry)
+                ledger.subscribe(entry, identity, caller)
+            case 3 if key in ledger.open:
+                ledger.wait_for_end(ledger.open[key], identity, caller)
+            case 4:
+                ledger.lose(identity)
+                assert not any(identity in each.subscribers or identity in each.successors for each in made)
+            case 5 if caller is not None:
+                ledger.withdraw(key, caller)
+            case 6 if key in ledger.open:
+                ending = ledger.open[key]
+                ledger.end_sample(ending, "length")
+                ledger.finish(key)
+                ledger.release(ending, ending.successors)
+            case 7 if key in ledger.open and step % 3 == 0:
+                ending = ledger.fail(key)
+                ledger.release(ending, ending.subscribers)
+                ledger.release(ending, ending.successors)
+        waiting = [(each, submission) for each in made for submission in [*each.subscribers, *each.successors]]
+        assert ledger.num_bytes_waiting == sum(num_bytes_to_name(by) for _, (_, by) in waiting)
+        found = {(each, identity) for identity, entries in ledger._awaited.items() for each in entries}
+        assert found == {(each, identity) for each, (identity, _) in waiting} and all(ledger._awaited.values())
+        assert ledger._kept_bytes == sum(each.num_bytes for each in ledger.kept.values())
+        made = [each for each in made if each.key in ledger.open]
+    assert ledger.stats.finished > 50 and ledger.stats.dropped > 5 and ledger.stats.failed > 20
+
+
+# What names and strings take.
+
+
+def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
+    engine.gate.clear()
+    with serving(engine, max_queued_bytes=10_000) as worker, RawClient(worker.address) as raw:
+        for id in "ab":
+            raw.generate(id)
+        assert engine.at_gate.wait(timeout=20)
+        raw.send("abort", id="1", request_id="a")
+        for number in range(60):
+            raw.generate("ab"[number % 2], caller=f"{number:0100}")
+        raw.send("health", id="h")
+        *errors, _ = raw.receive_until("health")
+        assert {error["code"] for error in errors} == {"queue_full"}
+        assert all("of max_queued_bytes = 10000" in error["message"] for error in errors)
+        joined, after = worker.worker._ledger.open["b"].subscribers, worker.worker._ledger.open["a"].successors
+        assert len(joined) > 5 and len(after) > 5 and len(joined) + len(after) == 61 - len(errors) < 10_000 // 100
+        engine.gate.set()
+        replies = [raw.receive() for _ in range(3 + 2 * (61 - len(errors)))]
+        assert sum(reply["type"] == "done" for reply in replies) == 62 - len(errors)
+        assert worker.worker._ledger.num_bytes_waiting == 0
+
+
+def test_who_asked_for_a_kept_result_takes_room(engine: FakeEngine) -> None:
+    with serving(engine, max_kept_bytes=20_000) as worker, RawClient(worker.address) as raw:
+        for number in range(30):
+            raw.generate("a", caller=f"{number:03}" + "\N{GRINNING FACE}" * 120)
+            raw.receive_until("done")
+    assert 1 < len(engine.requests) < 5, "it was kept, and pushed out"
+
+
+def test_strings_count_as_they_are_in_memory(engine: FakeEngine) -> None:
+    stop = ["\N{GRINNING FACE}" * 1000 + str(number) for number in range(64)]
+    with serving(engine, max_queued_bytes=sum(map(sys.getsizeof, stop))) as worker, RawClient(worker.address) as raw:
+        raw.generate("a", stop=stop)
+        assert raw.receive_until("done", "error")[-1]["code"] == "queue_full"
+        raw.generate("b", stop=["x" * 1000 + str(number) for number in range(64)])
+        assert raw.receive_until("done", "error")[-1]["type"] == "done"
