@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, Qkv, Wanted, run_layers
+from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, Qkv, TokenStatistics, Wanted, run_layers
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -298,6 +298,15 @@ def _next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(1, token_ids[:, None]).squeeze(1)
+
+
+def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
+    log_probs = torch.log_softmax(logits, dim=-1)
+    terms = (torch.exp(log_probs) * -log_probs).masked_fill(log_probs == -torch.inf, 0.0)
+    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    at_token = log_probs.gather(1, token_ids[:, None]).squeeze(1)
+    # A plain sum of one row shares it among threads; a running one takes its elements in order.
+    return TokenStatistics(at_token, terms.cumsum(-1)[:, -1], ids, log_probs.gather(1, ids))
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from ..ops import AttentionBatch, DenseLayer, Qkv, Wanted
+from ..ops import AttentionBatch, DenseLayer, Qkv, TokenStatistics, Wanted
 from ..reference import rope as rope
 from .library import load_library
 from .weight import PackedLayers, PackedWeight, qkv_tensors
@@ -184,6 +184,18 @@ def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
     logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(len(logits), dtype=torch.float32)
     _library.log_probs(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), out.data_ptr())
+    return out
+
+
+def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
+    logits, token_ids, rows = logits.contiguous(), token_ids.contiguous(), len(logits)
+    out = TokenStatistics(
+        *(torch.empty(rows, dtype=torch.float32) for _ in range(2)),
+        torch.empty(rows, k, dtype=torch.int64),
+        torch.empty(rows, k, dtype=torch.float32),
+    )
+    pointers = (column.data_ptr() for column in out)
+    _library.token_statistics(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), k, *pointers)
     return out
 
 

@@ -165,6 +165,16 @@ def log_probs(vocab_size: int, rows: int, served: Served) -> RowOp:
     return RowOp(served.ops.log_probs, (randn(rows, vocab_size) * 5, torch.arange(rows) * 31 % vocab_size))
 
 
+def token_statistics(vocab_size: int, rows: int, served: Served) -> RowOp:
+    """Rows with ties, of which every third has lost most of its tokens to a filter."""
+    logits = (randn(rows, vocab_size) * 8).round() / 4
+    logits[::3] = logits[::3].where(logits[::3] >= logits[::3].amax(1, keepdim=True).clamp(max=3), -torch.inf)
+    return RowOp(
+        lambda x, ids: served.ops.token_statistics(x, ids, min(9, vocab_size)),
+        (logits, torch.arange(rows) * 31 % vocab_size),
+    )
+
+
 def filter_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
     inputs = (
         (randn(rows, vocab_size) * 8).round() / 4,  # rounded, so that rows hold many ties
@@ -203,6 +213,9 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
 FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
     "rotation": rotation,
     **{f"log_probs {v}": partial(log_probs, v, rows) for v, rows in ((17, ROWS), (512, ROWS), (49153, 7))},
+    **{
+        f"token_statistics {v}": partial(token_statistics, v, rows) for v, rows in ((1, ROWS), (1001, ROWS), (49153, 7))
+    },
     **{f"filter_logits {v}": partial(filter_logits, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
     **{f"sample {v}": partial(sample, v, rows) for v, rows in ((1, ROWS), (17, ROWS), (1001, ROWS), (49153, 7))},
 }
@@ -213,7 +226,7 @@ INTERPRETED_ROWS = 20
 INTERPRETED = (
     *("linear 513x130 bias", "linear_add 17x33", "silu_mul 130", "rope 80", "gate_up 130x577"),
     *("qkv 128 biases norms", "write_kv", "rmsnorm 577", "embedding", "lm_head 1001", "next_tokens 1001"),
-    *("rotation", "log_probs 512", "filter_logits 1001", "sample 1001"),
+    *("rotation", "log_probs 512", "token_statistics 1001", "filter_logits 1001", "sample 1001"),
 )
 
 

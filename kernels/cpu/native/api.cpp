@@ -279,7 +279,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 6; }
+EXPORT long trueroll_interface() { return 7; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -481,6 +481,18 @@ EXPORT void trueroll_log_probs(
         float peak, total;
         chosen->log_sum_exp(logits + row * n, n, &peak, &total);
         out[row] = log_prob(logits[row * n + tokens[row]], peak, total);
+    });
+}
+
+// Log-probs of one token of each row of float32 logits [count, n], the entropy of each row, and its k best tokens.
+EXPORT void trueroll_token_statistics(
+    long threads, const float* logits, long count, long n, const int64_t* tokens, long k, float* log_probs,
+    float* entropies, int64_t* top_ids, float* top_log_probs
+) {
+    const Call call(threads);
+    parallel(count, [&](long row) {
+        const Statistics out = {log_probs + row, entropies + row, top_ids + row * k, top_log_probs + row * k};
+        chosen->statistics(logits + row * n, n, tokens[row], k, out);
     });
 }
 

@@ -144,6 +144,13 @@ struct Ops {
     void (*silu_mul)(const T* gate, const T* up, long count, T* out);
 };
 
+// Where the statistics of one row go; see `TokenStatistics` in kernels/ops.py.
+struct Statistics {
+    float *log_prob, *entropy;
+    int64_t* top_ids;       // k of them
+    float* top_log_probs;
+};
+
 struct InstructionSet {
     const char* name;
     Ops<bf16> bfloat16;
@@ -151,6 +158,7 @@ struct InstructionSet {
     // The maximum of n float32 values and the sum of their exponentials relative to it.
     void (*log_sum_exp)(const float* x, long n, float* peak, float* total);
     void (*sample)(const float* logits, long n, int64_t seed, int64_t position, int64_t* token);
+    void (*statistics)(const float* logits, long n, int64_t token, long k, const Statistics& out);
 
     const Ops<bf16>& ops(bf16) const { return bfloat16; }
     const Ops<float>& ops(float) const { return float32; }

@@ -31,42 +31,106 @@ void logits(const Input<T>& x, const Matrix<T>& weight, float* out) {
 }
 
 // The maximum of n values and the sum of their exponentials relative to it, cut at multiples of CHUNK like those of
-// `head`.
+// `head`. `weighted`: the sum of (x - peak) e^(x - peak), if it was asked for.
 struct LogSumExp {
-    float peak = -INFINITY, total = 0.0f;
+    float peak = -INFINITY, total = 0.0f, weighted = 0.0f;
 
     void add_chunk(const LogSumExp& next) {
         if (next.peak == -INFINITY) return;
         const float top = peak > next.peak ? peak : next.peak;
         float scales[LANES] = {peak - top, next.peak - top};
         store(scales, exp(load(static_cast<const float*>(scales))));
+        weighted = moved(peak - top) * scales[0] + next.moved(next.peak - top) * scales[1];
         total = total * scales[0] + next.total * scales[1];
         peak = top;
     }
+
+    // `weighted` for a peak that is lower by `distance`; any number where the exponential of that is 0.
+    float moved(float distance) const { return weighted + (distance < LEAST ? LEAST : distance) * total; }
+
+    float entropy() const {
+        return static_cast<float>(::log(static_cast<double>(total)) - static_cast<double>(weighted) / total);
+    }
+
+    static constexpr float LEAST = -200.0f;  // as in `exp`: what is lower has an exponential of 0
 };
 
+template <bool WEIGHTED>
+inline void add_exponentials(F x, F shift, F& sums, F& weighted) {
+    const F distance = sub(x, shift);
+    if (!WEIGHTED) {
+        sums = add(sums, exp(distance));
+        return;
+    }
+    const F bounded = max(set1(LogSumExp::LEAST), distance), e = exp(bounded);
+    sums = add(sums, e);
+    weighted = fma(e, bounded, weighted);
+}
+
+template <bool WEIGHTED = false>
 inline LogSumExp reduce_chunk(const float* x, long n) {
     F most = set1(-INFINITY);
     for (long i = 0; i + LANES <= n; i += LANES) most = max(most, load(x + i));
     float top = peak(most);
     for (long i = n / LANES * LANES; i < n; ++i) top = x[i] > top ? x[i] : top;
     const F shift = set1(top == -INFINITY ? 0.0f : top);
-    F sums = set1(0.0f);
+    F sums = set1(0.0f), weighted = set1(0.0f);
     long i = 0;
-    for (; i + LANES <= n; i += LANES) sums = add(sums, exp(sub(load(x + i), shift)));
+    for (; i + LANES <= n; i += LANES) add_exponentials<WEIGHTED>(load(x + i), shift, sums, weighted);
     if (i < n) {
         float last[LANES];
         for (long lane = 0; lane < LANES; ++lane) last[lane] = i + lane < n ? x[i + lane] : -INFINITY;
-        sums = add(sums, exp(sub(load(static_cast<const float*>(last)), shift)));
+        add_exponentials<WEIGHTED>(load(static_cast<const float*>(last)), shift, sums, weighted);
     }
     const float total = sum(sums);
-    return {total == total ? top : total, total};  // a maximum may pass over what is no number
+    return {total == total ? top : total, total, sum(weighted)};  // a maximum may pass over what is no number
 }
 
 void log_sum_exp(const float* x, long n, float* peak, float* total) {
     LogSumExp all;
     for (long first = 0; first < n; first += CHUNK) all.add_chunk(reduce_chunk(x + first, smaller(CHUNK, n - first)));
     *peak = all.peak, *total = all.total;
+}
+
+// The k highest values of a row so far with their ids: falling, of equals the lower id first. Ids come in rising order.
+struct Highest {
+    const long k;
+    float* const values;
+    int64_t* const ids;
+    long count = 0;
+
+    bool takes(float value) const { return count < k || value > values[k - 1]; }
+
+    void offer(float value, int64_t id) {
+        if (!takes(value)) return;
+        long i = count < k ? count++ : k - 1;
+        for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
+        values[i] = value, ids[i] = id;
+    }
+
+    // The ids [first, first + n), of which `most` is the highest value.
+    void offer_chunk(const float* x, long n, long first, float most) {
+        if (k == 0 || !takes(most)) return;
+        for (long i = 0; i < n; i += LANES) {
+            const bool is_whole = i + LANES <= n;
+            if (is_whole && count == k && !any_greater(load(x + i), set1(values[k - 1]))) continue;
+            for (long at = i; at < smaller(i + LANES, n); ++at) offer(x[at], first + at);
+        }
+    }
+};
+
+void statistics(const float* x, long n, int64_t token, long k, const Statistics& out) {
+    LogSumExp all;
+    Highest highest = {k, out.top_log_probs, out.top_ids};
+    for (long first = 0; first < n; first += CHUNK) {
+        const long count = smaller(CHUNK, n - first);
+        const LogSumExp next = reduce_chunk<true>(x + first, count);
+        all.add_chunk(next);
+        highest.offer_chunk(x + first, count, first, next.peak);
+    }
+    *out.log_prob = log_prob(x[token], all.peak, all.total);
+    *out.entropy = all.entropy();
+    for (long i = 0; i < k; ++i) out.top_log_probs[i] = log_prob(highest.values[i], all.peak, all.total);
 }
 
 // Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -51,6 +52,9 @@ void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, vo
 void trueroll_silu_mul(long, int, const void*, const void*, long, void*);
 void trueroll_rotation(long, const int64_t*, long, const float*, long, float, float*, float*);
 void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
+void trueroll_token_statistics(
+    long, const float*, long, long, const int64_t*, long, float*, float*, int64_t*, float*
+);
 void trueroll_sample(long, const float*, long, long, const int64_t*, const int64_t*, int64_t*);
 void trueroll_filter(long, float*, long, long, const int64_t*, const float*, const float*);
 }
@@ -175,6 +179,22 @@ struct Run {
         trueroll_sample(threads, logits.data(), rows, vocab, seeds.data(), positions.data(), tokens.data());
         trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
         digest->add(logprobs), digest->add(tokens), digest->add(logits);
+        for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(logits, tokens, vocab, best);
+    }
+
+    // Of logits of which filters have dropped some.
+    void statistics(
+        const std::vector<float>& logits, const std::vector<int64_t>& tokens, long vocab, long best
+    ) const {
+        const long rows = static_cast<long>(tokens.size());
+        std::vector<float> logprobs(tokens.size()), entropies(tokens.size());
+        std::vector<float> top_logprobs(static_cast<size_t>(rows * best));
+        std::vector<int64_t> top_ids(top_logprobs.size());
+        trueroll_token_statistics(
+            threads, logits.data(), rows, vocab, tokens.data(), best, logprobs.data(), entropies.data(), top_ids.data(),
+            top_logprobs.data()
+        );
+        digest->add(logprobs), digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
     }
 
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
