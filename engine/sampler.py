@@ -1,22 +1,24 @@
 """From hidden states to tokens and log-probs, each row with its own parameters.
 
-Owns what `temperature`, the filters, `min_tokens` and `logprobs` mean in arithmetic. Holds no state: a draw is a
-function of its logits, its parameters, its seed and its position. Nothing here waits for a device but `Drawing.wait`.
+Owns what `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs` mean in arithmetic. Holds no
+state: a draw is a function of its logits, its parameters, its seed and its position. Nothing here waits for a device
+but `Drawing.wait`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
+from ..kernels.ops import GREEDY, SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ..kernels.transfer import HostCopy, to_device
 from .request import Distribution, SamplingParams
+from .tops import Top
 
 # A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
 _LOWEST_TEMPERATURE = 1e-30
@@ -38,37 +40,64 @@ class Draw(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is from the whole distribution."""
-        return not (self.banned or self.params.has_filters)
+        """Whether it is from the whole distribution, of which nothing else is recorded."""
+        return not (self.banned or self.params.has_filters) and self.params.top_logprobs is None
 
 
 class Drawn(NamedTuple):
-    """A drawn token. `logprob` is None if none was asked for; `is_finite` is false if its logit is no number."""
+    """A drawn token. `logprob` and `top` are None if not asked for; `is_finite` is false if its logit is no number."""
 
     token_id: int
     logprob: float | None
     is_finite: bool
+    top: Top | None = None
 
 
 class Drawing:
-    """Tokens that are being drawn. `token_ids`: int64 [M], on the device."""
+    """Tokens that are being drawn. `token_ids`: int64 [M], on the device.
 
-    def __init__(self, draws: Sequence[Draw], token_ids: Tensor, logprobs: Tensor, is_finite: Tensor) -> None:
+    `recorded`: which of the draws have statistics, in the order of the rows of `statistics`.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[Draw],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        is_finite: Tensor,
+        *,
+        recorded: Sequence[int] = (),
+        statistics: Sequence[TokenStatistics] = (),
+    ) -> None:
         self.token_ids = token_ids
-        self._draws = draws
+        self._draws, self._recorded = draws, recorded
         self._columns = [HostCopy(column) for column in (token_ids, logprobs, is_finite)]
+        self._statistics = [HostCopy(torch.cat(column)) for column in list(zip(*statistics, strict=True))[1:]]
 
     def wait(self) -> list[Drawn]:
         """The tokens, in the order of the draws."""
-        rows = zip(self._draws, *(column.wait().tolist() for column in self._columns), strict=True)
-        return [Drawn(token, None if d.params.logprobs is None else p, finite) for d, token, p, finite in rows]
+        columns = (column.wait().tolist() for column in self._columns)
+        rows = zip(self._draws, *columns, self._wait_for_tops(), strict=True)
+        return [
+            Drawn(token, None if d.params.logprobs is None else p, finite, top) for d, token, p, finite, top in rows
+        ]
+
+    def _wait_for_tops(self) -> list[Top | None]:
+        tops: list[Top | None] = [None] * len(self._draws)
+        if self._statistics:
+            entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
+            rows = zip(self._recorded, entropy.tolist(), token_ids.astype(np.int32), logprobs, strict=True)
+            for i, nats, ids, listed in rows:
+                if (k := self._draws[i].params.top_logprobs) is not None:
+                    tops[i] = Top(nats, ids[:k].tobytes(), listed[:k].tobytes())
+        return tops
 
 
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows with neither filters nor banned tokens go to `next_tokens`, which keeps no logits; the others take the same
-    steps one by one.
+    Rows without filters, banned tokens and `top_logprobs` go to `next_tokens`, which keeps no logits; the others take
+    the same steps one by one.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
@@ -79,12 +108,17 @@ class Sampler:
         processed = [i for i, draw in enumerate(draws) if not draw.is_plain]
         if not processed:
             return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
-        results = [self._draw_processed(hidden, [draws[i] for i in part]) for part in _cut(processed)]
+        # Of those that list the most tokens, the others take the first ones.
+        k = max((n for draw in draws if (n := draw.params.top_logprobs) is not None), default=None)
+        parts = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
+        results = [result for result, _ in parts]
         plain = [i for i, draw in enumerate(draws) if draw.is_plain]
         if plain:
             results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
         order = _tensor(np.argsort(processed + plain), hidden)
-        return Drawing(draws, *(torch.cat(column)[order] for column in zip(*results, strict=True)))
+        token_ids, logprobs, finite = (torch.cat(column)[order] for column in zip(*results, strict=True))
+        statistics = [found for _, found in parts if found is not None]
+        return Drawing(draws, token_ids, logprobs, finite, recorded=processed, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""
@@ -92,36 +126,62 @@ class Sampler:
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
+        if distribution.has_filters:
+            parts = self._processed_parts(hidden, token_ids, distribution)
+            return torch.cat([self.ops.log_probs(logits, tokens) for logits, tokens in parts])
+        unused = torch.zeros_like(token_ids)
+        rows = torch.arange(len(token_ids), device=hidden.device)
         temperatures = _divisors([distribution], hidden.device).repeat(len(token_ids))
-        if not distribution.has_filters:
-            unused = torch.zeros_like(token_ids)
-            rows = torch.arange(len(token_ids), device=hidden.device)
-            wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
-            return self.next_tokens(hidden, wanted)[1]
-        scores = []
+        wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
+        return self.next_tokens(hidden, wanted)[1]
+
+    def score_statistics(
+        self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
+    ) -> TokenStatistics:
+        """`score`, with the entropy of each row's distribution and its k most probable tokens."""
+        parts = self._processed_parts(hidden, token_ids, distribution)
+        found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
+        return TokenStatistics(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+    def _processed_parts(
+        self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits after temperature and filters, of some rows at a time, and their tokens."""
+        divisor = _divisors([distribution], hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
-            scaled = self.ops.lm_head(hidden[rows], self.head) / temperatures[rows, None]
-            filtered = self._filter(scaled, [distribution] * len(scaled))
-            scores.append(self.ops.log_probs(filtered, token_ids[rows]))
-        return torch.cat(scores)
+            scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
+            yield self._filter(scaled, [distribution] * len(scaled)), token_ids[rows]
 
-    def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
-        """The steps of `next_tokens`, with banned tokens and filters between them."""
+    def _draw_processed(
+        self, hidden: Tensor, draws: Sequence[Draw], k: int | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]:
+        """The steps of `next_tokens`, with banned tokens and filters between them; and statistics unless `k` is None.
+
+        Copies of logits are spared where rows are alike: they take longer than most of what is done with them.
+        """
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
-        scaled = raw / wanted.temperatures[:, None]
+        are_whole = all(draw.params.temperature in (0.0, 1.0) for draw in draws)
+        scaled = raw if are_whole else raw / wanted.temperatures[:, None]
         processed = self._filter(_ban(scaled, draws), [draw.params for draw in draws])
-        token_ids = processed.argmax(-1)
-        sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
-        if sampled:
-            rows = _tensor(sampled, hidden)
-            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
+        token_ids = self._choose(processed, draws, wanted)
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
-        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
-        logprobs = self.ops.log_probs(basis, token_ids)
+        basis = _select_rows([sources[draw.params.logprobs] for draw in draws])
+        found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
+        logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.log_probs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
-        return token_ids, logprobs, finite
+        return (token_ids, logprobs, finite), found
+
+    def _choose(self, processed: Tensor, draws: Sequence[Draw], wanted: Wanted) -> Tensor:
+        sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
+        if len(sampled) == len(draws):
+            return self.ops.sample(processed, wanted.seeds, wanted.positions)
+        token_ids = processed.argmax(-1)
+        if sampled:
+            rows = _tensor(sampled, processed)
+            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
+        return token_ids
 
     def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
         chosen = [i for i, d in enumerate(distributions) if d.has_filters]
@@ -157,6 +217,14 @@ def _divisors(distributions: Sequence[Distribution], device: torch.device) -> Te
     values = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
     # array("f") makes that infinity; torch refuses such a number, and numpy warns.
     return to_device(torch.from_numpy(np.asarray(array("f", values))), device)
+
+
+def _select_rows(sources: Sequence[Tensor]) -> Tensor:
+    """Row i of the i-th of as many tensors as they have rows."""
+    first = sources[0]
+    if all(source is first for source in sources):
+        return first
+    return torch.stack([source[i] for i, source in enumerate(sources)])
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:

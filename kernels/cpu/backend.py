@@ -189,11 +189,9 @@ def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
     logits, token_ids, rows = logits.contiguous(), token_ids.contiguous(), len(logits)
-    out = TokenStatistics(
-        *(torch.empty(rows, dtype=torch.float32) for _ in range(2)),
-        torch.empty(rows, k, dtype=torch.int64),
-        torch.empty(rows, k, dtype=torch.float32),
-    )
+    log_probs, entropy = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
+    top_ids, top_log_probs = (torch.empty(rows, k, dtype=t) for t in (torch.int64, torch.float32))
+    out = TokenStatistics(log_probs, entropy, top_ids, top_log_probs)
     pointers = (column.data_ptr() for column in out)
     _library.token_statistics(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), k, *pointers)
     return out

@@ -176,9 +176,7 @@ def _fold_sections_kernel(
 
 
 @device_function
-def _fold_sums(
-    peaks_ptr: tl.tensor, totals_ptr: tl.tensor, row: tl.tensor, SECTIONS: tl.constexpr, SPAN: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _fold_sums(peaks_ptr: tl.tensor, totals_ptr: tl.tensor, row: tl.tensor, SECTIONS: tl.constexpr, SPAN: tl.constexpr):
     """(highest logit, sum of exp(logit - that)) of a row, from its sections."""
     sections = tl.arange(0, SPAN)
     parts, real = row * SECTIONS + sections, sections < SECTIONS
