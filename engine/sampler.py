@@ -141,7 +141,7 @@ class Sampler:
         """`score`, with the entropy of each row's distribution and its k most probable tokens."""
         parts = self._processed_parts(hidden, token_ids, distribution)
         found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
-        return TokenStatistics(*(torch.cat(column) for column in zip(*found, strict=True)))
+        return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
 
     def _processed_parts(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution

@@ -23,12 +23,14 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from .ops import AttentionBatch, Backend, Wanted, Weight
+from .ops import AttentionBatch, Backend, TokenStatistics, Wanted, Weight
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16
 # The most memory that the logits of a backward pass take at once, if those of one row fit in.
 _LOGITS_BYTES = 2**27
+# Rows whose logits are in memory at once where statistics are taken of them.
+_STATISTICS_ROWS = 64
 
 
 def _backend_weight(ops: Backend, weight: Tensor) -> Weight:
@@ -233,6 +235,11 @@ def attention(ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, sca
     return _Attention.apply(ops, q, k, v, packed, scale)  # type: ignore[return-value]
 
 
+def _float32(value: float, like: Tensor) -> Tensor:
+    """On the device of `like`. Beyond float32 it is infinite, which torch.full refuses."""
+    return torch.tensor(value, dtype=torch.float64, device=like.device).to(torch.float32)
+
+
 class _LogProbs(Function):
     @staticmethod
     @_without_autocast
@@ -240,9 +247,7 @@ class _LogProbs(Function):
         ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
     ) -> Tensor:
         ctx.ops, ctx.temperature = ops, temperature
-        # Beyond float32 it is infinite, which torch.full refuses.
-        divisor = torch.tensor(temperature, dtype=torch.float64, device=hidden.device).to(torch.float32)
-        temperatures = divisor.repeat(len(token_ids))
+        temperatures = _float32(temperature, hidden).repeat(len(token_ids))
         unused = torch.zeros_like(token_ids)
         rows = torch.arange(len(token_ids), device=hidden.device)
         wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
@@ -281,3 +286,14 @@ def log_probs(ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, t
     float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as much of probabilities.
     """
     return _LogProbs.apply(ops, hidden, weight, token_ids, temperature)  # type: ignore[return-value]
+
+
+def statistics(
+    ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
+) -> TokenStatistics:
+    """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
+    stored, divisor = _backend_weight(ops, weight), _float32(temperature, hidden)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        parts = zip(hidden.split(_STATISTICS_ROWS), token_ids.split(_STATISTICS_ROWS), strict=True)
+        found = [ops.token_statistics(ops.lm_head(rows, stored) / divisor, ids, k) for rows, ids in parts]
+    return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
