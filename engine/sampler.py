@@ -41,7 +41,12 @@ class Draw(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether it is from the whole distribution, of which nothing else is recorded."""
-        return not (self.banned or self.params.has_filters) and self.params.top_logprobs is None
+        return self.is_of_whole and self.params.top_logprobs is None
+
+    @property
+    def is_of_whole(self) -> bool:
+        """Whether it is from the whole distribution."""
+        return not (self.banned or self.params.has_filters)
 
 
 class Drawn(NamedTuple):
@@ -96,8 +101,8 @@ class Drawing:
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows without filters, banned tokens and `top_logprobs` go to `next_tokens`, which keeps no logits; the others take
-    the same steps one by one.
+    Rows with neither filters nor banned tokens go to `next_tokens`, or with `top_logprobs` to `next_token_statistics`,
+    which keep no logits; the others take the same steps one by one.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
@@ -105,20 +110,25 @@ class Sampler:
 
     def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
         """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
-        processed = [i for i, draw in enumerate(draws) if not draw.is_plain]
-        if not processed:
+        if all(draw.is_plain for draw in draws):
             return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         # Of those that list the most tokens, the others take the first ones.
         k = max((n for draw in draws if (n := draw.params.top_logprobs) is not None), default=None)
-        parts = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
-        results = [result for result, _ in parts]
         plain = [i for i, draw in enumerate(draws) if draw.is_plain]
+        whole = [i for i, draw in enumerate(draws) if draw.is_of_whole and not draw.is_plain]
+        processed = [i for i, draw in enumerate(draws) if not draw.is_of_whole]
+        parts = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
+        if whole and k is not None:
+            wanted = make_wanted([draws[i] for i in whole], hidden.device)
+            token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
+            parts.insert(0, ((token_ids, found.log_probs, finite), found))
+        results = [result for result, _ in parts]
         if plain:
             results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
-        order = _tensor(np.argsort(processed + plain), hidden)
+        order = _tensor(np.argsort(whole + processed + plain), hidden)
         token_ids, logprobs, finite = (torch.cat(column)[order] for column in zip(*results, strict=True))
         statistics = [found for _, found in parts if found is not None]
-        return Drawing(draws, token_ids, logprobs, finite, recorded=processed, statistics=statistics)
+        return Drawing(draws, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""
@@ -129,16 +139,14 @@ class Sampler:
         if distribution.has_filters:
             parts = self._processed_parts(hidden, token_ids, distribution)
             return torch.cat([self.ops.log_probs(logits, tokens) for logits, tokens in parts])
-        unused = torch.zeros_like(token_ids)
-        rows = torch.arange(len(token_ids), device=hidden.device)
-        temperatures = _divisors([distribution], hidden.device).repeat(len(token_ids))
-        wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
-        return self.next_tokens(hidden, wanted)[1]
+        return self.next_tokens(hidden, _make_wanted_of(token_ids, distribution))[1]
 
     def score_statistics(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
     ) -> TokenStatistics:
         """`score`, with the entropy of each row's distribution and its k most probable tokens."""
+        if not distribution.has_filters:
+            return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
         parts = self._processed_parts(hidden, token_ids, distribution)
         found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
         return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
@@ -210,6 +218,13 @@ def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
     rows, targets, seeds, positions = send(np.array(columns, np.int64)).unbind()
     raw = send(np.array([p.logprobs == "raw" for p in params], np.bool_))
     return Wanted(rows, targets, _divisors(params, device), raw, seeds, positions)
+
+
+def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
+    """The log-prob of one token (int64 [M]) of each row."""
+    unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
+    temperatures = _divisors([distribution], token_ids.device).repeat(len(token_ids))
+    return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
 def _divisors(distributions: Sequence[Distribution], device: torch.device) -> Tensor:

@@ -29,8 +29,6 @@ from .ops import AttentionBatch, Backend, TokenStatistics, Wanted, Weight
 _BLOCK_SIZE = 16
 # The most memory that the logits of a backward pass take at once, if those of one row fit in.
 _LOGITS_BYTES = 2**27
-# Rows whose logits are in memory at once where statistics are taken of them.
-_STATISTICS_ROWS = 64
 
 
 def _backend_weight(ops: Backend, weight: Tensor) -> Weight:
@@ -235,9 +233,13 @@ def attention(ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, sca
     return _Attention.apply(ops, q, k, v, packed, scale)  # type: ignore[return-value]
 
 
-def _float32(value: float, like: Tensor) -> Tensor:
-    """On the device of `like`. Beyond float32 it is infinite, which torch.full refuses."""
-    return torch.tensor(value, dtype=torch.float64, device=like.device).to(torch.float32)
+def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
+    """The log-prob of one token of each row."""
+    # Beyond float32 it is infinite, which torch.full refuses.
+    divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
+    unused = torch.zeros_like(token_ids)
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    return Wanted(rows, token_ids, divisor.repeat(len(token_ids)), unused.bool(), unused, unused)
 
 
 class _LogProbs(Function):
@@ -247,12 +249,8 @@ class _LogProbs(Function):
         ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
     ) -> Tensor:
         ctx.ops, ctx.temperature = ops, temperature
-        temperatures = _float32(temperature, hidden).repeat(len(token_ids))
-        unused = torch.zeros_like(token_ids)
-        rows = torch.arange(len(token_ids), device=hidden.device)
-        wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
         ctx.save_for_backward(hidden, weight, token_ids)
-        return ops.next_tokens(hidden, _backend_weight(ops, weight), wanted)[1]
+        return ops.next_tokens(hidden, _backend_weight(ops, weight), _wanted(token_ids, temperature))[1]
 
     @staticmethod
     @once_differentiable
@@ -292,8 +290,6 @@ def statistics(
     ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
 ) -> TokenStatistics:
     """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
-    stored, divisor = _backend_weight(ops, weight), _float32(temperature, hidden)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        parts = zip(hidden.split(_STATISTICS_ROWS), token_ids.split(_STATISTICS_ROWS), strict=True)
-        found = [ops.token_statistics(ops.lm_head(rows, stored) / divisor, ids, k) for rows, ids in parts]
-    return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
+        wanted = _wanted(token_ids, temperature)
+        return ops.next_token_statistics(hidden, _backend_weight(ops, weight), wanted, k)[1]

@@ -277,6 +277,12 @@ class Backend(Protocol):
         """
         ...
 
+    def next_token_statistics(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
+    ) -> tuple[Tensor, TokenStatistics, Tensor]:
+        """`next_tokens`, with `token_statistics` of the logits that each log-prob is of in its place."""
+        ...
+
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
         """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], accumulated and kept in float32."""
         ...

@@ -277,23 +277,41 @@ layers = partial(run_layers, cast(Backend, sys.modules[__name__]))
 
 
 def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    columns = (getattr(wanted, field.name).split(LOGITS_TILE) for field in fields(Wanted))
-    results = [_next_tokens(hidden, weight, Wanted(*tile)) for tile in zip(*columns, strict=True)]
+    results = []
+    for tile in _tiles(wanted):
+        token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
+        logprobs = log_probs(basis, token_ids)
+        results.append((token_ids, logprobs, finite & ~logprobs.isnan()))
     token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, logprobs, finite
 
 
-def _next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    logits = lm_head(hidden[wanted.rows], weight)
+def next_token_statistics(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int
+) -> tuple[Tensor, TokenStatistics, Tensor]:
+    results = []
+    for tile in _tiles(wanted):
+        token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
+        found = token_statistics(basis, token_ids, k)
+        results.append((token_ids, finite & ~found.log_probs.isnan(), *found))
+    token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
+    return token_ids, TokenStatistics._make(found), finite
+
+
+def _tiles(wanted: Wanted) -> list[Wanted]:
+    columns = (getattr(wanted, field.name).split(LOGITS_TILE) for field in fields(Wanted))
+    return [Wanted(*tile) for tile in zip(*columns, strict=True)]
+
+
+def _choose(logits: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, the logits that their log-probs are of, and whether their own are finite."""
     scaled = logits / wanted.temperatures[:, None]
     token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)
     rows = (wanted.targets == SAMPLE).nonzero().flatten()
     if len(rows):
         token_ids[rows] = sample(scaled[rows], wanted.seeds[rows], wanted.positions[rows])
-    basis = torch.where(wanted.raw[:, None], logits, scaled)
     finite = scaled.gather(1, token_ids[:, None]).isfinite().squeeze(1)
-    logprobs = log_probs(basis, token_ids)
-    return token_ids, logprobs, finite & ~logprobs.isnan()
+    return token_ids, torch.where(wanted.raw[:, None], logits, scaled), finite
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ _SIGNATURES = {
     "layers": "lipllfppllppplllllppplfppppp",
     "rotation": "lplplfpp",
     "logits": "lipllplp",
-    "head": "liplpllppppppppp",
+    "head": "liplpllppppppppplppp",
     "log_probs": "lpllpp",
     "token_statistics": "lpllplpppp",
     "filter": "lpllppp",

@@ -36,6 +36,20 @@ def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor,
     return token_ids, logprobs, finite
 
 
+def next_token_statistics(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int
+) -> tuple[Tensor, TokenStatistics, Tensor]:
+    columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
+    results = []
+    for rows, *asked in zip(*columns, strict=True):
+        logits, (_, temperatures, raw, *_) = lm_head(hidden.index_select(0, rows), weight), asked
+        token_ids, _, finite = _choose(logits, *asked)
+        basis = torch.where(raw[:, None], logits, logits / temperatures[:, None])
+        results.append((token_ids, finite, *token_statistics(basis, token_ids, k)))
+    token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
+    return token_ids, TokenStatistics._make(found), finite
+
+
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
     ones = torch.ones_like(token_ids, dtype=torch.float32)
     unread = token_ids

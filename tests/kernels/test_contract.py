@@ -143,7 +143,7 @@ def some_positions(rows: int) -> Tensor:
     return torch.arange(rows) * 2**28
 
 
-def next_tokens(vocab_size: int, rows: int, served: Served) -> RowOp:
+def next_tokens(vocab_size: int, rows: int, k: int | None, served: Served) -> RowOp:
     """Rows that sample, take the best token, and score a given one; log-probs both raw and over the temperature."""
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     inputs = (
@@ -156,7 +156,11 @@ def next_tokens(vocab_size: int, rows: int, served: Served) -> RowOp:
     )
 
     def next_tokens(hidden, *wanted):
-        return served.ops.next_tokens(hidden, weight, Wanted(torch.arange(len(hidden)), *wanted))
+        asked = hidden, weight, Wanted(torch.arange(len(hidden)), *wanted)
+        if k is None:
+            return served.ops.next_tokens(*asked)
+        token_ids, found, finite = served.ops.next_token_statistics(*asked, k)
+        return token_ids, *found, finite
 
     return RowOp(next_tokens, inputs)
 
@@ -208,7 +212,8 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"rmsnorm {size}": partial(rmsnorm, size) for size in (1, 16, 577, 8192)},
     "embedding": embedding,
     **{f"lm_head {v}": partial(lm_head, v) for v in (17, 1001)},
-    **{f"next_tokens {v}": partial(next_tokens, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
+    **{f"next_tokens {v}": partial(next_tokens, v, rows, None) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
+    "next_token_statistics 1001": partial(next_tokens, 1001, ROWS, 9),
 }
 FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
     "rotation": rotation,

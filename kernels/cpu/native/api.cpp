@@ -426,7 +426,8 @@ EXPORT void trueroll_layers(
 EXPORT void trueroll_head(
     long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
     const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
-    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite
+    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite, long best, float* entropies,
+    int64_t* top_ids, float* top_logprobs
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
@@ -434,7 +435,7 @@ EXPORT void trueroll_head(
         const Matrix<T> weight = {as<T>(w), n, k};
         chosen->ops(type).head(
             {as<const T>(hidden), weight, count, rows, temperatures, raw, seeds, positions, targets, tokens, logprobs,
-             finite}
+             finite, best, entropies, top_ids, top_logprobs}
         );
     });
 }

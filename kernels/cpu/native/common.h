@@ -128,6 +128,10 @@ struct HeadArgs {
     int64_t* tokens;
     float* logprobs;
     uint8_t* finite;
+    long k;  // as in `TokenStatistics` of kernels/ops.py, like these, of which `entropies` is null if none are asked for
+    float* entropies;
+    int64_t* top_ids;
+    float* top_logprobs;
 };
 
 template <class T>
@@ -195,7 +199,7 @@ class Call {
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
     INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
-    RESULTS, BOUNDS, HIDDEN, NUM_PURPOSES
+    RESULTS, BOUNDS, HIDDEN, HIGHEST, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

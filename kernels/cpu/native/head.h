@@ -92,32 +92,65 @@ void log_sum_exp(const float* x, long n, float* peak, float* total) {
     *peak = all.peak, *total = all.total;
 }
 
-// The k highest values of a row so far with their ids: falling, of equals the lower id first. Ids come in rising order.
-struct Highest {
-    const long k;
-    float* const values;
-    int64_t* const ids;
-    long count = 0;
-
-    bool takes(float value) const { return count < k || value > values[k - 1]; }
-
-    void offer(float value, int64_t id) {
-        if (!takes(value)) return;
-        long i = count < k ? count++ : k - 1;
-        for (; i > 0 && values[i - 1] < value; --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
-        values[i] = value, ids[i] = id;
+// The highest value that anybody has found for a row so far, for all threads.
+inline float read_bound(const float* bound) {
+    float value;
+    __atomic_load(bound, &value, __ATOMIC_RELAXED);
+    return value;
+}
+inline void raise_bound(float* bound, float value) {
+    float before = read_bound(bound);
+    while (value > before &&
+           !__atomic_compare_exchange(bound, &before, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
+}
+
+// The k highest values of a row with their ids: falling, of equals the lower id first, in whatever order and by whichever
+// threads they are offered. A row with NaN may keep any.
+struct Highest {
+    long k;
+    float* values;
+    int64_t* ids;
+    long count = 0;
+    float bound = NAN;  // values up to here are not taken any more; NaN while -inf may be
+    bool is_held = false;
 
     // The ids [first, first + n), of which `most` is the highest value.
     void offer_chunk(const float* x, long n, long first, float most) {
-        if (k == 0 || !takes(most)) return;
+        if (k == 0 || most <= read_bound(&bound)) return;
+        while (__atomic_test_and_set(&is_held, __ATOMIC_ACQUIRE)) {
+        }
         for (long i = 0; i < n; i += LANES) {
-            const bool is_whole = i + LANES <= n;
-            if (is_whole && count == k && !any_greater(load(x + i), set1(values[k - 1]))) continue;
+            if (i + LANES <= n && bound == bound && !any_greater(load(x + i), set1(bound))) continue;
             for (long at = i; at < smaller(i + LANES, n); ++at) offer(x[at], first + at);
         }
+        __atomic_clear(&is_held, __ATOMIC_RELEASE);
+    }
+
+  private:
+    bool comes_before(float value, int64_t id, long place) const {
+        return value > values[place] || (value == values[place] && id < ids[place]);
+    }
+
+    void offer(float value, int64_t id) {
+        if (count == k && !comes_before(value, id, k - 1)) return;
+        long i = count < k ? count++ : k - 1;
+        for (; i > 0 && comes_before(value, id, i - 1); --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
+        values[i] = value, ids[i] = id;
+        if (count < k || values[k - 1] == -INFINITY) return;
+        const float below = nextafterf(values[k - 1], -INFINITY);
+        __atomic_store(&bound, &below, __ATOMIC_RELAXED);
     }
 };
+
+// The highest values become their log-probs; ids of a row without a distribution, some that do not follow the threads.
+inline void finish_statistics(const LogSumExp& all, const Highest& highest, float* entropy) {
+    *entropy = all.entropy();
+    for (long i = 0; i < highest.k; ++i) {
+        highest.values[i] = log_prob(highest.values[i], all.peak, all.total);
+        if (all.total != all.total) highest.ids[i] = i;
+    }
+}
 
 void statistics(const float* x, long n, int64_t token, long k, const Statistics& out) {
     LogSumExp all;
@@ -129,8 +162,7 @@ void statistics(const float* x, long n, int64_t token, long k, const Statistics&
         highest.offer_chunk(x + first, count, first, next.peak);
     }
     *out.log_prob = log_prob(x[token], all.peak, all.total);
-    *out.entropy = all.entropy();
-    for (long i = 0; i < k; ++i) out.top_log_probs[i] = log_prob(highest.values[i], all.peak, all.total);
+    finish_statistics(all, highest, out.entropy);
 }
 
 // Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the
@@ -174,19 +206,6 @@ struct Best {
         if (other > value || (other == value && other > -INFINITY && other_id < id)) value = other, id = other_id;
     }
 };
-
-// The highest value that anybody has found for a row so far, for all threads.
-inline float read_bound(const float* bound) {
-    float value;
-    __atomic_load(bound, &value, __ATOMIC_RELAXED);
-    return value;
-}
-inline void raise_bound(float* bound, float value) {
-    float before = read_bound(bound);
-    while (value > before &&
-           !__atomic_compare_exchange(bound, &before, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-    }
-}
 
 // The best of 16 values of the ids [first, first + 16), and of `best`.
 inline Best best_of(F values, long first, Best best) {
@@ -279,12 +298,16 @@ inline const float* divided(const float* x, long n, float temperature) {
     return out;
 }
 
-// `bound`: see `sample_in_chunk`.
+// `bound`: see `sample_in_chunk`. `highest`: of the row, or null.
 template <class T>
-ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound) {
+ChunkResult read_chunk(
+    const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound, Highest* highest
+) {
     const float* scaled = args.temperatures[row] == 1.0f ? raw : divided(raw, n, args.temperatures[row]);
     const float* basis = args.raw[row] ? raw : scaled;
-    ChunkResult result = {reduce_chunk(basis, n), {-INFINITY, first}, 0.0f, 0.0f};
+    ChunkResult result = {{}, {-INFINITY, first}, 0.0f, 0.0f};
+    result.sums = highest ? reduce_chunk<true>(basis, n) : reduce_chunk(basis, n);
+    if (highest) highest->offer_chunk(basis, n, first, result.sums.peak);
     const int64_t target = args.targets[row];
     if (target == SAMPLE) {
         const uint64_t seed = static_cast<uint64_t>(args.seeds[row]);
@@ -309,14 +332,21 @@ void head(const HeadArgs<T>& args) {
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
     ChunkResult* results = scratch<ChunkResult>(RESULTS, args.count * chunks);
     float* bounds = scratch<float>(BOUNDS, args.count);
-    for (long row = 0; row < args.count; ++row) bounds[row] = -INFINITY;
+    Highest* highest = args.entropies ? scratch<Highest>(HIGHEST, args.count) : nullptr;
+    for (long row = 0; row < args.count; ++row) {
+        bounds[row] = -INFINITY;
+        if (highest) highest[row] = {args.k, args.top_logprobs + row * args.k, args.top_ids + row * args.k};
+    }
     for_tiles(args.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
         multiply_chunk(left, args.weight, start, rows, first, c);
         for (long row = 0; row < rows; ++row)
             results[(start + row) * chunks + group] =
-                read_chunk(args, start + row, c + row * CHUNK, n, first, bounds + start + row);
+                read_chunk(
+                    args, start + row, c + row * CHUNK, n, first, bounds + start + row,
+                    highest ? highest + start + row : nullptr
+                );
     });
     for (long row = 0; row < args.count; ++row) {
         const ChunkResult* result = results + row * chunks;
@@ -329,5 +359,6 @@ void head(const HeadArgs<T>& args) {
         args.tokens[row] = best->best.id;
         args.logprobs[row] = log_prob(best->basis, all.peak, all.total);
         args.finite[row] = isfinite(best->scaled) && all.total == all.total;
+        if (highest) finish_statistics(all, highest[row], args.entropies + row);
     }
 }

@@ -46,7 +46,7 @@ void trueroll_layers(
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
-    const int64_t*, const int64_t*, int64_t*, float*, uint8_t*
+    const int64_t*, const int64_t*, int64_t*, float*, uint8_t*, long, float*, int64_t*, float*
 );
 void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
 void trueroll_silu_mul(long, int, const void*, const void*, long, void*);
@@ -168,11 +168,19 @@ struct Run {
             if (i % 2) top_k[i] = 1 + static_cast<int64_t>(i) * 5;
         }
         const std::vector<int64_t> order(counting(rows, rows - 1, -1));
-        trueroll_head(
-            threads, bfloat16, x.data(), k, weight.data(), vocab, rows, order.data(), temperatures.data(), raw.data(),
-            seeds.data(), positions.data(), targets.data(), tokens.data(), logprobs.data(), finite.data()
-        );
-        digest->add(tokens), digest->add(logprobs), digest->add(finite);
+        const long best = std::min(7l, vocab);
+        std::vector<float> entropies(logprobs.size()), top_logprobs(static_cast<size_t>(rows * best));
+        std::vector<int64_t> top_ids(top_logprobs.size());
+        const auto run_head = [&](float* asked) {
+            trueroll_head(
+                threads, bfloat16, x.data(), k, weight.data(), vocab, rows, order.data(), temperatures.data(),
+                raw.data(), seeds.data(), positions.data(), targets.data(), tokens.data(), logprobs.data(),
+                finite.data(), best, asked, top_ids.data(), top_logprobs.data()
+            );
+            digest->add(tokens), digest->add(logprobs), digest->add(finite);
+        };
+        run_head(nullptr), run_head(entropies.data());
+        digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
         trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, logits.data());
         digest->add(logits);
         trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), logprobs.data());
