@@ -26,6 +26,10 @@ _LOWEST_TEMPERATURE = 1e-30
 _LOGITS_ROWS = 64
 
 
+# What `next_tokens` gives for some draws, and statistics if they are wanted.
+_Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
+
+
 class Draw(NamedTuple):
     """One token to be drawn at absolute `position` from hidden state `row`.
 
@@ -117,11 +121,9 @@ class Sampler:
         plain = [i for i, draw in enumerate(draws) if draw.is_plain]
         whole = [i for i, draw in enumerate(draws) if draw.is_of_whole and not draw.is_plain]
         processed = [i for i, draw in enumerate(draws) if not draw.is_of_whole]
-        parts = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
+        parts: list[_Part] = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
         if whole and k is not None:
-            wanted = make_wanted([draws[i] for i in whole], hidden.device)
-            token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
-            parts.insert(0, ((token_ids, found.log_probs, finite), found))
+            parts.insert(0, self._draw_recorded(hidden, [draws[i] for i in whole], k))
         results = [result for result, _ in parts]
         if plain:
             results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
@@ -161,35 +163,28 @@ class Sampler:
             scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
             yield self._filter(scaled, [distribution] * len(scaled)), token_ids[rows]
 
-    def _draw_processed(
-        self, hidden: Tensor, draws: Sequence[Draw], k: int | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]:
-        """The steps of `next_tokens`, with banned tokens and filters between them; and statistics unless `k` is None.
+    def _draw_recorded(self, hidden: Tensor, draws: Sequence[Draw], k: int) -> _Part:
+        wanted = make_wanted(draws, hidden.device)
+        token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
+        return (token_ids, found.log_probs, finite), found
 
-        Copies of logits are spared where rows are alike: they take longer than most of what is done with them.
-        """
+    def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw], k: int | None) -> _Part:
+        """The steps of `next_tokens`, with banned tokens and filters between; statistics unless `k` is None."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
-        are_whole = all(draw.params.temperature in (0.0, 1.0) for draw in draws)
-        scaled = raw if are_whole else raw / wanted.temperatures[:, None]
+        scaled = raw / wanted.temperatures[:, None]
         processed = self._filter(_ban(scaled, draws), [draw.params for draw in draws])
-        token_ids = self._choose(processed, draws, wanted)
+        token_ids = processed.argmax(-1)
+        sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
+        if sampled:
+            rows = _tensor(sampled, hidden)
+            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
-        basis = _select_rows([sources[draw.params.logprobs] for draw in draws])
+        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
         found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.log_probs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
         return (token_ids, logprobs, finite), found
-
-    def _choose(self, processed: Tensor, draws: Sequence[Draw], wanted: Wanted) -> Tensor:
-        sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
-        if len(sampled) == len(draws):
-            return self.ops.sample(processed, wanted.seeds, wanted.positions)
-        token_ids = processed.argmax(-1)
-        if sampled:
-            rows = _tensor(sampled, processed)
-            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
-        return token_ids
 
     def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
         chosen = [i for i, d in enumerate(distributions) if d.has_filters]
@@ -232,14 +227,6 @@ def _divisors(distributions: Sequence[Distribution], device: torch.device) -> Te
     values = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
     # array("f") makes that infinity; torch refuses such a number, and numpy warns.
     return to_device(torch.from_numpy(np.asarray(array("f", values))), device)
-
-
-def _select_rows(sources: Sequence[Tensor]) -> Tensor:
-    """Row i of the i-th of as many tensors as they have rows."""
-    first = sources[0]
-    if all(source is first for source in sources):
-        return first
-    return torch.stack([source[i] for i, source in enumerate(sources)])
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -106,7 +106,7 @@ inline void raise_bound(float* bound, float value) {
 }
 
 // The k highest values of a row with their ids: falling, of equals the lower id first, in whatever order and by whichever
-// threads they are offered. A row with NaN may keep any.
+// threads they are offered; of a row with NaN, any.
 struct Highest {
     long k;
     float* values;
