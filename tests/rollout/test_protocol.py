@@ -135,7 +135,7 @@ def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
     ids = np.arange(rows * k, dtype=np.int32).reshape(rows, k)
     logprobs = np.full((rows, k), -np.inf, np.float32)
     tops = dict(entropy=entropy, top_token_ids=ids, top_logprobs=logprobs)
-    sample = SampleOutput("a", 3, np.zeros(rows, np.int32), entropy, "stop", 7, 17, (), **tops)
+    sample = SampleOutput("a", 3, [0] * rows, entropy, "stop", 7, 17, (), **tops)
     message = protocol.from_worker(protocol.encode(protocol.sample_message("a", sample)))
     scored = ScoreOutput("a", entropy, "stop", (), **tops)
     scores = protocol.from_worker(protocol.encode(protocol.scores_message("a", scored)))
