@@ -52,6 +52,7 @@ from .sampler import Draw, Drawing, Drawn, Sampler
 from .scheduler import Scheduler
 from .sequence import Chunk, Sequence
 from .stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
+from .tops import Tops
 from .weights import Staging
 
 _NOT_FINITE = (
@@ -93,13 +94,13 @@ class EngineStats:
 @dataclass(frozen=True)
 class _QueuedStep:
     """A step under way. `drawing`: which samples each sequence draws for, in the order of the rows of `drawn`.
-    `scores`: log-probs of a chunk.
+    `scores`: log-probs of a chunk, and the other columns of its `Score`.
     """
 
     chunks: list[Chunk]
     drawing: list[tuple[Sequence, list[Sample]]]
     drawn: Drawing | None
-    scores: list[tuple[Chunk, HostCopy]]
+    scores: list[tuple[Chunk, list[HostCopy]]]
 
 
 def _runs_ahead(device: torch.device) -> bool:
@@ -214,7 +215,7 @@ class Engine:
             return []
         drawn = iter(queued.drawn.wait() if queued.drawn is not None else ())
         self._scheduler.publish(queued.chunks)
-        outputs = [output for chunk, logprobs in queued.scores for output in self._record(chunk, logprobs.wait())]
+        outputs = [output for chunk, columns in queued.scores for output in self._record(chunk, columns)]
         for sequence, samples in queued.drawing:
             sequence.unseen_row = None
             tokens = [(sample, next(drawn)) for sample in samples]
@@ -341,6 +342,7 @@ class Engine:
         assert params.max_tokens is not None
         self._check_tokens(request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
         _check_prior(request)
+        self._check_top_logprobs(params.top_logprobs)
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
         ending_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         if params.min_tokens > 0:
@@ -360,6 +362,7 @@ class Engine:
                 ending_tokens,
                 banned,
                 watch,
+                tops=None if params.top_logprobs is None else Tops(params.top_logprobs),
             )
             for i, watch in enumerate(watches)
         ]
@@ -393,11 +396,12 @@ class Engine:
 
     def _add_score(self, request: ScoreRequest) -> None:
         self._check_tokens(request.token_ids, 2, len(request.token_ids))
+        self._check_top_logprobs(request.top_logprobs)
         # The last token is only predicted, never read.
         tokens = array("i", request.token_ids[:-1].tolist())
         chain = self._cache.new_chain(request.cache_salt)
         sequence = Sequence((self._arrivals, 0), tokens, len(tokens), chain, request.cache_salt)
-        score = Score(request, sequence, np.zeros(len(tokens), np.float32))
+        score = Score.of(request, sequence)
         sequence.scores = score
         self._scheduler.add(sequence)
         self._open[request.id] = score
@@ -415,6 +419,13 @@ class Engine:
             raise InvalidRequestError(
                 f"{what}: expected ids in [0, {self.info.vocab_size}), found {outside[0]}; "
                 "use the model's own tokenizer"
+            )
+
+    def _check_top_logprobs(self, k: int | None) -> None:
+        if k is not None and k > self.info.vocab_size:
+            raise InvalidRequestError(
+                f"top_logprobs: expected at most {self.info.vocab_size}, as many as the model has tokens, found {k}; "
+                "ask for fewer"
             )
 
     def _check_some_go_on(self, ending_tokens: frozenset[int]) -> None:
@@ -438,7 +449,9 @@ class Engine:
                 self._close_prompt(sequence)
         return _QueuedStep(chunks, drawing, drawn, scores)
 
-    def _compute(self, chunks: list[Chunk], draws: list[Draw]) -> tuple[Drawing | None, list[tuple[Chunk, HostCopy]]]:
+    def _compute(
+        self, chunks: list[Chunk], draws: list[Draw]
+    ) -> tuple[Drawing | None, list[tuple[Chunk, list[HostCopy]]]]:
         before = self._queued.drawn if self._queued is not None else None
         drawn = before.token_ids if before is not None else None
         if self._graphs is not None and self._graphs.serves(chunks, draws):
@@ -452,10 +465,13 @@ class Engine:
         ]
         return self._sampler.draw(hidden, draws) if draws else None, scores
 
-    def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> HostCopy:
+    def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> list[HostCopy]:
         request = chunk.sequence.scores.request
         targets = torch.from_numpy(request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
-        return HostCopy(self._sampler.score(hidden, to_device(targets, hidden.device), request.distribution))
+        asked = hidden, to_device(targets, hidden.device), request.distribution
+        if request.top_logprobs is None:
+            return [HostCopy(self._sampler.score(*asked))]
+        return [HostCopy(column) for column in self._sampler.score_statistics(*asked, request.top_logprobs)]
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
@@ -470,11 +486,12 @@ class Engine:
         entry = self._open.get(sample.request.id)
         return isinstance(entry, dict) and entry.get(sample.index) is sample
 
-    def _record(self, chunk: Chunk, logprobs: Tensor) -> list[Output]:
+    def _record(self, chunk: Chunk, columns: list[HostCopy]) -> list[Output]:
         score = chunk.sequence.scores
         if self._open.get(score.request.id) is not score:
             return []
-        score.logprobs[chunk.start : chunk.end] = logprobs.numpy()
+        for column, found in zip(score.columns, columns, strict=True):
+            column[chunk.start : chunk.end] = found.wait().numpy()
         if not chunk.reaches_end:
             return []
         self._scheduler.finish(chunk.sequence)
@@ -517,7 +534,7 @@ class Engine:
             sample.error = _NOT_FINITE
             return "error"
         params = sample.request.params
-        sample.append(drawn.token_id, drawn.logprob, self._commit)
+        sample.append(drawn.token_id, drawn.logprob, self._commit, drawn.top)
         try:
             matched = sample.stop_strings.feed(drawn.token_id) if sample.stop_strings is not None else None
         except TokenizerError as error:

@@ -25,11 +25,13 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 4096
+MAX_TOP_LOGPROBS = 64
 _MAX_SHOWN_FAULTS = 4
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
 CacheSalt: TypeAlias = Annotated[str, Field(max_length=1024)]
+TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -83,7 +85,9 @@ class SamplingParams(Distribution):
     (one string, or several), none of them before `min_tokens`; the tokens that ended it are part of it. It ends after
     `max_tokens` at the latest; None: where the model's context ends. `logprobs` says of which distribution:
     `processed` (after temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw`
-    (the model's own) or None. `cache_salt` keeps prefix reuse among requests with the same salt.
+    (the model's own) or None. `top_logprobs` records, for each token, the entropy of that distribution and its so many
+    most probable tokens; 0 records the entropy alone, None neither. `cache_salt` keeps prefix reuse among requests with
+    the same salt.
     """
 
     n: int = Field(default=1, ge=1)
@@ -98,6 +102,7 @@ class SamplingParams(Distribution):
     )
     ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
+    top_logprobs: TopLogprobs | None = None
     cache_salt: CacheSalt | None = None
 
     @field_validator("stop", mode="before")
@@ -109,6 +114,15 @@ class SamplingParams(Distribution):
     def _min_tokens_can_be_reached(self) -> SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens: expected at most max_tokens = {self.max_tokens}, found {self.min_tokens}")
+        return self
+
+    @model_validator(mode="after")
+    def _top_logprobs_have_a_distribution(self) -> SamplingParams:
+        if self.top_logprobs is not None and self.logprobs is None:
+            raise ValueError(
+                f"top_logprobs: expected None where logprobs is None, found {self.top_logprobs}; say in logprobs of "
+                "which distribution"
+            )
         return self
 
     @property
@@ -202,12 +216,15 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two."""
+    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two. `top_logprobs`: that of
+    `SamplingParams`.
+    """
 
     id: str
     token_ids: np.ndarray
     distribution: Distribution = field(default_factory=Distribution)
     cache_salt: str | None = None
+    top_logprobs: int | None = None
 
 
 Request: TypeAlias = GenerateRequest | ScoreRequest
@@ -230,6 +247,11 @@ class SampleOutput:
     `stop_reason`: the token (also the model's own) or the string that ended it, if the finish reason is `stop`. `seed`:
     the sample's own derived seed. `num_cached_tokens`: the tokens of the prompt whose KV this request found already
     computed, or shared with another request's computation. `error` says why, if the finish reason is `error`.
+
+    None unless `top_logprobs=k` asked for them: `entropy`, float32 [num_tokens], of the distribution of each token's
+    log-prob, in nats; `top_token_ids`, int32 [num_tokens, k], and `top_logprobs`, float32 [num_tokens, k]: its most
+    probable tokens, highest logit first, of equal ones the lower id first. Where fewer than k tokens are left the
+    dropped ones follow, with log-prob -inf, the lowest ids first.
     """
 
     request_id: str
@@ -242,6 +264,9 @@ class SampleOutput:
     weight_versions: tuple[WeightSpan, ...]
     error: str | None = None
     stop_reason: int | str | None = None
+    entropy: np.ndarray | None = None
+    top_token_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -249,13 +274,17 @@ class ScoreOutput:
     """Log-probs of a scored sequence.
 
     `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1). Empty if
-    `finish_reason` is `abort`; otherwise `finish_reason` is `stop`.
+    `finish_reason` is `abort`; otherwise `finish_reason` is `stop`. `entropy`, `top_token_ids` and `top_logprobs`:
+    those of `SampleOutput`, for each of its entries.
     """
 
     request_id: str
     logprobs: np.ndarray
     finish_reason: FinishReason
     weight_versions: tuple[WeightSpan, ...]
+    entropy: np.ndarray | None = None
+    top_token_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 Output: TypeAlias = SampleOutput | ScoreOutput

@@ -10,6 +10,7 @@ import numpy as np
 from .request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
 from .sequence import Sequence
 from .stop_strings import StopStrings
+from .tops import Top, Tops
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,6 +43,7 @@ class Sample:
     commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
     stop_reason: int | str | None = None
+    tops: Tops | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -52,13 +54,15 @@ class Sample:
     def num_cached_tokens(self) -> int:
         return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
 
-    def append(self, token_id: int, logprob: float | None, commit: Commit) -> None:
+    def append(self, token_id: int, logprob: float | None, commit: Commit, top: Top | None = None) -> None:
         """Records a token that the weights of `commit` produced."""
         if not self.commits or self.commits[-1][0] is not commit:
             self.commits.append((commit, len(self.token_ids)))
         self.token_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
+        if self.tops is not None and top is not None:
+            self.tops.append(top)
 
     def output(self, reason: FinishReason) -> SampleOutput:
         """The sample as it is now."""
@@ -74,6 +78,7 @@ class Sample:
             weight_versions=self._spans(),
             error=self.error,
             stop_reason=self.stop_reason,
+            **({} if self.tops is None else self.tops.arrays()),
         )
 
     def _spans(self) -> tuple[WeightSpan, ...]:
@@ -84,14 +89,27 @@ class Sample:
 
 @dataclass(eq=False, slots=True)
 class Score:
-    """A score request in the making; `logprobs` float32 [num_tokens - 1] fills up as chunks are computed."""
+    """A score request in the making, whose columns fill up as chunks are computed.
+
+    `columns`: `logprobs`, and with `top_logprobs` also `entropy`, `top_token_ids` and `top_logprobs` of `ScoreOutput`.
+    """
 
     request: ScoreRequest
     sequence: Sequence
-    logprobs: np.ndarray
+    columns: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, request: ScoreRequest, sequence: Sequence) -> Score:
+        """One of which nothing is computed."""
+        rows, k = len(request.token_ids) - 1, request.top_logprobs
+        columns = (np.zeros(rows, np.float32),)
+        if k is not None:
+            tops = np.zeros(rows, np.float32), np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32)
+            columns += tops
+        return cls(request, sequence, columns)
 
     def output(self, reason: FinishReason, version: int) -> ScoreOutput:
         """All of its log-probs, which the weights of `version` produced; none unless it is complete."""
-        logprobs = self.logprobs if reason == "stop" else self.logprobs[:0]
+        logprobs, *tops = self.columns if reason == "stop" else [column[:0] for column in self.columns]
         spans = (WeightSpan(version, 0, len(logprobs)),) if len(logprobs) else ()
-        return ScoreOutput(self.request.id, logprobs, reason, spans)
+        return ScoreOutput(self.request.id, logprobs, reason, spans, *tops)

@@ -1,27 +1,33 @@
 """From hidden states to tokens and log-probs, each row with its own parameters.
 
-Owns what `temperature`, the filters, `min_tokens` and `logprobs` mean in arithmetic. Holds no state: a draw is a
-function of its logits, its parameters, its seed and its position. Nothing here waits for a device but `Drawing.wait`.
+Owns what `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs` mean in arithmetic. Holds no
+state: a draw is a function of its logits, its parameters, its seed and its position. Nothing here waits for a device
+but `Drawing.wait`.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.ops import GREEDY, SAMPLE, Backend, Wanted, Weight
+from ..kernels.ops import GREEDY, SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ..kernels.transfer import HostCopy, to_device
 from .request import Distribution, SamplingParams
+from .tops import Top
 
 # A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
 _LOWEST_TEMPERATURE = 1e-30
 # Rows whose logits are in memory at once.
 _LOGITS_ROWS = 64
+
+
+# What `next_tokens` gives for some draws, and statistics if they are wanted.
+_Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
 
 class Draw(NamedTuple):
@@ -38,37 +44,69 @@ class Draw(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
+        """Whether it is from the whole distribution, of which nothing else is recorded."""
+        return self.is_of_whole and self.params.top_logprobs is None
+
+    @property
+    def is_of_whole(self) -> bool:
         """Whether it is from the whole distribution."""
         return not (self.banned or self.params.has_filters)
 
 
 class Drawn(NamedTuple):
-    """A drawn token. `logprob` is None if none was asked for; `is_finite` is false if its logit is no number."""
+    """A drawn token. `logprob` and `top` are None if not asked for; `is_finite` is false if its logit is no number."""
 
     token_id: int
     logprob: float | None
     is_finite: bool
+    top: Top | None = None
 
 
 class Drawing:
-    """Tokens that are being drawn. `token_ids`: int64 [M], on the device."""
+    """Tokens that are being drawn. `token_ids`: int64 [M], on the device.
 
-    def __init__(self, draws: Sequence[Draw], token_ids: Tensor, logprobs: Tensor, is_finite: Tensor) -> None:
+    `recorded`: which of the draws have statistics, in the order of the rows of `statistics`.
+    """
+
+    def __init__(
+        self,
+        draws: Sequence[Draw],
+        token_ids: Tensor,
+        logprobs: Tensor,
+        is_finite: Tensor,
+        *,
+        recorded: Sequence[int] = (),
+        statistics: Sequence[TokenStatistics] = (),
+    ) -> None:
         self.token_ids = token_ids
-        self._draws = draws
+        self._draws, self._recorded = draws, recorded
         self._columns = [HostCopy(column) for column in (token_ids, logprobs, is_finite)]
+        self._statistics = [HostCopy(torch.cat(column)) for column in list(zip(*statistics, strict=True))[1:]]
 
     def wait(self) -> list[Drawn]:
         """The tokens, in the order of the draws."""
-        rows = zip(self._draws, *(column.wait().tolist() for column in self._columns), strict=True)
-        return [Drawn(token, None if d.params.logprobs is None else p, finite) for d, token, p, finite in rows]
+        columns = (column.wait().tolist() for column in self._columns)
+        rows = zip(self._draws, *columns, self._wait_for_tops(), strict=True)
+        return [
+            Drawn(token, None if d.params.logprobs is None else p, finite, top) for d, token, p, finite, top in rows
+        ]
+
+    def _wait_for_tops(self) -> list[Top | None]:
+        tops: list[Top | None] = [None] * len(self._draws)
+        if self._statistics:
+            entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
+            rows = zip(self._recorded, entropy.tolist(), token_ids.astype(np.int32), logprobs, strict=True)
+            for i, nats, ids, listed in rows:
+                if (k := self._draws[i].params.top_logprobs) is not None:
+                    tops[i] = Top(nats, ids[:k].tobytes(), listed[:k].tobytes())
+        return tops
 
 
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows with neither filters nor banned tokens go to `next_tokens`, which keeps no logits; the others take the same
-    steps one by one.
+    Rows with neither filters nor banned tokens go to `next_tokens`, or with `top_logprobs` to `next_token_statistics`,
+    which keep no logits; the others take the same steps one by one.
     """
 
     def __init__(self, backend: Backend, head: Weight) -> None:
@@ -76,15 +114,23 @@ class Sampler:
 
     def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
         """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
-        processed = [i for i, draw in enumerate(draws) if not draw.is_plain]
-        if not processed:
+        if all(draw.is_plain for draw in draws):
             return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
-        results = [self._draw_processed(hidden, [draws[i] for i in part]) for part in _cut(processed)]
+        # Of those that list the most tokens, the others take the first ones.
+        k = max((n for draw in draws if (n := draw.params.top_logprobs) is not None), default=None)
         plain = [i for i, draw in enumerate(draws) if draw.is_plain]
+        whole = [i for i, draw in enumerate(draws) if draw.is_of_whole and not draw.is_plain]
+        processed = [i for i, draw in enumerate(draws) if not draw.is_of_whole]
+        parts: list[_Part] = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
+        if whole and k is not None:
+            parts.insert(0, self._draw_recorded(hidden, [draws[i] for i in whole], k))
+        results = [result for result, _ in parts]
         if plain:
             results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
-        order = _tensor(np.argsort(processed + plain), hidden)
-        return Drawing(draws, *(torch.cat(column)[order] for column in zip(*results, strict=True)))
+        order = _tensor(np.argsort(whole + processed + plain), hidden)
+        token_ids, logprobs, finite = (torch.cat(column)[order] for column in zip(*results, strict=True))
+        statistics = [found for _, found in parts if found is not None]
+        return Drawing(draws, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""
@@ -92,22 +138,38 @@ class Sampler:
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution` of hidden states [M, hidden_size]."""
-        temperatures = _divisors([distribution], hidden.device).repeat(len(token_ids))
+        if distribution.has_filters:
+            parts = self._processed_parts(hidden, token_ids, distribution)
+            return torch.cat([self.ops.log_probs(logits, tokens) for logits, tokens in parts])
+        return self.next_tokens(hidden, _make_wanted_of(token_ids, distribution))[1]
+
+    def score_statistics(
+        self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
+    ) -> TokenStatistics:
+        """`score`, with the entropy of each row's distribution and its k most probable tokens."""
         if not distribution.has_filters:
-            unused = torch.zeros_like(token_ids)
-            rows = torch.arange(len(token_ids), device=hidden.device)
-            wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
-            return self.next_tokens(hidden, wanted)[1]
-        scores = []
+            return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
+        parts = self._processed_parts(hidden, token_ids, distribution)
+        found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
+        return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
+
+    def _processed_parts(
+        self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits after temperature and filters, of some rows at a time, and their tokens."""
+        divisor = _divisors([distribution], hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
-            scaled = self.ops.lm_head(hidden[rows], self.head) / temperatures[rows, None]
-            filtered = self._filter(scaled, [distribution] * len(scaled))
-            scores.append(self.ops.log_probs(filtered, token_ids[rows]))
-        return torch.cat(scores)
+            scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
+            yield self._filter(scaled, [distribution] * len(scaled)), token_ids[rows]
 
-    def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor, Tensor]:
-        """The steps of `next_tokens`, with banned tokens and filters between them."""
+    def _draw_recorded(self, hidden: Tensor, draws: Sequence[Draw], k: int) -> _Part:
+        wanted = make_wanted(draws, hidden.device)
+        token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
+        return (token_ids, found.log_probs, finite), found
+
+    def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw], k: int | None) -> _Part:
+        """The steps of `next_tokens`, with banned tokens and filters between; statistics unless `k` is None."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
@@ -119,9 +181,10 @@ class Sampler:
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
         basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
-        logprobs = self.ops.log_probs(basis, token_ids)
+        found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
+        logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.log_probs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
-        return token_ids, logprobs, finite
+        return (token_ids, logprobs, finite), found
 
     def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
         chosen = [i for i, d in enumerate(distributions) if d.has_filters]
@@ -150,6 +213,13 @@ def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
     rows, targets, seeds, positions = send(np.array(columns, np.int64)).unbind()
     raw = send(np.array([p.logprobs == "raw" for p in params], np.bool_))
     return Wanted(rows, targets, _divisors(params, device), raw, seeds, positions)
+
+
+def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
+    """The log-prob of one token (int64 [M]) of each row."""
+    unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
+    temperatures = _divisors([distribution], token_ids.device).repeat(len(token_ids))
+    return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
 def _divisors(distributions: Sequence[Distribution], device: torch.device) -> Tensor:

@@ -136,6 +136,7 @@ class Calls:
         wanted = Wanted(ids, torch.full_like(ids, SAMPLE), floats(rows), ids.bool(), ids, ids)
         backend.next_tokens(hidden, weight, wanted)
         backend.log_probs(logits, ids)
+        backend.token_statistics(logits, ids, 8)
         backend.sample(logits, ids, ids)
         backend.filter_logits(logits, ids, floats(rows), floats(rows))
 

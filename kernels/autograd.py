@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from .ops import AttentionBatch, Backend, Wanted, Weight
+from .ops import AttentionBatch, Backend, TokenStatistics, Wanted, Weight
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16
@@ -233,6 +233,15 @@ def attention(ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, sca
     return _Attention.apply(ops, q, k, v, packed, scale)  # type: ignore[return-value]
 
 
+def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
+    """The log-prob of one token of each row."""
+    # Beyond float32 it is infinite, which torch.full refuses.
+    divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
+    unused = torch.zeros_like(token_ids)
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    return Wanted(rows, token_ids, divisor.repeat(len(token_ids)), unused.bool(), unused, unused)
+
+
 class _LogProbs(Function):
     @staticmethod
     @_without_autocast
@@ -240,14 +249,8 @@ class _LogProbs(Function):
         ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
     ) -> Tensor:
         ctx.ops, ctx.temperature = ops, temperature
-        # Beyond float32 it is infinite, which torch.full refuses.
-        divisor = torch.tensor(temperature, dtype=torch.float64, device=hidden.device).to(torch.float32)
-        temperatures = divisor.repeat(len(token_ids))
-        unused = torch.zeros_like(token_ids)
-        rows = torch.arange(len(token_ids), device=hidden.device)
-        wanted = Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
         ctx.save_for_backward(hidden, weight, token_ids)
-        return ops.next_tokens(hidden, _backend_weight(ops, weight), wanted)[1]
+        return ops.next_tokens(hidden, _backend_weight(ops, weight), _wanted(token_ids, temperature))[1]
 
     @staticmethod
     @once_differentiable
@@ -281,3 +284,12 @@ def log_probs(ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, t
     float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as much of probabilities.
     """
     return _LogProbs.apply(ops, hidden, weight, token_ids, temperature)  # type: ignore[return-value]
+
+
+def statistics(
+    ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
+) -> TokenStatistics:
+    """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        wanted = _wanted(token_ids, temperature)
+        return ops.next_token_statistics(hidden, _backend_weight(ops, weight), wanted, k)[1]

@@ -23,7 +23,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -110,6 +110,20 @@ class Wanted:
     raw: Tensor
     seeds: Tensor
     positions: Tensor
+
+
+class TokenStatistics(NamedTuple):
+    """What is known of a token and of the distribution that it comes from, M times.
+
+    `log_probs` float32 [M]: of the token. `entropy` float32 [M]: of the distribution, in nats. `top_token_ids` int64
+    [M, k] and `top_log_probs` float32 [M, k]: its most probable tokens, highest logit first, of equal ones the lower id
+    first. Where fewer than k tokens have a probability the others follow, with log-prob -inf, the lowest ids first.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    top_token_ids: Tensor
+    top_log_probs: Tensor
 
 
 class Weight(Protocol):
@@ -263,12 +277,26 @@ class Backend(Protocol):
         """
         ...
 
+    def next_token_statistics(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
+    ) -> tuple[Tensor, TokenStatistics, Tensor]:
+        """`next_tokens`, with `token_statistics` of the logits that each log-prob is of in its place."""
+        ...
+
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
         """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], accumulated and kept in float32."""
         ...
 
     def log_probs(self, logits: Tensor, token_ids: Tensor) -> Tensor:
         """The log-softmax of float32 logits [M, V] at one token (int64 [M]) of each row: float32 [M]."""
+        ...
+
+    def token_statistics(self, logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
+        """`log_probs` of float32 logits [M, V] at `token_ids` (int64 [M]) with what else is known of each row.
+
+        `k`: from 0 to V. The log-prob listed for a token has the bits that `log_probs` gives for it. A row with NaN, or
+        without a finite peak, has NaN for log-probs and entropy, and ids that mean nothing.
+        """
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

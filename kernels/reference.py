@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, Qkv, Wanted, run_layers
+from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, Qkv, TokenStatistics, Wanted, run_layers
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -277,27 +277,54 @@ layers = partial(run_layers, cast(Backend, sys.modules[__name__]))
 
 
 def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    columns = (getattr(wanted, field.name).split(LOGITS_TILE) for field in fields(Wanted))
-    results = [_next_tokens(hidden, weight, Wanted(*tile)) for tile in zip(*columns, strict=True)]
+    results = []
+    for tile in _tiles(wanted):
+        token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
+        logprobs = log_probs(basis, token_ids)
+        results.append((token_ids, logprobs, finite & ~logprobs.isnan()))
     token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, logprobs, finite
 
 
-def _next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    logits = lm_head(hidden[wanted.rows], weight)
+def next_token_statistics(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int
+) -> tuple[Tensor, TokenStatistics, Tensor]:
+    results = []
+    for tile in _tiles(wanted):
+        token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
+        found = token_statistics(basis, token_ids, k)
+        results.append((token_ids, finite & ~found.log_probs.isnan(), *found))
+    token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
+    return token_ids, TokenStatistics._make(found), finite
+
+
+def _tiles(wanted: Wanted) -> list[Wanted]:
+    columns = (getattr(wanted, field.name).split(LOGITS_TILE) for field in fields(Wanted))
+    return [Wanted(*tile) for tile in zip(*columns, strict=True)]
+
+
+def _choose(logits: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens, the logits that their log-probs are of, and whether their own are finite."""
     scaled = logits / wanted.temperatures[:, None]
     token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)
     rows = (wanted.targets == SAMPLE).nonzero().flatten()
     if len(rows):
         token_ids[rows] = sample(scaled[rows], wanted.seeds[rows], wanted.positions[rows])
-    basis = torch.where(wanted.raw[:, None], logits, scaled)
     finite = scaled.gather(1, token_ids[:, None]).isfinite().squeeze(1)
-    logprobs = log_probs(basis, token_ids)
-    return token_ids, logprobs, finite & ~logprobs.isnan()
+    return token_ids, torch.where(wanted.raw[:, None], logits, scaled), finite
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(1, token_ids[:, None]).squeeze(1)
+
+
+def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
+    log_probs = torch.log_softmax(logits, dim=-1)
+    terms = (torch.exp(log_probs) * -log_probs).masked_fill(log_probs == -torch.inf, 0.0)
+    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    at_token = log_probs.gather(1, token_ids[:, None]).squeeze(1)
+    # A plain sum of one row shares it among threads; a running one takes its elements in order.
+    return TokenStatistics(at_token, terms.cumsum(-1)[:, -1], ids, log_probs.gather(1, ids))
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ the tokens of all sequences as rows, and keeps no KV cache. Forward hooks run on
 inside a layer are read, not called.
 
 Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
-the worker's log-probs, whatever the micro-batch, padding or packing. Gradients agree with those of the unaligned model
-within rounding. float32 parameters under bfloat16 autocast compute what a bfloat16 worker computes that was given
-these parameters.
+the worker's log-probs, and `token_statistics` those of its `top_logprobs`, whatever the micro-batch, padding or
+packing. Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast
+compute what a bfloat16 worker computes that was given these parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from . import autograd
 from .autograd import Packed
-from .ops import Backend, select_backend
+from .ops import Backend, TokenStatistics, select_backend
 
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,6 +77,48 @@ def token_log_probs(
 
     Raise ValueError for shapes that do not fit together, and for a model that is not aligned.
     """
+    places, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
+    return _spread(autograd.log_probs(*asked), places, input_ids.shape)
+
+
+def token_statistics(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    temperature: float = 1.0,
+    completion_mask: Tensor | None = None,
+    *,
+    top_logprobs: int,
+) -> TokenStatistics:
+    """What a worker's `top_logprobs` gives, computed without gradient.
+
+    `log_probs` has the bits of `token_log_probs`, whose arguments these are. `entropy` float32, in the shape of
+    `input_ids`: of the distribution that each token comes from, in nats. `top_token_ids` int64 and `top_log_probs`
+    float32, in that shape and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id
+    first. Where `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
+
+    Raise ValueError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the size of the vocabulary.
+    """
+    _check_aligned(model)
+    vocab_size = len(model.lm_head.weight)
+    if not 0 <= top_logprobs <= vocab_size:
+        raise ValueError(f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has")
+    with torch.no_grad():
+        places, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
+        found = autograd.statistics(*asked, top_logprobs)
+    return TokenStatistics._make(_spread(column, places, input_ids.shape) for column in found)
+
+
+def _ask(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    lengths: Sequence[int] | None,
+    temperature: float,
+    completion_mask: Tensor | None,
+) -> tuple[Tensor, tuple[Backend, Tensor, Tensor, Tensor, float]]:
+    """The places of the M tokens that are asked for in flat `input_ids`, and the arguments of `autograd.log_probs`."""
     _check_aligned(model)
     input_ids = input_ids.long()
     if not temperature >= 0.0:
@@ -88,18 +130,17 @@ def token_log_probs(
     else:
         _check_lengths(input_ids, attention_mask, lengths)
         indices, packed = torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
-    found = _packed_log_probs(model, input_ids.flatten()[indices], packed, temperature, mask.flatten()[indices])
-    return found.new_zeros(input_ids.numel()).index_copy(0, indices, found).view(input_ids.shape)
-
-
-def _packed_log_probs(model: Any, ids: Tensor, packed: Packed, temperature: float, mask: Tensor) -> Tensor:
-    """float32 [M] for the tokens `ids` [M] of packed sequences."""
+    ids = input_ids.flatten()[indices]
     hidden = model.model(input_ids=ids[None], position_ids=packed.positions[None]).last_hidden_state[0]
-    wanted = (mask.bool() & (packed.positions > 0)).nonzero().flatten()
-    weight = model.lm_head.weight.to(hidden.dtype)
-    ops = _backend(model.lm_head, hidden)
-    found = autograd.log_probs(ops, hidden[wanted - 1], weight, ids[wanted], _divisor(temperature))
-    return found.new_zeros(len(ids)).index_copy(0, wanted, found)
+    wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
+    weight, ops = model.lm_head.weight.to(hidden.dtype), _backend(model.lm_head, hidden)
+    return indices[wanted], (ops, hidden[wanted - 1], weight, ids[wanted], _divisor(temperature))
+
+
+def _spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """`found` [M, ...] at flat `places` of [*shape, ...], which is 0 elsewhere."""
+    spread = found.new_zeros(shape.numel(), *found.shape[1:]).index_copy(0, places, found)
+    return spread.view(*shape, *found.shape[1:])
 
 
 # The three forward passes. Each becomes a method of an aligned class; `self` is the transformers module.

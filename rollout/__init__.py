@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         AsyncRolloutClient,
         Group,
         RolloutClient,
+        ScoredTokens,
     )
     from .errors import (
         DeadlineError,
@@ -53,7 +54,7 @@ _NAMES = {
     "..engine.errors": ["ConfigError", "InvalidRequestError", "ModelError", "TruerollError", "UnknownRequestError"],
     "..engine.models.loader": ["resolve_model"],
     "..engine.request": ["Distribution", "SampleOutput", "SamplingParams", "WeightSpan", "derive_seed"],
-    ".client": ["AsyncRolloutClient", "Group", "RolloutClient"],
+    ".client": ["AsyncRolloutClient", "Group", "RolloutClient", "ScoredTokens"],
     ".errors": [
         "DeadlineError",
         "ForbiddenError",
@@ -93,6 +94,7 @@ __all__ = [
     "RolloutClient",
     "SampleOutput",
     "SamplingParams",
+    "ScoredTokens",
     "TruerollError",
     "UnavailableError",
     "UnknownRequestError",

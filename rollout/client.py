@@ -79,6 +79,20 @@ class Group:
     num_prompt_tokens: int
 
 
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Log-probs of given tokens, and what `top_logprobs=k` asked for beside them.
+
+    `logprobs` and `entropy`: float32 [num_tokens - 1]. `top_token_ids`: int32 [num_tokens - 1, k]; `top_logprobs`:
+    float32, likewise. They are those of `SampleOutput`.
+    """
+
+    logprobs: np.ndarray
+    entropy: np.ndarray
+    top_token_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
 class AsyncRolloutClient:
     """A client of the worker at `address`, for one event loop in one process: those of its first call. Calls may run at
     the same time.
@@ -218,6 +232,22 @@ class AsyncRolloutClient:
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
         return whole
 
+    @overload
+    async def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+        top_logprobs: None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[np.ndarray]: ...
+
+    @overload
     async def score(
         self,
         sequences: Prompts,
@@ -227,16 +257,31 @@ class AsyncRolloutClient:
         min_p: float = 0.0,
         cache_salt: str | None = None,
         *,
+        top_logprobs: int,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
-    ) -> list[np.ndarray]:
+    ) -> list[ScoredTokens]: ...
+
+    async def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+        top_logprobs: int | None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[np.ndarray] | list[ScoredTokens]:
         """Log-probs of given tokens under a distribution: for each sequence float32 [num_tokens - 1].
 
-        Entry i is the log-prob of token i + 1 given tokens [0, i + 1). Raises RequestAbortedError if a score was
-        aborted.
+        Entry i is the log-prob of token i + 1 given tokens [0, i + 1). With `top_logprobs`, as in `SamplingParams`,
+        ScoredTokens in place of each array. Raises RequestAbortedError if a score was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        fields = dict(distribution=distribution, cache_salt=cache_salt, caller=_new_id())
+        fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs, caller=_new_id())
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         arrays = [
             protocol.tokens_to_bytes(tokens, f"sequences[{i}]")
@@ -245,11 +290,11 @@ class AsyncRolloutClient:
         requests = {
             i: _message(protocol.Score, id=_new_id(), token_ids=array, **fields) for i, array in enumerate(arrays)
         }
-        scores: dict[int, np.ndarray] = {}
+        scores: dict[int, Any] = {}
         async with aclosing(self._exchange(requests, "sequences")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Scores):
-                    scores[position] = _logprobs(reply)
+                    scores[position] = _scored(reply)
         return [scores[position] for position in range(len(requests))]
 
     async def abort(
@@ -494,6 +539,22 @@ class RolloutClient:
             # Not waited for: this also runs when the interpreter ends, and wherever the garbage collector does.
             self._thread.submit(samples.aclose())
 
+    @overload
+    def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+        top_logprobs: None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[np.ndarray]: ...
+
+    @overload
     def score(
         self,
         sequences: Prompts,
@@ -503,12 +564,29 @@ class RolloutClient:
         min_p: float = 0.0,
         cache_salt: str | None = None,
         *,
+        top_logprobs: int,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
-    ) -> list[np.ndarray]:
+    ) -> list[ScoredTokens]: ...
+
+    def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+        top_logprobs: int | None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[np.ndarray] | list[ScoredTokens]:
         """See `AsyncRolloutClient.score`."""
-        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt, **demand))
+        fields: dict[str, Any] = dict(
+            top_logprobs=top_logprobs, min_weight_version=min_weight_version, wait_for_weights=wait_for_weights
+        )
+        return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt, **fields))
 
     def continue_samples(
         self, prompts: Prompts, samples: Sequence[SampleOutput], params: ParamsArg = None
@@ -700,10 +778,11 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
     return Group(done.id, ordered, done.params, done.num_prompt_tokens)
 
 
-def _logprobs(reply: protocol.Scores) -> np.ndarray:
+def _scored(reply: protocol.Scores) -> np.ndarray | ScoredTokens:
     if reply.finish_reason == "abort":
         raise RequestAbortedError("score: aborted before it was computed; ask again if it is still needed")
-    return protocol.bytes_to_logprobs(reply.logprobs)
+    logprobs = protocol.bytes_to_logprobs(reply.logprobs)
+    return logprobs if reply.tops is None else ScoredTokens(logprobs, **protocol.top_arrays(reply.tops))
 
 
 @contextmanager

@@ -41,6 +41,12 @@ def continuation(
             f"samples[{position}]: expected log-probs in both parts or in none, found logprobs = {params.logprobs!r} "
             "for the rest; give the parameters that it was asked for with"
         )
+    top_logprobs = None if sample.top_token_ids is None else sample.top_token_ids.shape[1]
+    if params.top_logprobs != top_logprobs:
+        raise InvalidRequestError(
+            f"samples[{position}]: expected top_logprobs = {top_logprobs} for both parts, found {params.top_logprobs} "
+            "for the rest; give the parameters that it was asked for with"
+        )
     prior = np.array(sample.token_ids, "<i4").tobytes()
     rest = dict(
         n=1,
@@ -61,6 +67,9 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
         first,
         token_ids=first.token_ids + rest.token_ids,
         logprobs=_joined(first.logprobs, rest.logprobs),
+        entropy=_joined(first.entropy, rest.entropy),
+        top_token_ids=_joined(first.top_token_ids, rest.top_token_ids),
+        top_logprobs=_joined(first.top_logprobs, rest.top_logprobs),
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
         error=rest.error,

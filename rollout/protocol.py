@@ -34,6 +34,7 @@ from ..engine.request import (
     SamplingParams,
     ScoreOutput,
     Tag,
+    TopLogprobs,
     WeightSpan,
     brief,
     describe_validation_error,
@@ -111,13 +112,16 @@ class Generate(_Request):
 
 
 class Score(_Request):
-    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. For the rest see `_Request`."""
+    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `top_logprobs`: see
+    `SamplingParams`. For the rest see `_Request`.
+    """
 
     type: Literal["score"] = "score"
     id: Id
     token_ids: Array
     distribution: Distribution = Distribution()
     cache_salt: CacheSalt | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class Abort(_Message):
@@ -274,6 +278,25 @@ class AbortPush(_Message):
     push_id: PushId
 
 
+class Tops(_Message):
+    """What `top_logprobs` recorded, of `k` tokens for each one: `entropy` and `logprobs` float32, `token_ids` int32."""
+
+    k: TopLogprobs
+    entropy: Array
+    token_ids: Array
+    logprobs: Array
+
+    @model_validator(mode="after")
+    def _has_k_for_each(self) -> Tops:
+        expected = self.k * len(self.entropy)
+        if len(self.token_ids) != expected or len(self.logprobs) != expected:
+            raise ValueError(
+                f"tops: expected {expected} bytes of token ids and of log-probs, {self.k} for each entropy, found "
+                f"{len(self.token_ids)} and {len(self.logprobs)}"
+            )
+        return self
+
+
 class Sample(_Message):
     """One finished sample; the fields are those of `SampleOutput`. `caller`, here and below: of the submission."""
 
@@ -288,6 +311,7 @@ class Sample(_Message):
     weight_versions: tuple[Span, ...]
     error: str | None = None
     stop_reason: int | str | None = None
+    tops: Tops | None = None
     caller: Id | None = None
 
 
@@ -310,6 +334,7 @@ class Scores(_Message):
     logprobs: Array
     finish_reason: FinishReason
     weight_versions: tuple[Span, ...]
+    tops: Tops | None = None
     caller: Id | None = None
 
 
@@ -614,6 +639,7 @@ def sample_message(id: str, output: SampleOutput) -> Sample:
         weight_versions=_spans(output.weight_versions),
         error=output.error,
         stop_reason=output.stop_reason,
+        tops=_tops(output),
     )
 
 
@@ -624,6 +650,7 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
         logprobs=output.logprobs.astype("<f4").tobytes(),
         finish_reason=output.finish_reason,
         weight_versions=_spans(output.weight_versions),
+        tops=_tops(output),
     )
 
 
@@ -634,6 +661,29 @@ def error_message(id: str | None, error: TruerollError, caller: str | None = Non
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
     return tuple((span.version, span.start, span.end) for span in versions)
+
+
+def _tops(output: SampleOutput | ScoreOutput) -> Tops | None:
+    if output.entropy is None or output.top_token_ids is None or output.top_logprobs is None:
+        return None
+    return Tops(
+        k=output.top_token_ids.shape[1],
+        entropy=output.entropy.astype("<f4").tobytes(),
+        token_ids=output.top_token_ids.astype("<i4").tobytes(),
+        logprobs=output.top_logprobs.astype("<f4").tobytes(),
+    )
+
+
+def top_arrays(tops: Tops | None) -> dict[str, np.ndarray]:
+    """`entropy`, `top_token_ids` and `top_logprobs`, as the engine gave them, arrays writable; nothing of None."""
+    if tops is None:
+        return {}
+    shape = len(tops.entropy) // 4, tops.k
+    return {
+        "entropy": bytes_to_logprobs(tops.entropy),
+        "top_token_ids": bytes_to_tokens(tops.token_ids).reshape(shape),
+        "top_logprobs": bytes_to_logprobs(tops.logprobs).reshape(shape),
+    }
 
 
 def sample_output(message: Sample) -> SampleOutput:
@@ -649,6 +699,7 @@ def sample_output(message: Sample) -> SampleOutput:
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
         error=message.error,
         stop_reason=message.stop_reason,
+        **top_arrays(message.tops),
     )
 
 

@@ -412,7 +412,7 @@ class Worker:
         if isinstance(message, protocol.Score):
             entry = self._ledger.add(user, message, None)
             tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(user, message.cache_salt)
-            request = ScoreRequest(entry.key, tokens, message.distribution, salt)
+            request = ScoreRequest(entry.key, tokens, message.distribution, salt, message.top_logprobs)
         else:
             params = message.params
             if params.seed is None:

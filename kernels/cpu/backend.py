@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from ..ops import AttentionBatch, DenseLayer, Qkv, Wanted
+from ..ops import AttentionBatch, DenseLayer, Qkv, TokenStatistics, Wanted
 from ..reference import rope as rope
 from .library import load_library
 from .weight import PackedLayers, PackedWeight, qkv_tensors
@@ -163,6 +163,26 @@ def layers(
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    return _head(hidden, weight, wanted, 0, (None, None, None))
+
+
+def next_token_statistics(
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int
+) -> tuple[Tensor, TokenStatistics, Tensor]:
+    entropy, top_ids, top_log_probs = tops = _empty_tops(len(wanted.rows), k)
+    tokens, log_probs, finite = _head(hidden, weight, wanted, k, tops)
+    return tokens, TokenStatistics(log_probs, entropy, top_ids, top_log_probs), finite
+
+
+def _empty_tops(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For entropy, top ids and their log-probs."""
+    ids = torch.empty(rows, k, dtype=torch.int64)
+    return torch.empty(rows, dtype=torch.float32), ids, torch.empty(rows, k, dtype=torch.float32)
+
+
+def _head(
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int, tops: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     hidden, count = hidden.contiguous(), len(wanted.rows)
     inputs = (wanted.rows, wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions, wanted.targets)
     inputs = [column.contiguous() for column in inputs]
@@ -171,6 +191,7 @@ def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[T
         *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), hidden.shape[1]),
         *(weight.pointer, weight.shape[0], count),
         *(column.data_ptr() for column in (*inputs, tokens, logprobs, finite)),
+        *(k, *map(_pointer, tops)),
     )
     return tokens, logprobs, finite
 
@@ -184,6 +205,14 @@ def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
     logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(len(logits), dtype=torch.float32)
     _library.log_probs(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), out.data_ptr())
+    return out
+
+
+def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
+    logits, token_ids = logits.contiguous(), token_ids.contiguous()
+    out = TokenStatistics(torch.empty(len(logits), dtype=torch.float32), *_empty_tops(len(logits), k))
+    pointers = (column.data_ptr() for column in out)
+    _library.token_statistics(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), k, *pointers)
     return out
 
 

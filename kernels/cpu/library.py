@@ -17,7 +17,7 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 6
+_INTERFACE = 7
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
@@ -33,8 +33,9 @@ _SIGNATURES = {
     "layers": "lipllfppllppplllllppplfppppp",
     "rotation": "lplplfpp",
     "logits": "lipllplp",
-    "head": "liplpllppppppppp",
+    "head": "liplpllppppppppplppp",
     "log_probs": "lpllpp",
+    "token_statistics": "lpllplpppp",
     "filter": "lpllppp",
     "sample": "lpllppp",
 }

@@ -24,8 +24,10 @@ from . import is_interpreted, products
 from .attention import paged_attention as paged_attention
 from .head import filter_logits as filter_logits
 from .head import log_probs as log_probs
+from .head import next_token_statistics as next_token_statistics
 from .head import next_tokens as next_tokens
 from .head import sample as sample
+from .head import token_statistics as token_statistics
 from .launch import describe_settings
 from .products import linear as linear
 from .products import linear_add as linear_add

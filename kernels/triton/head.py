@@ -6,7 +6,7 @@ Does not own the product that gives the logits (products.py).
 `log_probs`, `sample` and `next_tokens` run the same two kernels, compiled alike for any number of rows, so their bits
 agree. The first cuts each row at absolute multiples of SECTION and reduces a section to what the second folds: the
 highest logit, the sum of exponentials below it, and the best token. A NaN logit makes the sum NaN, and so the log-prob
-of every token of its row. Nothing here reads a value on the host.
+of every token of its row. `token_statistics` folds the same parts. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import SAMPLE, Wanted
+from ..ops import SAMPLE, TokenStatistics, Wanted
 from .launch import aligned, device_function, exact_jit, launch
 from .products import lm_head
 
@@ -36,6 +36,20 @@ def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor,
     return token_ids, logprobs, finite
 
 
+def next_token_statistics(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int
+) -> tuple[Tensor, TokenStatistics, Tensor]:
+    columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
+    results = []
+    for rows, *asked in zip(*columns, strict=True):
+        logits, (_, temperatures, raw, *_) = lm_head(hidden.index_select(0, rows), weight), asked
+        token_ids, _, finite = _choose(logits, *asked)
+        basis = torch.where(raw[:, None], logits, logits / temperatures[:, None])
+        results.append((token_ids, finite, *token_statistics(basis, token_ids, k)))
+    token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
+    return token_ids, TokenStatistics._make(found), finite
+
+
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
     ones = torch.ones_like(token_ids, dtype=torch.float32)
     unread = token_ids
@@ -51,17 +65,40 @@ def _choose(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `next_tokens` for rows of float32 logits [M, V]; the other arguments are columns of `Wanted`."""
-    rows, vocab_size = logits.shape
-    sections = -(-vocab_size // SECTION)
     asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
-    draws = aligned(seeds), aligned(positions)
-    peaks, totals, bests = (logits.new_empty(rows, sections) for _ in range(3))
-    parts = peaks, totals, bests, torch.empty_like(bests, dtype=torch.int32)
-    launch(_reduce_section_kernel, (rows, sections), *asked, *draws, *parts, warps=4, V=vocab_size, SECTION=SECTION)
+    parts = _reduce_sections(*asked, aligned(seeds), aligned(positions))
     out = torch.empty_like(targets), torch.empty_like(temperatures), torch.empty_like(raw)
-    span = triton.next_power_of_2(sections)
-    launch(_fold_sections_kernel, (rows,), *asked, *parts, *out, warps=1, V=vocab_size, SECTIONS=sections, SPAN=span)
+    launch(_fold_sections_kernel, (len(logits),), *asked, *parts, *out, warps=1, **_sizes(logits))
     return out
+
+
+def _reduce_sections(*asked: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `_reduce_section_kernel` gives, each [M, sections], for its inputs."""
+    rows, vocab_size = asked[0].shape
+    sections = -(-vocab_size // SECTION)
+    peaks, totals, bests = (asked[0].new_empty(rows, sections) for _ in range(3))
+    parts = peaks, totals, bests, torch.empty_like(bests, dtype=torch.int32)
+    launch(_reduce_section_kernel, (rows, sections), *asked, *parts, warps=4, V=vocab_size, SECTION=SECTION)
+    return parts
+
+
+def _sizes(logits: Tensor) -> dict[str, int]:
+    sections = -(-logits.shape[1] // SECTION)
+    return dict(V=logits.shape[1], SECTIONS=sections, SPAN=triton.next_power_of_2(sections))
+
+
+def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
+    """torch's sort and gather only move data."""
+    logits, ids = aligned(logits), aligned(token_ids)
+    ones = torch.ones_like(ids, dtype=torch.float32)
+    peaks, totals, _, _ = _reduce_sections(logits, ids, ones, ones.bool(), ids, ids)
+    top_ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    found = logits.gather(1, torch.cat((ids[:, None], top_ids), 1))
+    log_probs, entropy = torch.empty_like(found), torch.empty_like(ones)
+    sizes = _sizes(logits) | dict(SECTION=SECTION, K=1 + k, WIDTH=triton.next_power_of_2(1 + k))
+    args = logits, peaks, totals, found, log_probs, entropy
+    launch(_statistics_kernel, (len(logits),), *args, warps=4, **sizes)
+    return TokenStatistics(log_probs[:, 0], entropy, top_ids, log_probs[:, 1:])
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -143,17 +180,54 @@ def _fold_sections_kernel(
     target = tl.load(targets_ptr + row)
     token = tl.where(target < 0, tl.min(tl.where(bests == tl.max(bests, 0), best_ids, V), 0), target)
 
-    peaks = tl.load(peaks_ptr + parts, mask=real, other=-float("inf"))
-    totals = tl.load(totals_ptr + parts, mask=real, other=0.0)
-    peak = tl.max(peaks, 0)
-    total = tl.sum(totals * tl.exp(peaks - _zero_if_none(peak)), 0)
-
+    peak, total = _fold_sums(peaks_ptr, totals_ptr, row, SECTIONS, SPAN)
     logit = tl.load(logits_ptr + row * V + token)
     scaled = tl.div_rn(logit, tl.load(temperatures_ptr + row))
     logprob = tl.where(tl.load(raw_ptr + row), logit, scaled) - peak - tl.log(total)
     tl.store(token_ids_ptr + row, token)
     tl.store(logprobs_ptr + row, logprob)
     tl.store(finite_ptr + row, (tl.abs(scaled) < float("inf")) & (logprob == logprob))
+
+
+@device_function
+def _fold_sums(peaks_ptr: tl.tensor, totals_ptr: tl.tensor, row: tl.tensor, SECTIONS: tl.constexpr, SPAN: tl.constexpr):
+    """(highest logit, sum of exp(logit - that)) of a row, from its sections."""
+    sections = tl.arange(0, SPAN)
+    parts, real = row * SECTIONS + sections, sections < SECTIONS
+    peaks = tl.load(peaks_ptr + parts, mask=real, other=-float("inf"))
+    totals = tl.load(totals_ptr + parts, mask=real, other=0.0)
+    peak = tl.max(peaks, 0)
+    return peak, tl.sum(totals * tl.exp(peaks - _zero_if_none(peak)), 0)
+
+
+@exact_jit
+def _statistics_kernel(
+    logits_ptr: tl.tensor,
+    peaks_ptr: tl.tensor,
+    totals_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+    log_probs_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    V: tl.constexpr,
+    SECTIONS: tl.constexpr,
+    SPAN: tl.constexpr,
+    SECTION: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One row: the log-probs of K logits of it, and its entropy."""
+    row = tl.program_id(0).to(tl.int64)
+    peak, total = _fold_sums(peaks_ptr, totals_ptr, row, SECTIONS, SPAN)
+    weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)
+    for start in range(0, V, SECTION):
+        ids = start + tl.arange(0, SECTION)
+        distance = tl.load(logits_ptr + row * V + ids, mask=ids < V, other=-float("inf")) - _zero_if_none(peak)
+        terms = tl.where(distance == -float("inf"), 0.0, distance * tl.exp(distance))
+        weighted = tl.sum(terms, 0) + weighted
+    tl.store(entropy_ptr + row, tl.log(total) - weighted / total)
+    places = tl.arange(0, WIDTH)
+    found = tl.load(found_ptr + row * K + places, mask=places < K, other=0.0)
+    tl.store(log_probs_ptr + row * K + places, found - peak - tl.log(total), mask=places < K)
 
 
 @exact_jit

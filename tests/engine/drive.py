@@ -65,3 +65,11 @@ def bits(output: SampleOutput) -> tuple[bytes, bytes]:
     """What must be equal: the tokens and the bits of the log-probs."""
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) > 0
     return tuple(output.token_ids), output.logprobs.tobytes()
+
+
+def top_bits(output: SampleOutput | ScoreOutput, start: int = 0) -> tuple[bytes, bytes, bytes]:
+    """The bits of what `top_logprobs` recorded, from entry `start` on."""
+    columns = output.entropy, output.top_token_ids, output.top_logprobs
+    assert [column.dtype for column in columns if column is not None] == [np.float32, np.int32, np.float32]
+    entropy, token_ids, logprobs = (column[start:].tobytes() for column in columns if column is not None)
+    return entropy, token_ids, logprobs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from trueroll.engine.request import SampleOutput
 from trueroll.engine.sampler import Drawing
 from trueroll.engine.scheduler import Scheduler
 
-from .drive import bits, drain, generate, make_engine, run, tokens
+from .drive import bits, drain, generate, make_engine, run, tokens, top_bits
+
+TOPS = ("entropy", "top_token_ids", "top_logprobs")
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +147,7 @@ def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, 
             n=rng.randrange(1, 4),
             max_tokens=rng.randrange(1, 20),
             stop_token_ids=tuple(range(3, 500, 9)) if i % 3 else (),
-            **(dict(top_k=20) if i % 4 == 0 else {}),
+            **(dict(top_k=20) if i % 4 == 0 else dict(top_logprobs=4) if i % 4 == 1 else {}),
         )
         for i in range(40)
     ]
@@ -172,4 +175,6 @@ def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, 
         whole = expected[key]
         assert output.token_ids == whole.token_ids[:count]
         assert output.logprobs.tobytes() == whole.logprobs[:count].tobytes()
+        if whole.entropy is not None:
+            assert top_bits(output) == top_bits(replace(whole, **{name: getattr(whole, name)[:count] for name in TOPS}))
         assert output.finish_reason == "abort" or count == len(whole.token_ids)

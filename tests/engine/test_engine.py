@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
-from trueroll.engine.request import ScoreOutput, ScoreRequest, derive_seed
+from trueroll.engine.request import Distribution, ScoreOutput, ScoreRequest, derive_seed
 
-from .drive import bits, drain, generate, make_engine, run, score, tokens
+from .drive import bits, drain, generate, make_engine, run, score, tokens, top_bits
 
 DTYPES = ["float32", "bfloat16"]
 pytestmark = pytest.mark.usefixtures("steps_ahead")
@@ -49,9 +49,89 @@ def test_score_gives_the_bits_of_the_rollout(tiny_model: Path, dtype: str, backe
     assert run(engine, [generate("r", prompt, logprobs=None)])["r", 0].logprobs is None
 
 
+FILTERS = dict(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+DISTRIBUTIONS = {"processed": FILTERS, "temperature": dict(temperature=0.7), "raw": {}}
+
+
+@pytest.mark.parametrize("mode", DISTRIBUTIONS)
+def test_score_gives_the_top_logprobs_of_the_rollout(tiny_llama: Path, mode: str, backend: str) -> None:
+    engine, prompt = make_engine(tiny_llama, backend=backend, max_num_batched_tokens=64), tokens(90)
+    for k, params in ((6, FILTERS), (64, dict(temperature=0.7)), (0, FILTERS)):
+        sample = run(engine, [generate("r", prompt, logprobs=mode, top_logprobs=k, **params)])["r", 0]
+        whole = np.concatenate((prompt, sample.token_ids))
+        distribution = Distribution(**(params if mode == "processed" else DISTRIBUTIONS[mode]))
+        engine.add(ScoreRequest("s", whole, distribution, top_logprobs=k))
+        [scored] = drain(engine)
+        assert isinstance(scored, ScoreOutput) and scored.top_token_ids is not None
+        assert scored.top_token_ids.shape == (len(whole) - 1, k)
+        assert top_bits(scored, len(prompt) - 1) == top_bits(sample)
+        assert scored.logprobs[len(prompt) - 1 :].tobytes() == bits(sample)[1]
+
+
+def test_top_logprobs_hold_what_is_drawn_and_change_nothing(tiny_llama: Path, backend: str) -> None:
+    """Also beside requests that ask for fewer, and whose first tokens may not end them."""
+    engine, prompt = make_engine(tiny_llama, backend=backend), tokens(20)
+    cases = [{}, FILTERS, FILTERS | dict(logprobs="raw"), dict(temperature=0.0), dict(min_tokens=5, stop_token_ids=[7])]
+    plain = run(engine, [generate(str(i), prompt, n=2, **case) for i, case in enumerate(cases)])
+    asked = [generate(str(i), prompt, n=2, top_logprobs=3 * i, **case) for i, case in enumerate(cases)]
+    together = run(engine, asked + [generate("plain", prompt, seed=8)])
+    alone = {key: sample for request in asked for key, sample in run(engine, [request]).items()}
+    listed = 0
+    for key, sample in alone.items():
+        assert bits(sample) == bits(plain[key]) == bits(together[key])
+        assert top_bits(sample) == top_bits(together[key])
+        assert sample.top_token_ids is not None and sample.top_logprobs is not None and sample.logprobs is not None
+        rows, places = (sample.top_token_ids == np.array(sample.token_ids)[:, None]).nonzero()
+        assert sample.top_logprobs[rows, places].tobytes() == sample.logprobs[rows].tobytes()
+        listed += len(rows)
+    assert listed > 20, "many were listed"
+    assert alone["3", 0].top_token_ids[:, 0].tolist() == alone["3", 0].token_ids, "greedy takes the first"
+    assert together["plain", 0].entropy is None and plain["0", 0].top_token_ids is None
+
+
+def test_tokens_that_are_dropped_follow_those_that_are_left(tiny_llama: Path, backend: str) -> None:
+    engine = make_engine(tiny_llama, backend=backend)
+    request = generate("r", tokens(20), top_k=2, min_tokens=3, stop_token_ids=[0], top_logprobs=5)
+    sample = run(engine, [request])["r", 0]
+    assert sample.top_token_ids is not None and sample.top_logprobs is not None and sample.entropy is not None
+    assert np.isfinite(sample.top_logprobs[:, :2]).all() and np.isneginf(sample.top_logprobs[:, 2:]).all()
+    for ids in sample.top_token_ids.tolist():
+        assert ids[2:] == [i for i in range(5) if i not in ids[:2]][:3]
+    two = sample.top_logprobs[:, :2].astype(np.float64)
+    np.testing.assert_allclose(sample.entropy, -(np.exp(two) * two).sum(1), rtol=1e-5)
+
+
+def test_top_logprobs_of_a_sample_without_tokens(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    engine.add(generate("r", tokens(20), top_logprobs=5))
+    engine.add(ScoreRequest("s", tokens(20, seed=1), top_logprobs=4))
+    for output, k in ((engine.abort("r")[0], 5), (engine.abort("s")[0], 4)):
+        assert output.top_token_ids is not None and output.top_logprobs is not None
+        assert output.top_token_ids.shape == output.top_logprobs.shape == (0, k)
+
+
+def test_top_logprobs_that_cannot_be_served(tmp_path: Path, tiny_llama: Path) -> None:
+    for params in (dict(top_logprobs=65), dict(top_logprobs=-1), dict(top_logprobs=2, logprobs=None)):
+        with pytest.raises(InvalidRequestError, match="top_logprobs: .*found"):
+            generate("r", tokens(5), **params)
+    from tiny import make_tiny_model
+
+    engine = make_engine(make_tiny_model("llama", tmp_path / "small", vocab_size=40))
+    for request in (
+        generate("r", tokens(5, vocab_size=40), top_logprobs=41),
+        ScoreRequest("s", tokens(5, vocab_size=40), top_logprobs=41),
+    ):
+        with pytest.raises(InvalidRequestError, match="top_logprobs: expected at most 40"):
+            engine.add(request)
+    all_of_it = run(engine, [generate("r", tokens(5, vocab_size=40), top_logprobs=40)])["r", 0]
+    assert all_of_it.top_token_ids is not None and sorted(all_of_it.top_token_ids[3].tolist()) == list(range(40))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_preempted_samples_keep_their_bits(tiny_model: Path, dtype: str, backend: str) -> None:
-    requests = [generate(str(i), tokens(30 + i, seed=i), n=3, max_tokens=30) for i in range(6)]
+    """Every second one with `top_logprobs`."""
+    params = dict(n=3, max_tokens=30)
+    requests = [generate(str(i), tokens(30 + i, seed=i), **params, top_logprobs=5 if i % 2 else None) for i in range(6)]
     settings = dict(dtype=dtype, backend=backend)
     calm = make_engine(tiny_model, **settings)
     expected = run(calm, requests)
@@ -59,6 +139,9 @@ def test_preempted_samples_keep_their_bits(tiny_model: Path, dtype: str, backend
     found = run(pressed, requests)
     assert calm.stats().preemptions == 0 and pressed.stats().preemptions > 5
     assert {key: bits(sample) for key, sample in found.items()} == {k: bits(s) for k, s in expected.items()}
+    with_tops = [key for key, sample in expected.items() if sample.entropy is not None]
+    assert len(with_tops) == 9
+    assert all(top_bits(found[key]) == top_bits(expected[key]) for key in with_tops)
 
 
 def test_a_thousand_requests_in_a_tenth_of_the_blocks(tiny_llama: Path) -> None:

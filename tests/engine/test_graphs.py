@@ -28,7 +28,7 @@ from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
 from trueroll.kernels import reference
 from trueroll.kernels.ops import AttentionBatch
 
-from .drive import bits, drain, generate, run, tokens
+from .drive import bits, drain, generate, run, tokens, top_bits
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 prompt = partial(tokens, vocab_size=64)
@@ -103,15 +103,17 @@ def key_of(output: Output) -> Any:
 
 
 def what(output: Output) -> tuple[bytes, ...]:
-    return bits(output) if isinstance(output, SampleOutput) else (output.logprobs.tobytes(),)
+    of_tokens = bits(output) if isinstance(output, SampleOutput) else (output.logprobs.tobytes(),)
+    return of_tokens if output.entropy is None else (*of_tokens, *top_bits(output))
 
 
 def mixed_requests() -> list[Request]:
-    """Up to four samples at once, sampled and greedy, raw and not, with one that has to leave the graphs: a filter."""
+    """Sampled and greedy, raw and not, with two that have to leave the graphs: a filter, and `top_logprobs`."""
     return [
         generate("sampled", prompt(3), n=2, max_tokens=4),
         generate("greedy", prompt(4, seed=1), temperature=0.0, max_tokens=8, logprobs="raw"),
         generate("filtered", prompt(2, seed=3), top_k=3, max_tokens=2),
+        generate("recorded", prompt(2, seed=4), top_logprobs=3, max_tokens=2),
     ]
 
 
@@ -142,9 +144,8 @@ def test_any_mixture_of_requests(make_engine: MakeEngine, log: list[str], seed: 
     def some_request(i: int) -> Request:
         if rng.random() < 0.2:
             return ScoreRequest(str(i), prompt(rng.randrange(2, 20), seed=i % 5))
-        options = rng.choice(
-            (dict(), dict(), dict(temperature=0.0), dict(min_tokens=2, stop_token_ids=(7, 9)), dict(top_k=5))
-        )
+        ending = dict(min_tokens=2, stop_token_ids=(7, 9))
+        options = rng.choice((dict(), dict(), dict(temperature=0.0), ending, dict(top_k=5), dict(top_logprobs=2)))
         return generate(
             str(i), prompt(rng.randrange(1, 20), seed=i % 5), n=rng.randrange(1, 4), max_tokens=12, **options
         )

@@ -21,7 +21,7 @@ from trueroll.engine.request import SampleOutput
 from trueroll.kernels import training
 from trueroll.kernels.cpu.library import Library
 from trueroll.kernels.ops import select_backend
-from trueroll.kernels.training import align, token_log_probs
+from trueroll.kernels.training import align, token_log_probs, token_statistics
 
 from .drive import generate, make_engine, run, tokens
 
@@ -31,12 +31,14 @@ TEMPERATURE = 0.8
 Rollout = list[tuple[np.ndarray, SampleOutput]]
 
 
-def roll_out(model: Path, lengths: tuple[int, ...] = (150, 64, 40, 5), **settings: Any) -> Rollout:
+def roll_out(
+    model: Path, lengths: tuple[int, ...] = (150, 64, 40, 5), top: int | None = None, **settings: Any
+) -> Rollout:
     """(prompt, sample) of groups of three. Some prompts were partly cached, and there were preemptions."""
     engine = make_engine(model, **settings, num_blocks=6 * len(lengths) + max(lengths) // 8, block_size=8)
     prompts = [np.concatenate((tokens(n), tokens(7, seed=i))) for i, n in enumerate(lengths)]
     run(engine, [generate("warm", tokens(max(lengths)), max_tokens=1)])
-    params = dict(n=3, temperature=TEMPERATURE)
+    params = dict(n=3, temperature=TEMPERATURE, top_logprobs=top)
     requests = [generate(str(i), p, **params, max_tokens=20 + 5 * i, seed=i) for i, p in enumerate(prompts)]
     samples = run(engine, requests)
     assert engine.stats().preemptions > 2, "premise: preempted"
@@ -100,6 +102,44 @@ def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str
         "padded": 0,
         "alone": 0,
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_trainer_computes_the_top_logprobs_of_the_rollout(tiny_llama: Path, dtype: str, backend: str) -> None:
+    rollout = roll_out(tiny_llama, (80, 40, 5), top=4, dtype=dtype, backend=backend)
+    model = trainer_model(tiny_llama, dtype)
+    align(model, backend)
+    sequences = [torch.from_numpy(np.concatenate((prompt, s.token_ids))).long() for prompt, s in rollout]
+    ids, mask = (torch.zeros(len(sequences), max(map(len, sequences)), dtype=torch.int64) for _ in range(2))
+    for i, sequence in enumerate(sequences):
+        ids[i, : len(sequence)], mask[i, : len(sequence)] = sequence, 1
+    found = token_statistics(model, ids, mask, temperature=TEMPERATURE, top_logprobs=4)
+    log_probs = token_log_probs(model, ids, mask, temperature=TEMPERATURE)
+    assert log_probs.requires_grad and not any(column.requires_grad for column in found)
+    assert torch.equal(found.log_probs.view(torch.int32), log_probs.detach().view(torch.int32))
+    assert found.top_token_ids.shape == found.top_log_probs.shape == (*ids.shape, 4)
+    lengths = [len(s) for s in sequences]
+    packed = token_statistics(model, torch.cat(sequences), lengths=lengths, temperature=TEMPERATURE, top_logprobs=4)
+    for i, (prompt, sample) in enumerate(rollout):
+        whole = slice(sum(lengths[:i]), sum(lengths[: i + 1]))
+        for columns in ([column[i, : lengths[i]] for column in found], [column[whole] for column in packed]):
+            entropy, token_ids, logprobs = (column[len(prompt) :].numpy() for column in columns[1:])
+            expected = sample.entropy, sample.top_token_ids, sample.top_logprobs
+            for mine, theirs in zip((entropy, token_ids.astype(np.int32), logprobs), expected, strict=True):
+                assert theirs is not None and mine.tobytes() == theirs.tobytes()
+
+
+def test_statistics_of_what_is_not_asked_for_are_zero(tiny_llama: Path) -> None:
+    model, ids = trainer_model(tiny_llama, "float32"), torch.from_numpy(tokens(9)).view(1, 9)
+    align(model)
+    chosen = torch.arange(9)[None] % 3 == 2
+    found = token_statistics(model, ids, completion_mask=chosen, top_logprobs=2)
+    assert (found.entropy > 0).equal(chosen) and not found.top_token_ids[~chosen].any()
+    none = token_statistics(model, ids, completion_mask=torch.zeros_like(chosen), top_logprobs=2)
+    assert none.top_log_probs.shape == (1, 9, 2) and not any(column.any() for column in none)
+    for k in (-1, 513):
+        with pytest.raises(ValueError, match=f"top_logprobs: expected 0 to 512, found {k}"):
+            token_statistics(model, ids, top_logprobs=k)
 
 
 def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:

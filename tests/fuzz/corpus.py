@@ -184,6 +184,7 @@ _PARAMS: dict[str, tuple[Any, ...]] = {
     "stop": ([], ["a"], ["ab", "c"]),
     "ignore_eos": (True, False),
     "logprobs": ("processed", "temperature", "raw", None),
+    "top_logprobs": (None, 0, 3),
     "cache_salt": (None, "salt"),
 }
 _WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {

@@ -18,7 +18,9 @@ from .backends import Served
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equality of bits: distinguishes zeros by sign and takes NaN for equal to itself."""
     assert left.dtype == right.dtype and left.shape == right.shape
-    left_bytes, right_bytes = (x.contiguous().view(-1).view(torch.uint8).numpy() for x in (left, right))
+    left_bytes, right_bytes = (
+        x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy() for x in (left, right)
+    )
     return np.array_equal(left_bytes, right_bytes)
 
 

@@ -219,6 +219,69 @@ def test_a_row_without_a_distribution_has_no_log_prob(ops: Backend, value: float
     assert ops.log_probs(torch.full((1, 40), -torch.inf), torch.tensor([3])).isnan()
 
 
+def best_tokens(row: Tensor, k: int) -> list[int]:
+    """Highest logit first, of equals the lower id first."""
+    logits = row.tolist()
+    return sorted(range(len(logits)), key=lambda i: (-logits[i], i))[:k]
+
+
+def rows_with_ties(vocab_size: int) -> Tensor:
+    """The last two rows keep three tokens, and one."""
+    rows = (randn(6, vocab_size) * 16).round() / 8
+    rows[4:] = rows[4:].where(torch.arange(vocab_size) % 331 == 7, -torch.inf)
+    rows[5] = rows[5].where(torch.arange(vocab_size) == 7, -torch.inf)
+    return rows
+
+
+@pytest.mark.parametrize("vocab_size,k", [(17, 17), (1001, 1), (2100, 8), (2100, 0)])
+def test_token_statistics(ops: Backend, vocab_size: int, k: int) -> None:
+    rows, ids = rows_with_ties(vocab_size), torch.arange(6) * 769 % vocab_size
+    found = ops.token_statistics(rows, ids, k)
+    assert [x.dtype for x in found] == [torch.float32, torch.float32, torch.int64, torch.float32]
+    assert found.top_token_ids.tolist() == [best_tokens(row, k) for row in rows]
+    assert same_bits(found.log_probs, ops.log_probs(rows, ids)), "the bits of the op that gives no more"
+    for i in range(k):
+        assert same_bits(found.top_log_probs[3:5, i], ops.log_probs(rows[3:5], found.top_token_ids[3:5, i])), i
+    expected = torch.special.entr(rows.double().softmax(-1)).sum(-1)
+    check(found.entropy, expected, 3, vocab_size / 16 + 16, 1 + expected)
+    assert found.entropy[5] == 0, "there is one token"
+
+
+def test_what_follows_the_tokens_that_have_a_probability(ops: Backend) -> None:
+    rows = rows_with_ties(1001)
+    assert rows[4].isfinite().sum() == 4 and rows[5].isfinite().sum() == 1
+    found = ops.token_statistics(rows[4:], torch.tensor([7, 7]), 8)
+    assert found.top_token_ids[0, 4:].tolist() == [0, 1, 2, 3] and found.top_token_ids[1].tolist() == [7, *range(7)]
+    assert found.top_log_probs[0, 4:].eq(-torch.inf).all() and found.top_log_probs[0, :4].isfinite().all()
+
+
+def test_equal_logits_are_listed_by_their_ids(ops: Backend) -> None:
+    rows = torch.zeros(2, 2100)
+    rows[1, [3, 4, 600, 2047, 2048, 2099]] = 1.0
+    found = ops.token_statistics(rows, torch.tensor([0, 0]), 8)
+    assert found.top_token_ids.tolist() == [[*range(8)], [3, 4, 600, 2047, 2048, 2099, 0, 1]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 600, 1000])
+def test_a_row_without_a_distribution_has_no_statistics(ops: Backend, value: float, place: int) -> None:
+    rows = randn(2, 1001)
+    rows[1, place] = value
+    found = ops.token_statistics(rows, torch.tensor([3, 3]), 4)
+    assert found.entropy[1].isnan() and found.log_probs[1].isnan()
+    assert found.entropy[0].isfinite() and found.top_log_probs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("vocab_size", [17, 49153])
+@pytest.mark.parametrize("spread", [0.01, 1, 8, 300])
+def test_entropy(quick_ops: Backend, vocab_size: int, spread: float) -> None:
+    logits = randn(16, vocab_size) * spread
+    expected = torch.special.entr(logits.double().softmax(-1)).sum(-1)
+    found = quick_ops.token_statistics(logits, torch.zeros(16, dtype=torch.int64), 0).entropy
+    check(found, expected, 3, vocab_size / 16 + 16, 1 + expected)
+    assert (found >= 0).all()
+
+
 def test_philox_known_answers() -> None:
     """The published test vectors of Philox4x32-10 that this counter layout can express."""
     words = reference.philox(torch.tensor([0]), torch.tensor([0]), 4)[0].tolist()

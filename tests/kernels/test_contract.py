@@ -143,7 +143,7 @@ def some_positions(rows: int) -> Tensor:
     return torch.arange(rows) * 2**28
 
 
-def next_tokens(vocab_size: int, rows: int, served: Served) -> RowOp:
+def next_tokens(vocab_size: int, rows: int, k: int | None, served: Served) -> RowOp:
     """Rows that sample, take the best token, and score a given one; log-probs both raw and over the temperature."""
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     inputs = (
@@ -156,13 +156,27 @@ def next_tokens(vocab_size: int, rows: int, served: Served) -> RowOp:
     )
 
     def next_tokens(hidden, *wanted):
-        return served.ops.next_tokens(hidden, weight, Wanted(torch.arange(len(hidden)), *wanted))
+        asked = hidden, weight, Wanted(torch.arange(len(hidden)), *wanted)
+        if k is None:
+            return served.ops.next_tokens(*asked)
+        token_ids, found, finite = served.ops.next_token_statistics(*asked, k)
+        return token_ids, *found, finite
 
     return RowOp(next_tokens, inputs)
 
 
 def log_probs(vocab_size: int, rows: int, served: Served) -> RowOp:
     return RowOp(served.ops.log_probs, (randn(rows, vocab_size) * 5, torch.arange(rows) * 31 % vocab_size))
+
+
+def token_statistics(vocab_size: int, rows: int, served: Served) -> RowOp:
+    """Rows with ties, of which every third has lost most of its tokens to a filter."""
+    logits = (randn(rows, vocab_size) * 8).round() / 4
+    logits[::3] = logits[::3].where(logits[::3] >= logits[::3].amax(1, keepdim=True).clamp(max=3), -torch.inf)
+    return RowOp(
+        lambda x, ids: served.ops.token_statistics(x, ids, min(9, vocab_size)),
+        (logits, torch.arange(rows) * 31 % vocab_size),
+    )
 
 
 def filter_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
@@ -198,11 +212,15 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"rmsnorm {size}": partial(rmsnorm, size) for size in (1, 16, 577, 8192)},
     "embedding": embedding,
     **{f"lm_head {v}": partial(lm_head, v) for v in (17, 1001)},
-    **{f"next_tokens {v}": partial(next_tokens, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
+    **{f"next_tokens {v}": partial(next_tokens, v, rows, None) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
+    "next_token_statistics 1001": partial(next_tokens, 1001, ROWS, 9),
 }
 FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
     "rotation": rotation,
     **{f"log_probs {v}": partial(log_probs, v, rows) for v, rows in ((17, ROWS), (512, ROWS), (49153, 7))},
+    **{
+        f"token_statistics {v}": partial(token_statistics, v, rows) for v, rows in ((1, ROWS), (1001, ROWS), (49153, 7))
+    },
     **{f"filter_logits {v}": partial(filter_logits, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
     **{f"sample {v}": partial(sample, v, rows) for v, rows in ((1, ROWS), (17, ROWS), (1001, ROWS), (49153, 7))},
 }
@@ -213,7 +231,7 @@ INTERPRETED_ROWS = 20
 INTERPRETED = (
     *("linear 513x130 bias", "linear_add 17x33", "silu_mul 130", "rope 80", "gate_up 130x577"),
     *("qkv 128 biases norms", "write_kv", "rmsnorm 577", "embedding", "lm_head 1001", "next_tokens 1001"),
-    *("rotation", "log_probs 512", "filter_logits 1001", "sample 1001"),
+    *("rotation", "log_probs 512", "token_statistics 1001", "filter_logits 1001", "sample 1001"),
 )
 
 

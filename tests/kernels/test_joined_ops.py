@@ -207,6 +207,35 @@ def test_next_tokens(served: Served, vocab_size: int) -> None:
     assert found[2].all() and found[1].isfinite().all()
 
 
+@for_served("vocab_size", [(1001,), (17,), (1,), (49153,)], interpreted=1)
+def test_next_token_statistics(served: Served, vocab_size: int) -> None:
+    k = min(9, vocab_size)
+    weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
+    hidden = randn(ROWS, 33, dtype=served.dtype)
+    asked = wanted(torch.tensor([SAMPLE, GREEDY, vocab_size - 1, 0, vocab_size // 2] * ROWS)[:ROWS])
+    expected, logprobs, finite = served.ops.next_tokens(hidden, weight, asked)
+    logits = served.ops.lm_head(hidden, weight)
+    basis = torch.where(asked.raw[:, None], logits, logits / asked.temperatures[:, None])
+    tokens, found, found_finite = served.ops.next_token_statistics(hidden, weight, asked, k)
+    assert same_bits(tokens, expected) and same_bits(found_finite, finite) and same_bits(found.log_probs, logprobs)
+    for mine, theirs in zip(found, served.ops.token_statistics(basis, expected, k), strict=True):
+        assert same_bits(mine, theirs)
+
+
+def test_next_token_statistics_lists_equal_logits_by_their_ids(quick: Served, two_threads: None) -> None:
+    """Several threads find a row's best tokens; which of them comes first must not matter."""
+    third = randn(700, 32, dtype=quick.dtype, seed=1)
+    weight, hidden = stored(quick.ops, third.repeat(3, 1)), randn(ROWS, 32, dtype=quick.dtype)
+    asked = dataclasses.replace(wanted(torch.full((ROWS,), GREEDY)), raw=torch.zeros(ROWS, dtype=torch.bool))
+    logits = quick.ops.lm_head(hidden, weight)
+    assert torch.equal(logits[:, :700], logits[:, 1400:])
+    expected = torch.sort(logits / asked.temperatures[:, None], descending=True, stable=True).indices[:, :7]
+    assert expected[0, 1] == expected[0, 0] + 700
+    for _ in range(20):
+        found = quick.ops.next_token_statistics(hidden, weight, asked, 7)
+        assert torch.equal(found[1].top_token_ids, expected)
+
+
 def test_next_tokens_scores_what_it_drew(quick: Served) -> None:
     weight = stored(quick.ops, randn(1001, 33, dtype=quick.dtype, seed=1))
     hidden = randn(ROWS, 33, dtype=quick.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine.drive import bits, generate, make_engine, run, tokens
+from engine.drive import bits, generate, make_engine, run, tokens, top_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,14 +48,15 @@ def test_every_seed_is_the_one_before_some_sample(seed: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 17])
 def test_the_whole_has_the_bits_of_an_uninterrupted_sample(engine: Engine, num_tokens: int) -> None:
-    request = generate("g", PROMPT, n=3, max_tokens=24, min_tokens=18, seed=2**64 - 1, temperature=0.9, top_p=0.95)
+    params = dict(max_tokens=24, min_tokens=18, seed=2**64 - 1, temperature=0.9, top_p=0.95, top_logprobs=4)
+    request = generate("g", PROMPT, n=3, **params)
     expected = run(engine, [request])
     samples = cut_short(engine, num_tokens, **request.params.model_dump())
     assert [len(sample.token_ids) for sample in samples] == 3 * [num_tokens]
     for sample in samples:
         assert goes_on(sample, request.params)
         whole, uncut = gone_on(engine, sample, request.params), expected["g", sample.index]
-        assert bits(whole) == bits(uncut)
+        assert bits(whole) == bits(uncut) and top_bits(whole) == top_bits(uncut)
         assert (whole.finish_reason, whole.seed, whole.index) == ("length", uncut.seed, sample.index)
         assert whole.weight_versions == (WeightSpan(0, 0, 24),)
 
@@ -115,6 +116,8 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
         continuation(4, PROMPT, sample_of(8, "abort"), SamplingParams(max_tokens=8))
     with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected log-probs in both parts"):
         continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(logprobs=None))
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected top_logprobs = None for both .*found 2"):
+        continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(top_logprobs=2))
 
 
 def test_more_prior_tokens_than_there_are_in_the_prompt_are_refused(engine: Engine) -> None:

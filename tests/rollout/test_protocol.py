@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trueroll.engine.errors import TruerollError
-from trueroll.engine.request import Distribution, SampleOutput, SamplingParams, WeightSpan
+from trueroll.engine.request import Distribution, SampleOutput, SamplingParams, ScoreOutput, WeightSpan
 from trueroll.rollout import protocol
-from trueroll.rollout.errors import SENT_ERRORS, error_from_code
+from trueroll.rollout.errors import SENT_ERRORS, ProtocolError, error_from_code
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
@@ -36,6 +36,13 @@ params = st.builds(
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     logprobs=st.sampled_from(["processed", "temperature", "raw", None]),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+)
+tops = st.integers(0, 4).flatmap(
+    lambda k: st.integers(0, 3).map(
+        lambda rows: protocol.Tops(
+            k=k, entropy=bytes(4 * rows), token_ids=b"abcd" * (k * rows), logprobs=bytes(4 * k * rows)
+        )
+    )
 )
 from_client = st.one_of(
     st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params),
@@ -59,6 +66,7 @@ from_worker = st.one_of(
         num_cached_tokens=counts,
         weight_versions=spans,
         error=st.none() | st.just("why"),
+        tops=st.none() | tops,
     ),
     st.builds(
         protocol.Done,
@@ -116,9 +124,37 @@ def test_a_sample_comes_back_by_bits() -> None:
     back = protocol.sample_output(message)
     assert back.token_ids == tokens
     assert back.logprobs is not None and back.logprobs.tobytes() == logprobs.tobytes()
-    assert back.token_ids.flags.writeable and back.logprobs.flags.writeable
-    same = {"token_ids": tokens, "logprobs": logprobs}
+    assert back.logprobs.flags.writeable
+    same = {"logprobs": logprobs}
     assert replace(back, **same) == replace(output, **same)
+
+
+@pytest.mark.parametrize("k,rows", [(2, 3), (0, 3), (5, 0)])
+def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
+    entropy = np.linspace(0, 1, rows, dtype=np.float32)
+    ids = np.arange(rows * k, dtype=np.int32).reshape(rows, k)
+    logprobs = np.full((rows, k), -np.inf, np.float32)
+    tops = dict(entropy=entropy, top_token_ids=ids, top_logprobs=logprobs)
+    sample = SampleOutput("a", 3, [0] * rows, entropy, "stop", 7, 17, (), **tops)
+    message = protocol.from_worker(protocol.encode(protocol.sample_message("a", sample)))
+    scored = ScoreOutput("a", entropy, "stop", (), **tops)
+    scores = protocol.from_worker(protocol.encode(protocol.scores_message("a", scored)))
+    assert isinstance(message, protocol.Sample) and isinstance(scores, protocol.Scores)
+    back = protocol.sample_output(message)
+    for found in (protocol.top_arrays(scores.tops), {name: getattr(back, name) for name in tops}):
+        for name, expected in tops.items():
+            assert found[name].tobytes() == expected.tobytes() and found[name].dtype == expected.dtype
+            assert found[name].shape == expected.shape and found[name].flags.writeable
+
+
+def test_top_logprobs_of_another_number_are_refused() -> None:
+    fields = dict(entropy=bytes(8), token_ids=bytes(16), logprobs=bytes(16))
+    assert protocol.Tops(k=2, **fields).k == 2
+    for wrong in (dict(k=3), dict(k=2, logprobs=bytes(12)), dict(k=65)):
+        frame = protocol.encode(protocol.Scores(id="a", logprobs=bytes(8), finish_reason="stop", weight_versions=()))
+        message = msgpack.unpackb(frame) | {"tops": fields | wrong}
+        with pytest.raises(ProtocolError, match="tops"):
+            protocol.from_worker(msgpack.packb(message))
 
 
 def test_an_error_is_raised_as_the_class_of_its_code() -> None:

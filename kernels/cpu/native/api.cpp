@@ -279,7 +279,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 6; }
+EXPORT long trueroll_interface() { return 7; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -426,7 +426,8 @@ EXPORT void trueroll_layers(
 EXPORT void trueroll_head(
     long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
     const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
-    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite
+    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite, long best, float* entropies,
+    int64_t* top_ids, float* top_logprobs
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
@@ -434,7 +435,7 @@ EXPORT void trueroll_head(
         const Matrix<T> weight = {as<T>(w), n, k};
         chosen->ops(type).head(
             {as<const T>(hidden), weight, count, rows, temperatures, raw, seeds, positions, targets, tokens, logprobs,
-             finite}
+             finite, best, entropies, top_ids, top_logprobs}
         );
     });
 }
@@ -481,6 +482,18 @@ EXPORT void trueroll_log_probs(
         float peak, total;
         chosen->log_sum_exp(logits + row * n, n, &peak, &total);
         out[row] = log_prob(logits[row * n + tokens[row]], peak, total);
+    });
+}
+
+// Log-probs of one token of each row of float32 logits [count, n], the entropy of each row, and its k best tokens.
+EXPORT void trueroll_token_statistics(
+    long threads, const float* logits, long count, long n, const int64_t* tokens, long k, float* log_probs,
+    float* entropies, int64_t* top_ids, float* top_log_probs
+) {
+    const Call call(threads);
+    parallel(count, [&](long row) {
+        const Statistics out = {log_probs + row, entropies + row, top_ids + row * k, top_log_probs + row * k};
+        chosen->statistics(logits + row * n, n, tokens[row], k, out);
     });
 }
 

@@ -128,6 +128,10 @@ struct HeadArgs {
     int64_t* tokens;
     float* logprobs;
     uint8_t* finite;
+    long k;  // as in `TokenStatistics` of kernels/ops.py, like these, of which `entropies` is null if none are asked for
+    float* entropies;
+    int64_t* top_ids;
+    float* top_logprobs;
 };
 
 template <class T>
@@ -144,6 +148,13 @@ struct Ops {
     void (*silu_mul)(const T* gate, const T* up, long count, T* out);
 };
 
+// Where the statistics of one row go; see `TokenStatistics` in kernels/ops.py.
+struct Statistics {
+    float *log_prob, *entropy;
+    int64_t* top_ids;       // k of them
+    float* top_log_probs;
+};
+
 struct InstructionSet {
     const char* name;
     Ops<bf16> bfloat16;
@@ -151,6 +162,7 @@ struct InstructionSet {
     // The maximum of n float32 values and the sum of their exponentials relative to it.
     void (*log_sum_exp)(const float* x, long n, float* peak, float* total);
     void (*sample)(const float* logits, long n, int64_t seed, int64_t position, int64_t* token);
+    void (*statistics)(const float* logits, long n, int64_t token, long k, const Statistics& out);
 
     const Ops<bf16>& ops(bf16) const { return bfloat16; }
     const Ops<float>& ops(float) const { return float32; }
@@ -187,7 +199,7 @@ class Call {
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
     INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
-    RESULTS, BOUNDS, HIDDEN, NUM_PURPOSES
+    RESULTS, BOUNDS, HIDDEN, HIGHEST, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

@@ -31,42 +31,138 @@ void logits(const Input<T>& x, const Matrix<T>& weight, float* out) {
 }
 
 // The maximum of n values and the sum of their exponentials relative to it, cut at multiples of CHUNK like those of
-// `head`.
+// `head`. `weighted`: the sum of (x - peak) e^(x - peak), if it was asked for.
 struct LogSumExp {
-    float peak = -INFINITY, total = 0.0f;
+    float peak = -INFINITY, total = 0.0f, weighted = 0.0f;
 
     void add_chunk(const LogSumExp& next) {
         if (next.peak == -INFINITY) return;
         const float top = peak > next.peak ? peak : next.peak;
         float scales[LANES] = {peak - top, next.peak - top};
         store(scales, exp(load(static_cast<const float*>(scales))));
+        weighted = moved(peak - top) * scales[0] + next.moved(next.peak - top) * scales[1];
         total = total * scales[0] + next.total * scales[1];
         peak = top;
     }
+
+    // `weighted` for a peak that is lower by `distance`; any number where the exponential of that is 0.
+    float moved(float distance) const { return weighted + (distance < LEAST ? LEAST : distance) * total; }
+
+    float entropy() const {
+        return static_cast<float>(::log(static_cast<double>(total)) - static_cast<double>(weighted) / total);
+    }
+
+    static constexpr float LEAST = -200.0f;  // as in `exp`: what is lower has an exponential of 0
 };
 
+template <bool WEIGHTED>
+inline void add_exponentials(F x, F shift, F& sums, F& weighted) {
+    const F distance = sub(x, shift);
+    if (!WEIGHTED) {
+        sums = add(sums, exp(distance));
+        return;
+    }
+    const F bounded = max(set1(LogSumExp::LEAST), distance), e = exp(bounded);
+    sums = add(sums, e);
+    weighted = fma(e, bounded, weighted);
+}
+
+template <bool WEIGHTED = false>
 inline LogSumExp reduce_chunk(const float* x, long n) {
     F most = set1(-INFINITY);
     for (long i = 0; i + LANES <= n; i += LANES) most = max(most, load(x + i));
     float top = peak(most);
     for (long i = n / LANES * LANES; i < n; ++i) top = x[i] > top ? x[i] : top;
     const F shift = set1(top == -INFINITY ? 0.0f : top);
-    F sums = set1(0.0f);
+    F sums = set1(0.0f), weighted = set1(0.0f);
     long i = 0;
-    for (; i + LANES <= n; i += LANES) sums = add(sums, exp(sub(load(x + i), shift)));
+    for (; i + LANES <= n; i += LANES) add_exponentials<WEIGHTED>(load(x + i), shift, sums, weighted);
     if (i < n) {
         float last[LANES];
         for (long lane = 0; lane < LANES; ++lane) last[lane] = i + lane < n ? x[i + lane] : -INFINITY;
-        sums = add(sums, exp(sub(load(static_cast<const float*>(last)), shift)));
+        add_exponentials<WEIGHTED>(load(static_cast<const float*>(last)), shift, sums, weighted);
     }
     const float total = sum(sums);
-    return {total == total ? top : total, total};  // a maximum may pass over what is no number
+    return {total == total ? top : total, total, sum(weighted)};  // a maximum may pass over what is no number
 }
 
 void log_sum_exp(const float* x, long n, float* peak, float* total) {
     LogSumExp all;
     for (long first = 0; first < n; first += CHUNK) all.add_chunk(reduce_chunk(x + first, smaller(CHUNK, n - first)));
     *peak = all.peak, *total = all.total;
+}
+
+// The highest value that anybody has found for a row so far, for all threads.
+inline float read_bound(const float* bound) {
+    float value;
+    __atomic_load(bound, &value, __ATOMIC_RELAXED);
+    return value;
+}
+inline void raise_bound(float* bound, float value) {
+    float before = read_bound(bound);
+    while (value > before &&
+           !__atomic_compare_exchange(bound, &before, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+// The k highest values of a row with their ids: falling, of equals the lower id first, in whatever order and by whichever
+// threads they are offered; of a row with NaN, any.
+struct Highest {
+    long k;
+    float* values;
+    int64_t* ids;
+    long count = 0;
+    float bound = NAN;  // values up to here are not taken any more; NaN while -inf may be
+    bool is_held = false;
+
+    // The ids [first, first + n), of which `most` is the highest value.
+    void offer_chunk(const float* x, long n, long first, float most) {
+        if (k == 0 || most <= read_bound(&bound)) return;
+        while (__atomic_test_and_set(&is_held, __ATOMIC_ACQUIRE)) {
+        }
+        for (long i = 0; i < n; i += LANES) {
+            if (i + LANES <= n && bound == bound && !any_greater(load(x + i), set1(bound))) continue;
+            for (long at = i; at < smaller(i + LANES, n); ++at) offer(x[at], first + at);
+        }
+        __atomic_clear(&is_held, __ATOMIC_RELEASE);
+    }
+
+  private:
+    bool comes_before(float value, int64_t id, long place) const {
+        return value > values[place] || (value == values[place] && id < ids[place]);
+    }
+
+    void offer(float value, int64_t id) {
+        if (count == k && !comes_before(value, id, k - 1)) return;
+        long i = count < k ? count++ : k - 1;
+        for (; i > 0 && comes_before(value, id, i - 1); --i) values[i] = values[i - 1], ids[i] = ids[i - 1];
+        values[i] = value, ids[i] = id;
+        if (count < k || values[k - 1] == -INFINITY) return;
+        const float below = nextafterf(values[k - 1], -INFINITY);
+        __atomic_store(&bound, &below, __ATOMIC_RELAXED);
+    }
+};
+
+// The highest values become their log-probs; ids of a row without a distribution, some that do not follow the threads.
+inline void finish_statistics(const LogSumExp& all, const Highest& highest, float* entropy) {
+    *entropy = all.entropy();
+    for (long i = 0; i < highest.k; ++i) {
+        highest.values[i] = log_prob(highest.values[i], all.peak, all.total);
+        if (all.total != all.total) highest.ids[i] = i;
+    }
+}
+
+void statistics(const float* x, long n, int64_t token, long k, const Statistics& out) {
+    LogSumExp all;
+    Highest highest = {k, out.top_log_probs, out.top_ids};
+    for (long first = 0; first < n; first += CHUNK) {
+        const long count = smaller(CHUNK, n - first);
+        const LogSumExp next = reduce_chunk<true>(x + first, count);
+        all.add_chunk(next);
+        highest.offer_chunk(x + first, count, first, next.peak);
+    }
+    *out.log_prob = log_prob(x[token], all.peak, all.total);
+    finish_statistics(all, highest, out.entropy);
 }
 
 // Random words for 64 vocabulary ids from `first` (a multiple of 64) on: Philox4x32-10 (Salmon et al. 2011). Key: the
@@ -110,19 +206,6 @@ struct Best {
         if (other > value || (other == value && other > -INFINITY && other_id < id)) value = other, id = other_id;
     }
 };
-
-// The highest value that anybody has found for a row so far, for all threads.
-inline float read_bound(const float* bound) {
-    float value;
-    __atomic_load(bound, &value, __ATOMIC_RELAXED);
-    return value;
-}
-inline void raise_bound(float* bound, float value) {
-    float before = read_bound(bound);
-    while (value > before &&
-           !__atomic_compare_exchange(bound, &before, &value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-    }
-}
 
 // The best of 16 values of the ids [first, first + 16), and of `best`.
 inline Best best_of(F values, long first, Best best) {
@@ -215,12 +298,16 @@ inline const float* divided(const float* x, long n, float temperature) {
     return out;
 }
 
-// `bound`: see `sample_in_chunk`.
+// `bound`: see `sample_in_chunk`. `highest`: of the row, or null.
 template <class T>
-ChunkResult read_chunk(const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound) {
+ChunkResult read_chunk(
+    const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound, Highest* highest
+) {
     const float* scaled = args.temperatures[row] == 1.0f ? raw : divided(raw, n, args.temperatures[row]);
     const float* basis = args.raw[row] ? raw : scaled;
-    ChunkResult result = {reduce_chunk(basis, n), {-INFINITY, first}, 0.0f, 0.0f};
+    ChunkResult result = {{}, {-INFINITY, first}, 0.0f, 0.0f};
+    result.sums = highest ? reduce_chunk<true>(basis, n) : reduce_chunk(basis, n);
+    if (highest) highest->offer_chunk(basis, n, first, result.sums.peak);
     const int64_t target = args.targets[row];
     if (target == SAMPLE) {
         const uint64_t seed = static_cast<uint64_t>(args.seeds[row]);
@@ -245,14 +332,21 @@ void head(const HeadArgs<T>& args) {
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
     ChunkResult* results = scratch<ChunkResult>(RESULTS, args.count * chunks);
     float* bounds = scratch<float>(BOUNDS, args.count);
-    for (long row = 0; row < args.count; ++row) bounds[row] = -INFINITY;
+    Highest* highest = args.entropies ? scratch<Highest>(HIGHEST, args.count) : nullptr;
+    for (long row = 0; row < args.count; ++row) {
+        bounds[row] = -INFINITY;
+        if (highest) highest[row] = {args.k, args.top_logprobs + row * args.k, args.top_ids + row * args.k};
+    }
     for_tiles(args.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
         multiply_chunk(left, args.weight, start, rows, first, c);
         for (long row = 0; row < rows; ++row)
             results[(start + row) * chunks + group] =
-                read_chunk(args, start + row, c + row * CHUNK, n, first, bounds + start + row);
+                read_chunk(
+                    args, start + row, c + row * CHUNK, n, first, bounds + start + row,
+                    highest ? highest + start + row : nullptr
+                );
     });
     for (long row = 0; row < args.count; ++row) {
         const ChunkResult* result = results + row * chunks;
@@ -265,5 +359,6 @@ void head(const HeadArgs<T>& args) {
         args.tokens[row] = best->best.id;
         args.logprobs[row] = log_prob(best->basis, all.peak, all.total);
         args.finite[row] = isfinite(best->scaled) && all.total == all.total;
+        if (highest) finish_statistics(all, highest[row], args.entropies + row);
     }
 }

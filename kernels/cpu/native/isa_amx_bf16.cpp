@@ -19,7 +19,7 @@ constexpr int ACCUMULATORS = 24;
 #include "kernels.h"
 }  // namespace
 
-const InstructionSet amx_bf16 = {"amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample};
+const InstructionSet amx_bf16 = {"amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};
 }  // namespace trueroll
 #ifndef EMULATE_TILES
 END_TARGET

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -45,12 +46,15 @@ void trueroll_layers(
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
-    const int64_t*, const int64_t*, int64_t*, float*, uint8_t*
+    const int64_t*, const int64_t*, int64_t*, float*, uint8_t*, long, float*, int64_t*, float*
 );
 void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
 void trueroll_silu_mul(long, int, const void*, const void*, long, void*);
 void trueroll_rotation(long, const int64_t*, long, const float*, long, float, float*, float*);
 void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
+void trueroll_token_statistics(
+    long, const float*, long, long, const int64_t*, long, float*, float*, int64_t*, float*
+);
 void trueroll_sample(long, const float*, long, long, const int64_t*, const int64_t*, int64_t*);
 void trueroll_filter(long, float*, long, long, const int64_t*, const float*, const float*);
 }
@@ -164,17 +168,41 @@ struct Run {
             if (i % 2) top_k[i] = 1 + static_cast<int64_t>(i) * 5;
         }
         const std::vector<int64_t> order(counting(rows, rows - 1, -1));
-        trueroll_head(
-            threads, bfloat16, x.data(), k, weight.data(), vocab, rows, order.data(), temperatures.data(), raw.data(),
-            seeds.data(), positions.data(), targets.data(), tokens.data(), logprobs.data(), finite.data()
-        );
-        digest->add(tokens), digest->add(logprobs), digest->add(finite);
+        const long best = std::min(7l, vocab);
+        std::vector<float> entropies(logprobs.size()), top_logprobs(static_cast<size_t>(rows * best));
+        std::vector<int64_t> top_ids(top_logprobs.size());
+        const auto run_head = [&](float* asked) {
+            trueroll_head(
+                threads, bfloat16, x.data(), k, weight.data(), vocab, rows, order.data(), temperatures.data(),
+                raw.data(), seeds.data(), positions.data(), targets.data(), tokens.data(), logprobs.data(),
+                finite.data(), best, asked, top_ids.data(), top_logprobs.data()
+            );
+            digest->add(tokens), digest->add(logprobs), digest->add(finite);
+        };
+        run_head(nullptr), run_head(entropies.data());
+        digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
         trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, logits.data());
         digest->add(logits);
         trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), logprobs.data());
         trueroll_sample(threads, logits.data(), rows, vocab, seeds.data(), positions.data(), tokens.data());
         trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
         digest->add(logprobs), digest->add(tokens), digest->add(logits);
+        for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(logits, tokens, vocab, best);
+    }
+
+    // Of logits of which filters have dropped some.
+    void statistics(
+        const std::vector<float>& logits, const std::vector<int64_t>& tokens, long vocab, long best
+    ) const {
+        const long rows = static_cast<long>(tokens.size());
+        std::vector<float> logprobs(tokens.size()), entropies(tokens.size());
+        std::vector<float> top_logprobs(static_cast<size_t>(rows * best));
+        std::vector<int64_t> top_ids(top_logprobs.size());
+        trueroll_token_statistics(
+            threads, logits.data(), rows, vocab, tokens.data(), best, logprobs.data(), entropies.data(), top_ids.data(),
+            top_logprobs.data()
+        );
+        digest->add(logprobs), digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
     }
 
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
