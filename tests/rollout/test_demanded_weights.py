@@ -14,9 +14,9 @@ from fake_engine import SHAPES, FakeEngine
 from pushing import HandPush, ask
 from serving import RawClient, WorkerOnThread, serving
 
-from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams
+from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams, StaleWeightsError
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.errors import InvalidRequestError, StaleWeightsError
+from trueroll.rollout.errors import InvalidRequestError
 
 NEW = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 SERVED, LATER = 3, 5
