@@ -7,7 +7,7 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/*)
 
-.PHONY: demo test test-gpu test-trl fuzz lint clean
+.PHONY: demo test test-gpu test-trl fuzz lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -28,6 +28,9 @@ lint: .venv/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
+
+docs: .venv/.dev
+	@$(BIN)/python -P docs/api.py build/api
 
 # The old library is removed first: should the new one not compile, nothing must run on what the sources no longer say.
 define install

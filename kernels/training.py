@@ -26,6 +26,8 @@ from . import autograd
 from .autograd import Packed
 from .ops import Backend, TokenStatistics, select_backend
 
+__all__ = ["align", "token_log_probs", "unalign"]
+
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

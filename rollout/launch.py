@@ -60,6 +60,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
+        """Of the child process."""
         return self._process.pid
 
     @property

@@ -1,0 +1,59 @@
+"""A second worker as a reference or a teacher: estimates of the KL divergence, token by token, from two workers.
+
+`python examples/recipes/distillation.py [MODEL]`. The student samples, and a score of the other worker says how likely
+it finds these very tokens. That one serves the weights of the beginning, as for a KL penalty; for on-policy
+distillation let it serve a larger model with the same tokens.
+"""
+
+import sys
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
+from trueroll.weight_sync import WeightPublisher
+
+RUN_SEED = 1
+STEPS = 3
+prompts = [[1, 2, 3], [4, 5]]
+params = SamplingParams(n=4, max_tokens=16, temperature=1.0)
+folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+
+
+def log_probs_of_both(step):
+    """For each sample the log-probs of its tokens, the student's and the reference's: float32 [num_tokens] each."""
+    groups = student.generate(prompts, params, seed=derive_seed(RUN_SEED, step))
+    sampled = [(prompt, each) for prompt, group in zip(prompts, groups, strict=True) for each in group.samples]
+    # All at once: the worker shares the prefix of a group, and fills its batches.
+    scores = reference.score([prompt + each.token_ids for prompt, each in sampled], params.trainer_temperature)
+    # Entry i of a score is about token i + 1: the sample's own tokens are the last ones.
+    return [(each.logprobs, score[-len(each.token_ids) :]) for (_, each), score in zip(sampled, scores, strict=True)]
+
+
+with (
+    launch_worker(str(folder), device="cpu") as first,
+    launch_worker(str(folder), device="cpu") as second,
+    RolloutClient(first.address) as student,
+    RolloutClient(second.address) as reference,
+    WeightPublisher() as publisher,
+):
+    publisher.connect([first.address])  # the reference gets no pushes
+    for step in range(STEPS):
+        pairs = log_probs_of_both(step)
+        # log(student / reference) of each token that the student drew. Its negative is the reward of a token in
+        # on-policy distillation, and its mean estimates the KL divergence (k1). exp(-r) - 1 + r does so, too, and is
+        # never negative (k3).
+        ratios = np.concatenate([own - others for own, others in pairs])
+        k3 = np.expm1(-ratios) + ratios
+        print(f"step {step}: KL estimates of {len(ratios)} tokens: {ratios.mean():.6f} (k1), {k3.mean():.6f} (k3)")
+        if step == 0:
+            assert all(own.tobytes() == others.tobytes() for own, others in pairs)
+            print("        the same weights: both workers gave the same bits for every token")
+        else:
+            assert k3.mean() > 0.0
+
+        with torch.no_grad():  # the optimizer's step
+            model.lm_head.weight.mul_(1.1)
+        publisher.push(model, version=step + 1)

@@ -1,0 +1,77 @@
+"""Dynamic sampling with partial rollouts, as in DAPO: groups that teach nothing are dropped, stragglers go on later.
+
+`python examples/recipes/dynamic_sampling.py [MODEL]`; MODEL has a tokenizer with a chat template. Each step asks for
+more groups than it needs, and ends what runs when it has enough. The next step lets that go on, under new weights.
+"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
+from trueroll.weight_sync import WeightPublisher
+
+RUN_SEED = 1
+STEPS = 2
+NEEDED = 4  # groups for a step
+ASKED = 400  # those that were not begun when the step has enough cost nothing
+folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+params = SamplingParams(n=4, max_tokens=32)
+
+
+def prompts_of(step):
+    questions = [[{"role": "user", "content": f"Is {step + 2} times {i} more than 50?"}] for i in range(ASKED)]
+    return [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in questions]
+
+
+def teaches(group):
+    """Whether the rewards differ. Here they are for brief answers."""
+    return len({len(sample.token_ids) < 20 for sample in group}) > 1
+
+
+def is_whole(group):
+    return len(group) == params.n and all(sample.finish_reason != "abort" for sample in group)
+
+
+def is_enough(groups):
+    return sum(map(teaches, groups)) >= NEEDED
+
+
+with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightPublisher() as publisher:
+    publisher.connect([worker.address])
+    with RolloutClient(worker.address) as client:
+        partial = []  # prompts of the step before with their samples, of which some were ended early
+        for step in range(STEPS):
+            publisher.push(model, version=step + 1)
+
+            # Samples that were ended early go on, each with its own noise; the others are returned as they are.
+            prompts_of_samples = [prompt for prompt, group in partial for _ in group]
+            unfinished = [sample for _, group in partial for sample in group]
+            samples = client.continue_samples(prompts_of_samples, unfinished, params)
+            groups = [samples[i : i + params.n] for i in range(0, len(samples), params.n)]
+            spans = {tuple((span.version, span.end - span.start) for span in each.weight_versions) for each in samples}
+            both = sorted(each for each in spans if len(each) > 1)
+            print(f"step {step}: {len(groups)} groups went on; (version, tokens) in samples of two versions: {both}")
+
+            prompts, arrived = prompts_of(step), {}
+            for position, sample in client.stream(prompts, params, seed=derive_seed(RUN_SEED, step)):
+                group = arrived.setdefault(position, [])
+                group.append(sample)
+                if is_whole(group):
+                    groups.append(group)
+                    if is_enough(groups):
+                        client.abort_all()  # or some of them: client.abort(request_ids, missing_ok=True)
+
+            # Where no sample has a token yet there is nothing to go on with: such a prompt can be asked again.
+            begun = [(prompts[i], group) for i, group in arrived.items() if any(each.token_ids for each in group)]
+            partial = [(prompt, group) for prompt, group in begun if not is_whole(group)]
+            kept = [group for group in groups if teaches(group)]
+            assert is_enough(groups), f"expected {NEEDED} groups that teach, found {len(kept)}; ask for more"
+            print(f"step {step}: {len(kept)} groups to train on, {len(groups) - len(kept)} dropped,", end=" ")
+            print(f"{len(partial)} ended early, {ASKED - len(begun)} of {ASKED} not begun")
+
+            with torch.no_grad():  # the optimizer's step on `kept`
+                model.lm_head.weight.mul_(1.01)

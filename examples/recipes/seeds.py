@@ -1,0 +1,45 @@
+"""Seeds: each prompt of each step has noise of its own, and every step can be repeated, as a whole or in parts.
+
+`python examples/recipes/seeds.py [MODEL]`
+"""
+
+import sys
+
+from trueroll.rollout import InvalidRequestError, RolloutClient, SamplingParams, derive_seed, launch_worker
+
+RUN_SEED = 1
+STEPS = 2
+prompts = [[1, 2, 3], [1, 2, 3], [4, 5]]  # the first two are the same
+
+
+def bits(sample):
+    return sample.seed, sample.token_ids, sample.logprobs.tobytes()
+
+
+with launch_worker(sys.argv[1] if len(sys.argv) > 1 else "smollm2", device="cpu") as worker:
+    with RolloutClient(worker.address) as client:
+        params = SamplingParams(n=4, max_tokens=16)
+        run = [client.generate(prompts, params, seed=derive_seed(RUN_SEED, step)) for step in range(STEPS)]
+        samples = [sample for groups in run for group in groups for sample in group.samples]
+        assert len({sample.seed for sample in samples}) == len(samples)
+        print(f"{len(samples)} samples of {STEPS} steps with one seed each, the same prompt twice included:")
+        for group in run[0][:2]:
+            print("  ", [sample.token_ids[:4] for sample in group.samples])
+
+        again = client.generate(prompts, params, seed=derive_seed(RUN_SEED, 1))
+        assert [list(map(bits, group.samples)) for group in again] == [list(map(bits, each.samples)) for each in run[1]]
+        print("step 1 again: the same bits")
+
+        # Prompt i of a call has the seed derive_seed(seed, i), which its group names, and sample j of it one of that.
+        seed = derive_seed(derive_seed(RUN_SEED, 1), 2)
+        [alone] = client.generate([prompts[2]], SamplingParams(n=4, max_tokens=16, seed=seed))
+        assert alone.params.seed == run[1][2].params.seed == seed
+        assert list(map(bits, alone.samples)) == list(map(bits, run[1][2].samples))
+        print("prompt 2 of it alone, by the seed of its group: the same bits")
+
+        # A seed in the parameters is that of one prompt. For several it is refused: they would share their noise.
+        try:
+            client.generate(prompts, SamplingParams(n=4, seed=RUN_SEED))
+            raise SystemExit("expected an error")
+        except InvalidRequestError as error:
+            print("refused:", error)
