@@ -21,6 +21,7 @@ from fuzz.corpus import MAX_TOKEN
 from fuzz.violation import Violation
 
 from trueroll.engine.errors import TruerollError
+from trueroll.engine.request import SampleOutput
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.errors import QueueFullError
 
@@ -62,12 +63,13 @@ def ask(client: RolloutClient, request: Request) -> Result:
         [scores] = client.score([request.tokens], temperature=request.params.temperature)
         return ("scores", scores.tobytes())
     [group] = client.generate([request.tokens], request.params)
-    found = [(s.index, tuple(s.token_ids), _bytes(s.logprobs), s.finish_reason, s.seed) for s in group.samples]
-    return ("samples", *found)
+    return ("samples", *map(_as_sent, group.samples))
 
 
-def _bytes(logprobs: np.ndarray | None) -> bytes | None:
-    return None if logprobs is None else logprobs.tobytes()
+def _as_sent(sample: SampleOutput) -> tuple[Any, ...]:
+    """As `_result` has it from the wire."""
+    logprobs = None if sample.logprobs is None else sample.logprobs.tobytes()
+    return sample.index, np.array(sample.token_ids, "<i4").tobytes(), logprobs, sample.finish_reason, sample.seed
 
 
 class GoodClient(threading.Thread):
