@@ -14,7 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import AutoModelForCausalLM
 
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerLostError, derive_seed, launch_worker, resolve_model
+from trueroll.rollout import (
+    RolloutClient,
+    SamplingParams,
+    StaleWeightsError,
+    WorkerLostError,
+    derive_seed,
+    launch_worker,
+    resolve_model,
+)
 from trueroll.weight_sync import WeightPublisher
 
 RUN_SEED, STEP, VERSION = 1, 5, 5
@@ -28,10 +36,11 @@ with torch.no_grad():
 
 
 def generate():
-    """The samples of the step, as bits. A worker that has requests of these ids computes nothing twice."""
+    """The samples of the step, as bits, from its weights alone. What a worker has under these ids it computes once."""
     ids = [f"step-{STEP}-prompt-{i}" for i in range(len(prompts))]
     with RolloutClient(worker.address, timeout=TIMEOUT) as client:
-        groups = client.generate(prompts, params, seed=derive_seed(RUN_SEED, STEP), request_ids=ids)
+        seed = derive_seed(RUN_SEED, STEP)
+        groups = client.generate(prompts, params, seed=seed, request_ids=ids, min_weight_version=VERSION)
     return [(sample.token_ids, sample.logprobs.tobytes()) for group in groups for sample in group.samples]
 
 
@@ -73,6 +82,11 @@ with launch_worker(str(folder), device="cpu") as worker, ThreadPoolExecutor(1) a
             print("the worker was killed:", error)
 
 with launch_worker(str(folder), device="cpu") as worker:
-    push()  # a new worker serves its checkpoint until then
+    try:
+        generate()
+        raise SystemExit("expected an error")
+    except StaleWeightsError as error:
+        print("a new worker serves its checkpoint:", error)
+    push()
     assert generate() == expected
 print("another worker, given the same weights, gave the same samples")
