@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+import trueroll.rollout
+from trueroll.rollout.errors import SENT_ERRORS
+
 SCRIPT = Path(__file__).parents[1] / "docs" / "api.py"
 MODULES = ("trueroll.rollout", "trueroll.weight_sync", "trueroll.kernels.training")
 
@@ -41,6 +44,10 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     # A dataclass without one gets its signature for a docstring.
     made_up = [name for name, text in found.items() if text and text.startswith(f"{name}(")]
     assert made_up == [] and [name for name, text in found.items() if not text] == []
+
+
+def test_every_error_that_a_worker_sends_is_public() -> None:
+    assert {kind.__name__ for kind in SENT_ERRORS} <= {*trueroll.rollout.__all__}
 
 
 def test_the_pages_have_every_public_name(tmp_path: Path) -> None:

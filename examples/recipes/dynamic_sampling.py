@@ -56,13 +56,13 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
             both = sorted(each for each in spans if len(each) > 1)
             print(f"step {step}: {len(groups)} groups went on; (version, tokens) in samples of two versions: {both}")
 
-            prompts, arrived = prompts_of(step), {}
+            prompts, arrived = [] if is_enough(groups) else prompts_of(step), {}
             for position, sample in client.stream(prompts, params, seed=derive_seed(RUN_SEED, step)):
                 group = arrived.setdefault(position, [])
                 group.append(sample)
                 if is_whole(group):
                     groups.append(group)
-                    if is_enough(groups):
+                    if is_enough(groups) and not is_enough(groups[:-1]):
                         client.abort_all()  # or some of them: client.abort(request_ids, missing_ok=True)
 
             # Where no sample has a token yet there is nothing to go on with: such a prompt can be asked again.
@@ -71,7 +71,7 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
             kept = [group for group in groups if teaches(group)]
             assert is_enough(groups), f"expected {NEEDED} groups that teach, found {len(kept)}; ask for more"
             print(f"step {step}: {len(kept)} groups to train on, {len(groups) - len(kept)} dropped,", end=" ")
-            print(f"{len(partial)} ended early, {ASKED - len(begun)} of {ASKED} not begun")
+            print(f"{len(partial)} ended early, {len(prompts) - len(begun)} of {len(prompts)} not begun")
 
             with torch.no_grad():  # the optimizer's step on `kept`
                 model.lm_head.weight.mul_(1.01)

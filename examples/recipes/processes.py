@@ -52,11 +52,6 @@ async def ask(client):
     return (await client.health()).state
 
 
-async def ask_and_close():
-    async with AsyncRolloutClient(worker.address) as client:
-        return await ask(client)
-
-
 with launch_worker(sys.argv[1] if len(sys.argv) > 1 else "smollm2", device="cpu") as worker:
     options = dict(collate_fn=list, multiprocessing_context=forks, worker_init_fn=connect)
     items = [item for [item] in DataLoader(Rollouts(), num_workers=2, **options)]
@@ -70,13 +65,12 @@ with launch_worker(sys.argv[1] if len(sys.argv) > 1 else "smollm2", device="cpu"
     print("in the process that made it:", client.health().state)
     client.close()
 
-    print("one client for each event loop:", [asyncio.run(ask_and_close()) for _ in range(2)])
-    with asyncio.Runner() as first:
-        stays = AsyncRolloutClient(worker.address)
-        first.run(ask(stays))
+    stays = AsyncRolloutClient(worker.address)
+    with asyncio.Runner() as its_loop:
+        print("in the loop of its first call:", its_loop.run(ask(stays)))
         try:
             asyncio.run(ask(stays))
             raise SystemExit("expected an error")
         except TruerollError as error:
             print("in another loop:", error)
-        first.run(stays.close())
+        its_loop.run(stays.close())

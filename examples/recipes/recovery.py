@@ -1,7 +1,7 @@
 """Crashes: trainer or worker is killed in the middle of a step, and asking again gives the samples it would have had.
 
 `python examples/recipes/recovery.py [MODEL]`. A sample depends on weights, prompt, parameters and seed, not on who
-computed it, or when. So a trainer keeps the number of its step, with which ids and seeds come back, and its weights.
+computed it, or when. A trainer that keeps the number of its step and its weights can ask again for the same.
 """
 
 import multiprocessing
@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -26,28 +27,20 @@ from trueroll.rollout import (
 from trueroll.weight_sync import WeightPublisher
 
 RUN_SEED, STEP, VERSION = 1, 5, 5
-TIMEOUT = 3.0  # seconds without a sign of life: longer for real
 prompts = [[1, 2, 3], [4, 5]]
 params = SamplingParams(n=4, max_tokens=32)
-folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 with torch.no_grad():
     model.lm_head.weight.mul_(1.01)  # the steps before this one
 
 
 def generate():
-    """The samples of the step, as bits, from its weights alone. What a worker has under these ids it computes once."""
-    ids = [f"step-{STEP}-prompt-{i}" for i in range(len(prompts))]
-    with RolloutClient(worker.address, timeout=TIMEOUT) as client:
-        seed = derive_seed(RUN_SEED, STEP)
-        groups = client.generate(prompts, params, seed=seed, request_ids=ids, min_weight_version=VERSION)
+    """The samples of the step, as bits. A worker that has requests of these ids computes nothing twice."""
+    request = dict(seed=derive_seed(RUN_SEED, STEP), request_ids=[f"step-{STEP}-{i}" for i in range(len(prompts))])
+    with RolloutClient(address, timeout=3.0) as client:  # seconds without a sign of life: longer for real
+        groups = client.generate(prompts, params, **request, min_weight_version=VERSION)
     return [(sample.token_ids, sample.logprobs.tobytes()) for group in groups for sample in group.samples]
-
-
-def push():
-    with WeightPublisher(timeout=TIMEOUT) as publisher:
-        publisher.connect([worker.address])
-        publisher.push(model, version=VERSION)
 
 
 def wait_until(condition):
@@ -55,10 +48,13 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
-with launch_worker(str(folder), device="cpu") as worker, ThreadPoolExecutor(1) as thread:
-    push()
-    expected = generate()
-    with RolloutClient(worker.address) as observer:
+with TemporaryDirectory() as private, WeightPublisher() as publisher, ThreadPoolExecutor(1) as thread:
+    address = f"ipc://{private}/worker.sock"
+    publisher.connect([address])
+    with launch_worker(folder, device="cpu", address=address) as worker, RolloutClient(address) as observer:
+        publisher.push(model, version=VERSION)
+        expected = generate()
+
         observer.pause()  # so that the crashes find the step unfinished, however fast the machine is
         trainer = multiprocessing.get_context("fork").Process(target=generate)
         trainer.start()
@@ -72,21 +68,21 @@ with launch_worker(str(folder), device="cpu") as worker, ThreadPoolExecutor(1) a
         print(f"the trainer was killed: its successor joined the {len(prompts)} requests and got the same samples")
 
         observer.pause()
-        lost = thread.submit(generate)
+        again = thread.submit(generate)
         wait_until(lambda: observer.health().requests["open"] == len(prompts))
         os.kill(worker.pid, signal.SIGKILL)
         try:
-            lost.result()
+            again.result()
             raise SystemExit("expected an error")
         except WorkerLostError as error:
             print("the worker was killed:", error)
 
-with launch_worker(str(folder), device="cpu") as worker:
-    try:
-        generate()
-        raise SystemExit("expected an error")
-    except StaleWeightsError as error:
-        print("a new worker serves its checkpoint:", error)
-    push()
-    assert generate() == expected
-print("another worker, given the same weights, gave the same samples")
+    with launch_worker(folder, device="cpu", address=address) as worker:
+        try:
+            generate()
+            raise SystemExit("expected an error")
+        except StaleWeightsError as error:  # it serves its checkpoint; wait_for_weights=True waits for the push
+            print("another one took its place:", error)
+        publisher.restore(model)
+        assert generate() == expected
+        print("with its weights restored it gave the same samples")

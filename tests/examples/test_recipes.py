@@ -58,7 +58,7 @@ def lent(worker: WorkerProcess, model: Path) -> Iterator[WorkerProcess]:
     yield worker
     with WeightPublisher() as publisher:
         publisher.connect([worker.address])
-        publisher.push(load_file(model / "model.safetensors"), version=0)
+        publisher.push(load_file(model / "model.safetensors"), version=0, allow_older=True)
 
 
 @pytest.fixture
@@ -133,7 +133,8 @@ def test_a_crash_of_either_side_changes_nothing(run_with_own_workers: Run) -> No
     text = run_with_own_workers("recovery")
     assert "the trainer was killed: its successor joined the 2 requests and got the same samples" in text
     assert re.search(r"the worker was killed: worker: no answer from .* for 3\.0 s", text)
-    assert "another worker, given the same weights, gave the same samples" in text
+    assert re.search(r"another one took its place: .*5", text)
+    assert "with its weights restored it gave the same samples" in text
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -142,7 +143,7 @@ def test_processes_and_event_loops_have_clients_of_their_own(run: Run) -> None:
     assert "4 items from two processes with a client each: the same tokens" in text
     assert re.search(r"in a forked process: client: expected a call from process (\d+), which made it", text)
     assert "in the process that made it: ready\n" in text
-    assert "one client for each event loop: ['ready', 'ready']" in text
+    assert "in the loop of its first call: ready\n" in text
     assert "in another loop: client: expected a call in the event loop of its first one" in text
 
 

@@ -122,11 +122,10 @@ def test_a_sample_comes_back_by_bits() -> None:
     message = protocol.from_worker(frame)
     assert isinstance(message, protocol.Sample)
     back = protocol.sample_output(message)
-    assert back.token_ids == tokens
+    assert back.token_ids == tokens and type(back.token_ids) is list
     assert back.logprobs is not None and back.logprobs.tobytes() == logprobs.tobytes()
     assert back.logprobs.flags.writeable
-    same = {"logprobs": logprobs}
-    assert replace(back, **same) == replace(output, **same)
+    assert replace(back, logprobs=logprobs) == replace(output, logprobs=logprobs)
 
 
 @pytest.mark.parametrize("k,rows", [(2, 3), (0, 3), (5, 0)])
