@@ -166,7 +166,7 @@ class Sampler:
     def _draw_recorded(self, hidden: Tensor, draws: Sequence[Draw], k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
         token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
-        return (token_ids, found.log_probs, finite), found
+        return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw], k: int | None) -> _Part:
         """The steps of `next_tokens`, with banned tokens and filters between; statistics unless `k` is None."""
@@ -182,7 +182,7 @@ class Sampler:
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
         basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
         found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
-        logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.log_probs
+        logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
         return (token_ids, logprobs, finite), found
 

@@ -14,6 +14,6 @@ with launch_worker(model, device="cpu") as worker, RolloutClient(worker.address)
             print(group.num_prompt_tokens, sample.index, sample.finish_reason, sample.seed, sample.token_ids[:8])
 
     sample = groups[0].samples[0]
-    logprobs = client.score([[1, 2, 3, *sample.token_ids]])[0][2:]
+    logprobs = client.score([[1, 2, 3, *sample.token_ids]])[0].logprobs[2:]
     assert sample.logprobs is not None and logprobs.tobytes() == sample.logprobs.tobytes()
     print("scoring the sample anew gave the same bits:", len(logprobs), "log-probs")

@@ -115,15 +115,15 @@ class Wanted:
 class TokenStatistics(NamedTuple):
     """What is known of a token and of the distribution that it comes from, M times.
 
-    `log_probs` float32 [M]: of the token. `entropy` float32 [M]: of the distribution, in nats. `top_token_ids` int64
-    [M, k] and `top_log_probs` float32 [M, k]: its most probable tokens, highest logit first, of equal ones the lower id
+    `logprobs` float32 [M]: of the token. `entropy` float32 [M]: of the distribution, in nats. `top_token_ids` int64
+    [M, k] and `top_logprobs` float32 [M, k]: its most probable tokens, highest logit first, of equal ones the lower id
     first. Where fewer than k tokens have a probability the others follow, with log-prob -inf, the lowest ids first.
     """
 
-    log_probs: Tensor
+    logprobs: Tensor
     entropy: Tensor
     top_token_ids: Tensor
-    top_log_probs: Tensor
+    top_logprobs: Tensor
 
 
 class Weight(Protocol):

@@ -293,7 +293,7 @@ def next_token_statistics(
     for tile in _tiles(wanted):
         token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
         found = token_statistics(basis, token_ids, k)
-        results.append((token_ids, finite & ~found.log_probs.isnan(), *found))
+        results.append((token_ids, finite & ~found.logprobs.isnan(), *found))
     token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, TokenStatistics._make(found), finite
 

@@ -26,7 +26,7 @@ from . import autograd
 from .autograd import Packed
 from .ops import Backend, TokenStatistics, select_backend
 
-__all__ = ["align", "token_log_probs", "unalign"]
+__all__ = ["TokenStatistics", "align", "token_log_probs", "token_statistics", "unalign"]
 
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,8 +95,8 @@ def token_statistics(
 ) -> TokenStatistics:
     """What a worker's `top_logprobs` gives, computed without gradient.
 
-    `log_probs` has the bits of `token_log_probs`, whose arguments these are. `entropy` float32, in the shape of
-    `input_ids`: of the distribution that each token comes from, in nats. `top_token_ids` int64 and `top_log_probs`
+    `logprobs` has the bits of `token_log_probs`, whose arguments these are. `entropy` float32, in the shape of
+    `input_ids`: of the distribution that each token comes from, in nats. `top_token_ids` int64 and `top_logprobs`
     float32, in that shape and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id
     first. Where `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Distribution,
         SampleOutput,
         SamplingParams,
+        ScoreOutput,
         WeightSpan,
         derive_seed,
     )
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
         AsyncRolloutClient,
         Group,
         RolloutClient,
-        ScoredTokens,
     )
     from .errors import (
         DeadlineError,
@@ -50,12 +50,24 @@ if TYPE_CHECKING:
         WorkerProcess,
         launch_worker,
     )
+    from .protocol import (
+        Health,
+        Stats,
+        Status,
+    )
 
 _NAMES = {
     "..engine.errors": ["ConfigError", "InvalidRequestError", "ModelError", "TruerollError", "UnknownRequestError"],
     "..engine.models.loader": ["resolve_model"],
-    "..engine.request": ["Distribution", "SampleOutput", "SamplingParams", "WeightSpan", "derive_seed"],
-    ".client": ["AsyncRolloutClient", "Group", "RolloutClient", "ScoredTokens"],
+    "..engine.request": [
+        "Distribution",
+        "SampleOutput",
+        "SamplingParams",
+        "ScoreOutput",
+        "WeightSpan",
+        "derive_seed",
+    ],
+    ".client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".errors": [
         "DeadlineError",
         "ForbiddenError",
@@ -73,6 +85,7 @@ _NAMES = {
         "WorkerFailedError",
         "WorkerLostError",
     ],
+    ".protocol": ["Health", "Stats", "Status"],
     ".launch": ["WorkerProcess", "launch_worker"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
@@ -84,6 +97,7 @@ __all__ = [
     "Distribution",
     "ForbiddenError",
     "Group",
+    "Health",
     "IdConflictError",
     "IllegalStateError",
     "InvalidRequestError",
@@ -96,8 +110,10 @@ __all__ = [
     "RolloutClient",
     "SampleOutput",
     "SamplingParams",
-    "ScoredTokens",
+    "ScoreOutput",
     "StaleWeightsError",
+    "Stats",
+    "Status",
     "TruerollError",
     "UnavailableError",
     "UnknownRequestError",

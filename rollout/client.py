@@ -17,11 +17,12 @@ import asyncio
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, overload
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import numpy as np
 from pydantic import ValidationError
@@ -32,6 +33,7 @@ from ..engine.request import (
     InFlight,
     SampleOutput,
     SamplingParams,
+    ScoreOutput,
     brief,
     derive_seed,
     describe_validation_error,
@@ -51,6 +53,7 @@ from .keys import Key
 from .loop_thread import LoopThread
 
 T = TypeVar("T")
+P = ParamSpec("P")
 M = TypeVar(
     "M",
     protocol.Generate,
@@ -77,20 +80,6 @@ class Group:
     samples: tuple[SampleOutput, ...]
     params: SamplingParams
     num_prompt_tokens: int
-
-
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Log-probs of given tokens, and what `top_logprobs=k` asked for beside them.
-
-    `logprobs` and `entropy`: float32 [num_tokens - 1]. `top_token_ids`: int32 [num_tokens - 1, k]; `top_logprobs`:
-    float32, likewise. They are those of `SampleOutput`.
-    """
-
-    logprobs: np.ndarray
-    entropy: np.ndarray
-    top_token_ids: np.ndarray
-    top_logprobs: np.ndarray
 
 
 class AsyncRolloutClient:
@@ -166,8 +155,8 @@ class AsyncRolloutClient:
         a worker that serves older ones, as after a restart, raises StaleWeightsError or, with `wait_for_weights`,
         begins once a push has brought them.
         """
-        demand = min_weight_version, wait_for_weights
-        made = _generate_messages(prompts, params, seed, request_ids, errors, demand)
+        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        made = _generate_messages(prompts, params, seed, request_ids, demand, errors)
         total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
         with _progress_bar(progress, total) as advance:
             return await self._groups(made, errors, advance)
@@ -196,15 +185,22 @@ class AsyncRolloutClient:
         wait_for_weights: bool = False,
     ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
         """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
-        demand = min_weight_version, wait_for_weights
-        requests = dict(enumerate(_generate_messages(prompts, params, seed, request_ids, "raise", demand)))
+        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        requests = dict(enumerate(_generate_messages(prompts, params, seed, request_ids, demand)))
         async with aclosing(self._exchange(requests, "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Sample):
                     yield position, protocol.sample_output(reply)
 
     async def continue_samples(
-        self, prompts: Prompts, samples: Sequence[SampleOutput], params: ParamsArg = None
+        self,
+        prompts: Prompts,
+        samples: Sequence[SampleOutput],
+        params: ParamsArg = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
     ) -> list[SampleOutput]:
         """Let unfinished samples go on: one for each prompt, whole, in order.
 
@@ -213,15 +209,19 @@ class AsyncRolloutClient:
         that they were asked for with, or their group's; `n` and the seed in them count for nothing, as each sample goes
         on with its own noise. `max_tokens` and `min_tokens` count all of its tokens, and a stop string may begin in
         those that are there. With the weights that it began with, the whole sample has the bits of one that was never
-        interrupted; with others, its version spans say which tokens came from which.
+        interrupted; with others, its version spans say which tokens came from which. `request_ids`,
+        `min_weight_version`, `wait_for_weights`: see `generate`; there is an id for each sample, also for those that
+        are returned as they are.
         """
         given = _listed(prompts, "prompts")
         if len(given) != len(samples):
             raise InvalidRequestError(f"samples: expected one for each of {len(given)} prompts, found {len(samples)}")
         all_params = _one_each(SamplingParams() if params is None else params, len(samples))
         asked = enumerate(zip(given, samples, all_params, strict=True))
+        fields = dict(caller=_new_id(), min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        ids = [_new_id() for _ in given] if request_ids is None else _checked_ids(request_ids, len(given))
         requests = {
-            i: _message(protocol.Generate, id=_new_id(), caller=_new_id(), **continuation(i, prompt, sample, own))
+            i: _message(protocol.Generate, id=ids[i], **fields, **continuation(i, prompt, sample, own))
             for i, (prompt, sample, own) in asked
             if goes_on(sample, own)
         }
@@ -231,36 +231,6 @@ class AsyncRolloutClient:
                 if isinstance(reply, protocol.Sample):
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
         return whole
-
-    @overload
-    async def score(
-        self,
-        sequences: Prompts,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        cache_salt: str | None = None,
-        top_logprobs: None = None,
-        *,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[np.ndarray]: ...
-
-    @overload
-    async def score(
-        self,
-        sequences: Prompts,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        cache_salt: str | None = None,
-        *,
-        top_logprobs: int,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[ScoredTokens]: ...
 
     async def score(
         self,
@@ -274,11 +244,11 @@ class AsyncRolloutClient:
         *,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
-    ) -> list[np.ndarray] | list[ScoredTokens]:
+    ) -> list[ScoreOutput]:
         """Log-probs of given tokens under a distribution: for each sequence float32 [num_tokens - 1].
 
         Entry i is the log-prob of token i + 1 given tokens [0, i + 1). With `top_logprobs`, as in `SamplingParams`,
-        ScoredTokens in place of each array. Raises RequestAbortedError if a score was aborted.
+        Raises RequestAbortedError if a score was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs, caller=_new_id())
@@ -454,6 +424,18 @@ class AsyncRolloutClient:
                 raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
 
 
+def _blocking(
+    call: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RolloutClient, P], T]:
+    """A call of the asynchronous client as one that waits, with its signature and its docstring."""
+
+    @wraps(call)
+    def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(call(self._client, *args, **kwargs))
+
+    return wait
+
+
 class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
@@ -474,50 +456,19 @@ class RolloutClient:
         self._thread = LoopThread("rollout-client")
         self._abandon = weakref.finalize(self, _abandon, self._thread, self._client)
 
-    @overload
-    def generate(
-        self,
-        prompts: Prompts,
-        params: ParamsArg = None,
-        *,
-        seed: int | None = None,
-        request_ids: Sequence[str] | None = None,
-        errors: Literal["raise"] = "raise",
-        progress: bool = False,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[Group]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Prompts,
-        params: ParamsArg = None,
-        *,
-        seed: int | None = None,
-        request_ids: Sequence[str] | None = None,
-        errors: Literal["return"],
-        progress: bool = False,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[Group | TruerollError]: ...
-
-    def generate(
-        self,
-        prompts: Prompts,
-        params: ParamsArg = None,
-        *,
-        seed: int | None = None,
-        request_ids: Sequence[str] | None = None,
-        errors: Any = "raise",
-        progress: bool = False,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> Any:
-        """See `AsyncRolloutClient.generate`."""
-        fields: dict[str, Any] = dict(seed=seed, request_ids=request_ids, errors=errors, progress=progress)
-        fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        return self._wait(self._client.generate(prompts, params, **fields))
+    generate = _blocking(AsyncRolloutClient.generate)
+    score = _blocking(AsyncRolloutClient.score)
+    continue_samples = _blocking(AsyncRolloutClient.continue_samples)
+    abort = _blocking(AsyncRolloutClient.abort)
+    abort_all = _blocking(AsyncRolloutClient.abort_all)
+    health = _blocking(AsyncRolloutClient.health)
+    stats = _blocking(AsyncRolloutClient.stats)
+    pause = _blocking(AsyncRolloutClient.pause)
+    resume = _blocking(AsyncRolloutClient.resume)
+    drain = _blocking(AsyncRolloutClient.drain)
+    sleep = _blocking(AsyncRolloutClient.sleep)
+    wake_up = _blocking(AsyncRolloutClient.wake_up)
+    invalidate_prefix_cache = _blocking(AsyncRolloutClient.invalidate_prefix_cache)
 
     def stream(
         self,
@@ -538,108 +489,6 @@ class RolloutClient:
         finally:
             # Not waited for: this also runs when the interpreter ends, and wherever the garbage collector does.
             self._thread.submit(samples.aclose())
-
-    @overload
-    def score(
-        self,
-        sequences: Prompts,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        cache_salt: str | None = None,
-        top_logprobs: None = None,
-        *,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[np.ndarray]: ...
-
-    @overload
-    def score(
-        self,
-        sequences: Prompts,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        cache_salt: str | None = None,
-        *,
-        top_logprobs: int,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[ScoredTokens]: ...
-
-    def score(
-        self,
-        sequences: Prompts,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        cache_salt: str | None = None,
-        top_logprobs: int | None = None,
-        *,
-        min_weight_version: int | None = None,
-        wait_for_weights: bool = False,
-    ) -> list[np.ndarray] | list[ScoredTokens]:
-        """See `AsyncRolloutClient.score`."""
-        fields: dict[str, Any] = dict(
-            top_logprobs=top_logprobs, min_weight_version=min_weight_version, wait_for_weights=wait_for_weights
-        )
-        return self._wait(self._client.score(sequences, temperature, top_k, top_p, min_p, cache_salt, **fields))
-
-    def continue_samples(
-        self, prompts: Prompts, samples: Sequence[SampleOutput], params: ParamsArg = None
-    ) -> list[SampleOutput]:
-        """See `AsyncRolloutClient.continue_samples`."""
-        return self._wait(self._client.continue_samples(prompts, samples, params))
-
-    def abort(self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False) -> int:
-        """See `AsyncRolloutClient.abort`."""
-        return self._wait(self._client.abort(request_ids, index, missing_ok=missing_ok))
-
-    def abort_all(self) -> int:
-        """See `AsyncRolloutClient.abort_all`."""
-        return self._wait(self._client.abort_all())
-
-    def health(self) -> protocol.Health:
-        """See `AsyncRolloutClient.health`."""
-        return self._wait(self._client.health())
-
-    def stats(self) -> protocol.Stats:
-        """See `AsyncRolloutClient.stats`."""
-        return self._wait(self._client.stats())
-
-    def pause(self) -> protocol.Status:
-        """See `AsyncRolloutClient.pause`."""
-        return self._wait(self._client.pause())
-
-    def resume(self) -> protocol.Status:
-        """See `AsyncRolloutClient.resume`."""
-        return self._wait(self._client.resume())
-
-    def drain(self, timeout: float = 600.0) -> protocol.Status:
-        """See `AsyncRolloutClient.drain`."""
-        return self._wait(self._client.drain(timeout))
-
-    def sleep(
-        self,
-        level: Literal[1, 2] = 1,
-        tags: Sequence[protocol.Tag] = protocol.ALL_TAGS,
-        *,
-        in_flight: InFlight = "recompute",
-        timeout: float = 600.0,
-    ) -> protocol.Status:
-        """See `AsyncRolloutClient.sleep`."""
-        return self._wait(self._client.sleep(level, tags, in_flight=in_flight, timeout=timeout))
-
-    def wake_up(self, tags: Sequence[protocol.Tag] = protocol.ALL_TAGS) -> protocol.Status:
-        """See `AsyncRolloutClient.wake_up`."""
-        return self._wait(self._client.wake_up(tags))
-
-    def invalidate_prefix_cache(self) -> protocol.Status:
-        """See `AsyncRolloutClient.invalidate_prefix_cache`."""
-        return self._wait(self._client.invalidate_prefix_cache())
 
     def close(self) -> None:
         """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
@@ -682,8 +531,8 @@ def _generate_messages(
     params: ParamsArg,
     seed: int | None,
     ids: Sequence[str] | None,
-    errors: str,
-    demand: tuple[int | None, bool],
+    demand: dict[str, Any],
+    errors: str = "raise",
 ) -> list[Any]:
     """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message.
 
@@ -693,7 +542,7 @@ def _generate_messages(
         raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
     given = _listed(prompts, "prompts")
     count, made = len(given), []
-    fields = dict(caller=_new_id(), min_weight_version=demand[0], wait_for_weights=demand[1])
+    fields = dict(caller=_new_id(), **demand)
     all_params = _seeded(_one_each(SamplingParams() if params is None else params, count), params, seed)
     all_ids = [_new_id() for _ in given] if ids is None else _checked_ids(ids, count)
     for i, (tokens, id, own) in enumerate(zip(given, all_ids, all_params, strict=True)):
@@ -778,11 +627,10 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
     return Group(done.id, ordered, done.params, done.num_prompt_tokens)
 
 
-def _scored(reply: protocol.Scores) -> np.ndarray | ScoredTokens:
+def _scored(reply: protocol.Scores) -> ScoreOutput:
     if reply.finish_reason == "abort":
         raise RequestAbortedError("score: aborted before it was computed; ask again if it is still needed")
-    logprobs = protocol.bytes_to_logprobs(reply.logprobs)
-    return logprobs if reply.tops is None else ScoredTokens(logprobs, **protocol.top_arrays(reply.tops))
+    return protocol.score_output(reply)
 
 
 @contextmanager

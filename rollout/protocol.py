@@ -703,6 +703,17 @@ def sample_output(message: Sample) -> SampleOutput:
     )
 
 
+def score_output(message: Scores) -> ScoreOutput:
+    """The scores in a message, as the engine gave them; arrays writable."""
+    return ScoreOutput(
+        request_id=message.id,
+        logprobs=bytes_to_logprobs(message.logprobs),
+        finish_reason=message.finish_reason,
+        weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        **top_arrays(message.tops),
+    )
+
+
 def bytes_to_logprobs(data: bytes) -> np.ndarray:
     """float32 [num_logprobs], writable."""
     return np.frombuffer(data, "<f4").astype(np.float32)

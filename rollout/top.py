@@ -1,7 +1,7 @@
 """`trueroll top`: what a worker does, in a terminal, from its health and stats.
 
 Speeds and rates are differences between two looks; everything else is as of the last one. Promises that a worker's
-words are never read as markup, and that counters other than those shown here are a ProtocolError.
+words are never read as markup, and that a counter shown here which is missing or mistyped is a ProtocolError.
 """
 
 from __future__ import annotations

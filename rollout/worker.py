@@ -342,15 +342,15 @@ class Worker:
         is_open = entry is not None and entry.key in self._ledger.open
         if entry is not None and entry.serves(message.caller):
             if is_open and len(entry.subscribers) >= self._config.max_queued_requests:
-                raise _too_many("who wait for", entry, len(entry.subscribers))
+                raise _too_many("who wait for", entry, self._config.max_queued_requests)
             if len(entry.callers) + (message.caller not in entry.callers) > MOST_CALLERS:
-                raise _too_many("callers of", entry, len(entry.callers))
+                raise _too_many("callers of", entry, MOST_CALLERS)
             if is_open:
                 self._check_room_to_wait(message.caller)
             self._ledger.join(entry)
         elif entry is not None and is_open:
-            if (found := len(entry.successors)) >= self._config.max_queued_requests:
-                raise _too_many("who wait for the end of", entry, found)
+            if len(entry.successors) >= (most := self._config.max_queued_requests):
+                raise _too_many("who wait for the end of", entry, most)
             self._check_room_to_wait(message.caller)
             self._ledger.wait_for_end(entry, identity, message.caller)
             return
@@ -399,12 +399,13 @@ class Worker:
 
     def _check_room_to_wait(self, caller: str | None) -> None:
         """For what is known already there is room of its own, as whoever lost a connection asks again."""
-        self._check_limit("max_queued_bytes", self._ledger.num_bytes_waiting, num_bytes_to_name(caller))
+        more = num_bytes_to_name(caller)
+        self._check_limit("max_queued_bytes", self._ledger.num_bytes_waiting, more, " for who waits for known requests")
 
-    def _check_limit(self, limit: str, held: int, more: int) -> None:
+    def _check_limit(self, limit: str, held: int, more: int, of: str = "") -> None:
         if held + more > (most := getattr(self._config, limit)):
             raise QueueFullError(
-                f"queue: holds {held} of {limit} = {most}, no room for {more} more; wait for results and try again"
+                f"queue: holds {held} of {limit} = {most}{of}, no room for {more} more; wait for results and try again"
             )
 
     def _admit(self, user: str | None, message: protocol.Generate | protocol.Score) -> Entry:
@@ -658,8 +659,10 @@ def _check_peer(peer: Peer, message: protocol.Call) -> None:
         raise UnavailableError("connection: expected one that is there, found that it has ended; connect and ask again")
 
 
-def _too_many(which: str, entry: Entry, found: int) -> QueueFullError:
-    return QueueFullError(f"queue: found {found} {which} {entry.message.id!r}; try again later")
+def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
+    return QueueFullError(
+        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later"
+    )
 
 
 def _length(message: protocol.Generate | protocol.Score) -> tuple[int, int]:

@@ -255,6 +255,7 @@ class FakeEngine:
         spans = (WeightSpan(self.weight_version, 0, count),) if count else ()
         if not isinstance(request, GenerateRequest):
             tokens = request.token_ids[1:] if reason == "stop" else request.token_ids[:0]
+            spans = (WeightSpan(self.weight_version, 0, len(tokens)),) if len(tokens) else ()
             return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)
         assert request.params.seed is not None
         tokens = expected_tokens(request.params.seed, index, count)

@@ -1,8 +1,9 @@
 """The trainer's side: `WeightPublisher` pushes weights to workers, none of which commits them before all have verified.
 
 Owns: the connections to the workers, the buffers, the base that sparse pushes need. Does not own the trainer's tensors,
-and keeps none of them. Promises: `push` returns when every worker serves the new weights, or raises an error that says
-which worker failed and what each of the others serves: all of them the old weights, unless one failed at its commit;
+and keeps none of them. Promises: `push` returns when every worker that was not left out serves the new weights, or
+raises an error that says which worker failed and what each of the others serves: all of them the old weights, unless
+one failed at its commit;
 every wait for a worker has a deadline, but not what CUDA itself waits for behind a broadcast of NCCL's; after a failure
 the next push needs nothing restarted here; a worker that does not answer when a push begins costs it `ANSWER_SECONDS`,
 and the next ones `LOST_SECONDS` each. In memory it holds one gathered tensor and two buckets, and with `sparse` a copy
@@ -187,9 +188,10 @@ class WeightPublisher:
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
-        """Push the weights of the last push again, under its version, to those of `stale_workers` that answer.
+        """Push the weights of the last push again, under its version, to the workers that do not serve them.
 
-        The other workers notice nothing. `tensors`: as for `push`; that they are those of the last push is not checked.
+        The other workers notice nothing. One that does not answer is an error or left out, as in a push (`on_lost`).
+        `tensors`: as for `push`; that they are those of the last push is not checked.
         None if no worker needs them. Raise ConfigError for `disk`, where `push_folder` does this, and before the first
         push; PushError as `push` does.
         """

@@ -29,7 +29,8 @@ def log_probs_of_both(step):
     # All at once: the worker shares the prefix of a group, and fills its batches.
     scores = reference.score([prompt + each.token_ids for prompt, each in sampled], params.trainer_temperature)
     # Entry i of a score is about token i + 1: the sample's own tokens are the last ones.
-    return [(each.logprobs, score[-len(each.token_ids) :]) for (_, each), score in zip(sampled, scores, strict=True)]
+    both = zip(sampled, scores, strict=True)
+    return [(each.logprobs, score.logprobs[-len(each.token_ids) :]) for (_, each), score in both]
 
 
 with (

@@ -56,7 +56,7 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
     [score] = client.score([ids], temperature=params.trainer_temperature)
 
 own = np.array(loss_mask, bool)
-assert score[own[1:]].tobytes() == np.array(log_probs, np.float32)[own].tobytes()
+assert score.logprobs[own[1:]].tobytes() == np.array(log_probs, np.float32)[own].tobytes()
 print(
     f"{own.sum()} of {len(ids)} tokens are the model's: a score of the whole conversation gave the same bits for them"
 )

@@ -169,9 +169,9 @@ def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[T
 def next_token_statistics(
     hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int
 ) -> tuple[Tensor, TokenStatistics, Tensor]:
-    entropy, top_ids, top_log_probs = tops = _empty_tops(len(wanted.rows), k)
+    entropy, top_ids, top_logprobs = tops = _empty_tops(len(wanted.rows), k)
     tokens, log_probs, finite = _head(hidden, weight, wanted, k, tops)
-    return tokens, TokenStatistics(log_probs, entropy, top_ids, top_log_probs), finite
+    return tokens, TokenStatistics(log_probs, entropy, top_ids, top_logprobs), finite
 
 
 def _empty_tops(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,8 +116,8 @@ def test_a_trainer_computes_the_top_logprobs_of_the_rollout(tiny_llama: Path, dt
     found = token_statistics(model, ids, mask, temperature=TEMPERATURE, top_logprobs=4)
     log_probs = token_log_probs(model, ids, mask, temperature=TEMPERATURE)
     assert log_probs.requires_grad and not any(column.requires_grad for column in found)
-    assert torch.equal(found.log_probs.view(torch.int32), log_probs.detach().view(torch.int32))
-    assert found.top_token_ids.shape == found.top_log_probs.shape == (*ids.shape, 4)
+    assert torch.equal(found.logprobs.view(torch.int32), log_probs.detach().view(torch.int32))
+    assert found.top_token_ids.shape == found.top_logprobs.shape == (*ids.shape, 4)
     lengths = [len(s) for s in sequences]
     packed = token_statistics(model, torch.cat(sequences), lengths=lengths, temperature=TEMPERATURE, top_logprobs=4)
     for i, (prompt, sample) in enumerate(rollout):
@@ -136,7 +136,7 @@ def test_statistics_of_what_is_not_asked_for_are_zero(tiny_llama: Path) -> None:
     found = token_statistics(model, ids, completion_mask=chosen, top_logprobs=2)
     assert (found.entropy > 0).equal(chosen) and not found.top_token_ids[~chosen].any()
     none = token_statistics(model, ids, completion_mask=torch.zeros_like(chosen), top_logprobs=2)
-    assert none.top_log_probs.shape == (1, 9, 2) and not any(column.any() for column in none)
+    assert none.top_logprobs.shape == (1, 9, 2) and not any(column.any() for column in none)
     for k in (-1, 513):
         with pytest.raises(ValueError, match=f"top_logprobs: expected 0 to 512, found {k}"):
             token_statistics(model, ids, top_logprobs=k)

@@ -61,7 +61,7 @@ def _request(rng: random.Random, prefix: list[int], number: int) -> Request:
 def ask(client: RolloutClient, request: Request) -> Result:
     if request.is_score:
         [scores] = client.score([request.tokens], temperature=request.params.temperature)
-        return ("scores", scores.tobytes())
+        return ("scores", scores.logprobs.tobytes())
     [group] = client.generate([request.tokens], request.params)
     return ("samples", *map(_as_sent, group.samples))
 

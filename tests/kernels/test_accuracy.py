@@ -239,9 +239,9 @@ def test_token_statistics(ops: Backend, vocab_size: int, k: int) -> None:
     found = ops.token_statistics(rows, ids, k)
     assert [x.dtype for x in found] == [torch.float32, torch.float32, torch.int64, torch.float32]
     assert found.top_token_ids.tolist() == [best_tokens(row, k) for row in rows]
-    assert same_bits(found.log_probs, ops.log_probs(rows, ids)), "the bits of the op that gives no more"
+    assert same_bits(found.logprobs, ops.log_probs(rows, ids)), "the bits of the op that gives no more"
     for i in range(k):
-        assert same_bits(found.top_log_probs[3:5, i], ops.log_probs(rows[3:5], found.top_token_ids[3:5, i])), i
+        assert same_bits(found.top_logprobs[3:5, i], ops.log_probs(rows[3:5], found.top_token_ids[3:5, i])), i
     expected = torch.special.entr(rows.double().softmax(-1)).sum(-1)
     check(found.entropy, expected, 3, vocab_size / 16 + 16, 1 + expected)
     assert found.entropy[5] == 0, "there is one token"
@@ -252,7 +252,7 @@ def test_what_follows_the_tokens_that_have_a_probability(ops: Backend) -> None:
     assert rows[4].isfinite().sum() == 4 and rows[5].isfinite().sum() == 1
     found = ops.token_statistics(rows[4:], torch.tensor([7, 7]), 8)
     assert found.top_token_ids[0, 4:].tolist() == [0, 1, 2, 3] and found.top_token_ids[1].tolist() == [7, *range(7)]
-    assert found.top_log_probs[0, 4:].eq(-torch.inf).all() and found.top_log_probs[0, :4].isfinite().all()
+    assert found.top_logprobs[0, 4:].eq(-torch.inf).all() and found.top_logprobs[0, :4].isfinite().all()
 
 
 def test_equal_logits_are_listed_by_their_ids(ops: Backend) -> None:
@@ -268,8 +268,8 @@ def test_a_row_without_a_distribution_has_no_statistics(ops: Backend, value: flo
     rows = randn(2, 1001)
     rows[1, place] = value
     found = ops.token_statistics(rows, torch.tensor([3, 3]), 4)
-    assert found.entropy[1].isnan() and found.log_probs[1].isnan()
-    assert found.entropy[0].isfinite() and found.top_log_probs[0].isfinite().all()
+    assert found.entropy[1].isnan() and found.logprobs[1].isnan()
+    assert found.entropy[0].isfinite() and found.top_logprobs[0].isfinite().all()
 
 
 @pytest.mark.parametrize("vocab_size", [17, 49153])

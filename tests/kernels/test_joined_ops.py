@@ -217,7 +217,7 @@ def test_next_token_statistics(served: Served, vocab_size: int) -> None:
     logits = served.ops.lm_head(hidden, weight)
     basis = torch.where(asked.raw[:, None], logits, logits / asked.temperatures[:, None])
     tokens, found, found_finite = served.ops.next_token_statistics(hidden, weight, asked, k)
-    assert same_bits(tokens, expected) and same_bits(found_finite, finite) and same_bits(found.log_probs, logprobs)
+    assert same_bits(tokens, expected) and same_bits(found_finite, finite) and same_bits(found.logprobs, logprobs)
     for mine, theirs in zip(found, served.ops.token_statistics(basis, expected, k), strict=True):
         assert same_bits(mine, theirs)
 

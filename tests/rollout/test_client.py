@@ -22,7 +22,7 @@ from fake_engine import FAIL_IN_STEP, SLOW_STEP, FakeEngine, expected_tokens
 from serving import RawClient, WorkerOnThread, check_group, fake_process, serving
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
-from trueroll.engine.request import GenerateRequest, Output, derive_seed
+from trueroll.engine.request import GenerateRequest, Output, WeightSpan, derive_seed
 from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, SamplingParams, protocol
 from trueroll.rollout.errors import (
     IdConflictError,
@@ -100,7 +100,8 @@ def test_stream_yields_samples_as_they_finish(client: RolloutClient) -> None:
 
 def test_score(client: RolloutClient) -> None:
     first, second = client.score([[1, 2, 4], [9, 8]], temperature=2.0)
-    assert first.tolist() == [-1.0, -2.0] and second.tolist() == [-4.0] and first.dtype == np.float32
+    assert first.logprobs.tolist() == [-1.0, -2.0] and second.logprobs.tolist() == [-4.0]
+    assert first.logprobs.dtype == np.float32 and first.weight_versions == (WeightSpan(3, 0, 2),)
 
 
 def test_progress_shows_a_bar_and_changes_nothing(client: RolloutClient) -> None:

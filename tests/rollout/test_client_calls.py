@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import MAX_MODEL_LEN, FakeEngine
-from serving import RawClient, WorkerOnThread, check_group, serving
+from serving import WorkerOnThread, check_group, serving
 
 from trueroll.engine.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError
 from trueroll.engine.request import GenerateRequest, Output, derive_seed
@@ -274,8 +274,9 @@ def test_one_stop_string_needs_no_tuple() -> None:
     assert SamplingParams(stop="\n").stop == ("\n",)
 
 
-def test_what_ended_a_sample_travels(worker: WorkerOnThread) -> None:
-    with RawClient(worker.address) as raw:
-        raw.send(type="generate", id="a", prompt_token_ids=b"\1\0\0\0", params={"max_tokens": 1})
-        sample = raw.receive()
-    assert sample["type"] == "sample" and sample["stop_reason"] is None
+@pytest.mark.parametrize("reason", [None, 0, 7, "", "\n"])
+def test_what_ended_a_sample_travels(client: RolloutClient, engine: FakeEngine, reason: int | str | None) -> None:
+    finish = engine._finish
+    engine._finish = lambda *which: replace(finish(*which), stop_reason=reason)
+    [group] = client.generate([[1]], SHORT)
+    assert group.samples[0].stop_reason == reason and type(group.samples[0].stop_reason) is type(reason)

@@ -272,7 +272,7 @@ def test_the_calls_of_a_client_raise_or_wait(worker: WorkerOnThread) -> None:
         threading.Timer(0.05, push, [raw]).start()
         [group] = client.generate([[1, 2]], SamplingParams(max_tokens=4), wait_for_weights=True, **stale)
         assert [span.version for span in group.samples[0].weight_versions] == [LATER]
-        assert len(client.score([[1, 2]], **stale)[0]) == 1
+        assert len(client.score([[1, 2]], **stale)[0].logprobs) == 1
         assert len(list(client.stream([[1, 2]], **stale))) == 1
 
 

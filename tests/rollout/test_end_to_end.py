@@ -23,7 +23,7 @@ from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
 from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.ops import Backend, run_layers
-from trueroll.rollout import RolloutClient, SamplingParams, ScoredTokens, WorkerProcess, launch_worker
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import WorkerFailedError
 from trueroll.rollout.worker import load_engine
@@ -67,7 +67,7 @@ def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: str) -> N
     filters = {"processed": {"temperature": 0.7, "top_k": 20}, "temperature": {"temperature": 0.7}, "raw": {}}[mode]
     scores = client.score([[*PROMPTS[0], *sample.token_ids] for sample in group.samples], **filters)
     start = len(PROMPTS[0]) - 1
-    assert [score[start:].tobytes() for score in scores] == [logprobs for _, logprobs in bits(group.samples)]
+    assert [score.logprobs[start:].tobytes() for score in scores] == [logprobs for _, logprobs in bits(group.samples)]
 
 
 def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None:
@@ -77,7 +77,7 @@ def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None
     scores = client.score(sequences, temperature=0.7, top_k=20, top_logprobs=5)
     start = len(PROMPTS[0]) - 1
     for sample, score in zip(group.samples, scores, strict=True):
-        assert isinstance(score, ScoredTokens) and sample.logprobs is not None
+        assert sample.logprobs is not None
         assert score.logprobs[start:].tobytes() == sample.logprobs.tobytes()
         for name in ("entropy", "top_token_ids", "top_logprobs"):
             found, expected = getattr(score, name)[start:], getattr(sample, name)

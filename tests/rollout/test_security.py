@@ -301,7 +301,7 @@ def test_a_generating_client_controls_nothing(
 def test_a_generating_client_gets_all_that_is_for_it(enter: Callable[[str], RolloutClient], engine: FakeEngine) -> None:
     alice = enter("alice")
     check_group(alice.generate([[1]], SamplingParams(n=2))[0], 2)
-    assert len(alice.score([[1, 2, 3]])[0]) == 2
+    assert len(alice.score([[1, 2, 3]])[0].logprobs) == 2
     assert alice.health().state == "ready" and alice.stats().service["accepted"] == 2
     with pytest.raises(ForbiddenError, match="role control, found alice with the role generate"):
         alice.pause()
