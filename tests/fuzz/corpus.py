@@ -71,7 +71,11 @@ class Corpus:
         for name, choices in _PARAMS.items():
             if rng.random() < 0.2:
                 params[name] = rng.choice(choices)
+        if params.get("logprobs", "raw") is None:
+            params.pop("top_logprobs", None)
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
+        if rng.random() < 0.1:
+            message["num_prior_tokens"] = 1
         return [message | self._named() | self._demand()]
 
     def score(self) -> list[Message]:
