@@ -113,6 +113,10 @@ def _check_prior(request: GenerateRequest) -> None:
         raise InvalidRequestError(
             f"num_prior_tokens: expected at most the {most} tokens of the prompt, found {request.num_prior_tokens}"
         )
+    if request.num_prior_tokens and request.params.n > 1:
+        raise InvalidRequestError(
+            f"num_prior_tokens: expected n = 1, as it is one sample that goes on, found n = {request.params.n}"
+        )
 
 
 def _load_vocabulary(folder: Path) -> Vocabulary | str:

@@ -57,7 +57,7 @@ class StopStrings:
         TokenizerError.
         """
         count = self._longest
-        while count < len(token_ids) and self._length(token_ids[-count:]) <= self._longest + _MOST_INCOMPLETE:
+        while count < len(token_ids) and self._is_short(token_ids[-count:]):
             count *= 2
         for token_id in token_ids[-count:]:
             self.feed(token_id)
@@ -75,9 +75,13 @@ class StopStrings:
         ends = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
         return min(ends)[2] if ends else None
 
-    def _length(self, token_ids: Sequence[int]) -> int:
+    def _is_short(self, token_ids: Sequence[int]) -> bool:
+        """Whether a stop string may reach back beyond the tokens, or their text begins within a character: its bytes
+        are then shown as one mark or as several.
+        """
         with _explained():
-            return len(self._vocabulary.decode(list(token_ids)))
+            text = self._vocabulary.decode(list(token_ids))
+        return text.startswith(_REPLACEMENT) or len(text.replace(_REPLACEMENT, "")) <= self._longest
 
     def _read(self, token_id: int) -> str:
         """The text that this token completes; none while it may end in the middle of a character's bytes.

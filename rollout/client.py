@@ -153,7 +153,8 @@ class AsyncRolloutClient:
         nothing is computed twice. `errors`: `return` puts the error of a prompt that failed in its group's place, and
         lets the others finish. `progress` shows a bar on a terminal. `min_weight_version`: begin with no older weights;
         a worker that serves older ones, as after a restart, raises StaleWeightsError or, with `wait_for_weights`,
-        begins once a push has brought them.
+        begins once a push has brought them. (Older ones that a push brings later, with `allow_older`, show in the
+        samples' spans.)
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         made = _generate_messages(prompts, params, seed, request_ids, demand, errors)
@@ -609,6 +610,9 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
         raise InvalidRequestError(f"params: expected SamplingParams, or a sequence of them, found {brief(params)}")
     if len(params) != count:
         raise InvalidRequestError(f"params: expected one, or one for each of {count} prompts, found {len(params)}")
+    for i, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise InvalidRequestError(f"params[{i}]: expected SamplingParams, found {brief(each)}")
     return list(params)
 
 

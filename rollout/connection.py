@@ -39,6 +39,9 @@ TICKS_PER_TIMEOUT = 4
 WINDOW_BYTES = 2**24
 """A worker cuts off who sends much faster than it takes: after so many bytes its word is waited for."""
 LINGER_MS = 200
+SETTLE_SECONDS = 0.05
+"""The end of a connection is told a moment before its last messages can be read."""
+RETRY_MS = 200
 HEARTBEAT_MS = 10_000
 
 
@@ -64,7 +67,8 @@ class Connection:
         self._timeout = timeout
         self._keys = client_keys(address, server_public_key, client_key)
         self._calls: dict[str, _Call] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._notices: list[bytes] = []
         self._worker: protocol.Health | None = None
         self._is_connected = False
         self._hello_id = ""
@@ -97,8 +101,12 @@ class Connection:
 
     def notify(self, message: protocol.Abort | protocol.Ack) -> None:
         """Send a message whose reply, if any, nobody waits for."""
-        if self._worker is not None and self._end is None and self._not_at_home() is None:
+        if self._worker is None or self._end is not None or self._not_at_home() is not None:
+            return
+        if self._is_connected:
             self._socket.send(protocol.encode(message))
+        else:
+            self._notices.append(protocol.encode(message))
 
     async def close(self) -> None:
         """End what still waits, and disconnect."""
@@ -107,9 +115,9 @@ class Connection:
         self._fail(self._end)
         if not self._tasks:
             return
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
 
@@ -139,22 +147,26 @@ class Connection:
             return
         self._home = os.getpid(), asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
+        self._open()
+        self._spawn("watch", self._watch())
+
+    def _open(self) -> None:
+        """A socket for one connection: what could not be sent by it shall not go to whoever is there next."""
         self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.RECONNECT_IVL, RETRY_MS)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.IPV6, "[" in self._address)
         self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        self._socket.set(
-            zmq.IMMEDIATE, 1
-        )  # nothing waits for a worker that is gone, for another one may take its place
         if self._keys is not None:
             use_curve(self._socket, self._keys)
         monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
         self._connect()
-        self._tasks = [self._spawn(self._read()), self._spawn(self._follow(monitor)), self._spawn(self._watch())]
+        self._spawn("read", self._read())
+        self._spawn("follow", self._follow(monitor))
 
     def _connect(self) -> None:
         try:
@@ -163,10 +175,9 @@ class Connection:
             self._context.destroy(linger=0)
             raise ConfigError(f"address: cannot connect to {self._address}: {error.strerror}; correct it") from None
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        task.add_done_callback(self._on_task_end)
-        return task
+    def _spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks[name] = asyncio.create_task(coroutine)
+        self._tasks[name].add_done_callback(self._on_task_end)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
@@ -210,6 +221,20 @@ class Connection:
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._hello_id = uuid.uuid4().hex
                 self._socket.send(protocol.encode(protocol.GetHealth(id=self._hello_id)))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                return await self._open_anew()
+
+    async def _open_anew(self) -> None:
+        """The connection has ended: read what came by it, and make another one."""
+        reader = self._tasks["read"]
+        await asyncio.sleep(SETTLE_SECONDS)
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN and not reader.done():
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+        self._socket.disable_monitor()
+        self._socket.close(linger=0)
+        self._open()
 
     async def _watch(self) -> None:
         """Ask for a sign of life every quarter of the timeout, but only count the quarters that passed in this loop."""
@@ -232,6 +257,10 @@ class Connection:
             self._fail_sent(
                 WorkerLostError(f"worker: the one at {self._address} was started anew; submit the request again")
             )
+        elif self._worker is not None:
+            for notice in self._notices:
+                self._socket.send(notice)
+        self._notices.clear()
         self._worker = worker
         self._is_connected = True
         self._queue, self._unconfirmed = deque(self._calls), 0
@@ -239,7 +268,7 @@ class Connection:
 
     def _send_queued(self) -> None:
         """Send the calls that wait, as far as the worker's word is not to be waited for."""
-        while self._queue and self._unconfirmed < WINDOW_BYTES:
+        while self._is_connected and self._queue and self._unconfirmed < WINDOW_BYTES:
             id = self._queue.popleft()
             if (call := self._calls.get(id)) is not None:
                 self._transmit(id, call)

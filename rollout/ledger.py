@@ -241,12 +241,14 @@ class Ledger:
             if not self._awaited[identity]:
                 del self._awaited[identity]
 
-    def lose(self, identity: bytes) -> None:
-        """A connection gets no more replies."""
-        for entry in self._awaited.pop(identity, ()):
+    def lose(self, identity: bytes) -> list[Entry]:
+        """A connection gets no more replies. Returns the entries that nobody waits for any more."""
+        lost = list(self._awaited.pop(identity, ()))
+        for entry in lost:
             before = entry.num_bytes_waiting
             entry.lose(identity)
             self.num_bytes_waiting += entry.num_bytes_waiting - before
+        return [entry for entry in lost if not entry.subscribers and not entry.successors]
 
     def withdraw(self, key: str, caller: str) -> bool:
         """`caller` wants nothing more of a request. Returns whether that is all there is to do."""

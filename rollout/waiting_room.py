@@ -8,10 +8,12 @@ nothing for those; what was aborted here is computed nowhere.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ..engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, derive_seed
+from ..engine.tops import Tops
 from .errors import StaleWeightsError
 from .protocol import Generate, Score
 
@@ -53,6 +55,10 @@ class WaitingRoom:
 
     def get(self, key: str) -> Waiting | None:
         return self._due.get(key) or self._early.get(key)
+
+    def early(self, key: str) -> Waiting | None:
+        """The request, if it waits for weights."""
+        return self._early.get(key)
 
     def discard(self, key: str) -> None:
         """It has ended, or will not be served."""
@@ -103,8 +109,10 @@ def too_old(message: Generate | Score, version: int) -> StaleWeightsError:
 def _empty_sample(request: GenerateRequest, index: int) -> SampleOutput:
     assert request.params.seed is not None
     seed = derive_seed(request.params.seed, index)
-    logprobs = None if request.params.logprobs is None else np.empty(0, np.float32)
-    return SampleOutput(request.id, index, [], logprobs, "abort", seed, 0, ())
+    params = request.params
+    logprobs = None if params.logprobs is None else np.empty(0, np.float32)
+    tops: dict[str, Any] = {} if params.top_logprobs is None else Tops(params.top_logprobs).arrays()
+    return SampleOutput(request.id, index, [], logprobs, "abort", seed, 0, (), **tops)
 
 
 def _empty_scores(id: str) -> ScoreOutput:

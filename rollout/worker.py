@@ -264,8 +264,11 @@ class Worker:
 
     @property
     def _version(self) -> int | None:
+        """Of the weights in use; None until this thread knows that the model is there, so that it never changes while
+        one message is handled.
+        """
         snapshot = self._engine_thread.snapshot
-        return None if snapshot is None else snapshot.weight_version
+        return None if self._info is None or snapshot is None else snapshot.weight_version
 
     # Messages from clients.
 
@@ -371,8 +374,13 @@ class Worker:
                 self._reply_error(identity, entry.message.id, error, caller)
 
     def _lose(self, identity: bytes) -> None:
-        """A client gets no more replies."""
-        self._ledger.lose(identity)
+        """A client gets no more replies. What it alone waited for, and what waits for weights itself, need not go on:
+        the client asks again if it comes back.
+        """
+        for entry in self._ledger.lose(identity):
+            if (waiting := self._waiting_room.early(entry.key)) is not None:
+                entry.is_wanted = False
+                self._publish_outputs(waiting.abort(None))
 
     def _check_admission(self, message: protocol.Generate | protocol.Score) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":

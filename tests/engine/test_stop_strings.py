@@ -96,6 +96,20 @@ def test_a_text_that_goes_on_is_watched_as_if_it_had_never_ended(ids: list[int],
     assert [whole.feed(token_id) for token_id in ids][cut:] == [rest.feed(token_id) for token_id in ids[cut:]]
 
 
+@pytest.mark.parametrize("stop", ["漢漢漢漢!", "😀😀😀😀!", "éa!"])
+def test_a_stop_string_of_many_bytes_is_found_across_any_seam(stop: str) -> None:
+    text = f"aab{stop}"
+    ids = [
+        WORDS.index("a") if letter == "a" else WORDS.index(f"<0x{byte:02X}>")
+        for letter in text
+        for byte in letter.encode()
+    ]
+    for seam in range(len(ids)):
+        watch = StopStrings(Vocabulary(byte_fallback_tokenizer()), [stop])
+        watch.feed_prior(ids[:seam])
+        assert [watch.feed(token_id) for token_id in ids[seam:]] == [None] * (len(ids) - seam - 1) + [stop]
+
+
 def test_no_more_of_a_long_text_is_read_than_a_stop_string_reaches_back() -> None:
     counting = Counting(byte_fallback_tokenizer())
     watch = StopStrings(Vocabulary(counting), ["aab"])

@@ -478,6 +478,23 @@ def test_after_a_cut_the_client_reconnects_and_gets_everything_once(worker: Work
         assert client.stats().service["joined"] == 2
 
 
+def test_the_last_words_of_a_worker_arrive_however_busy_the_client_is(engine: FakeEngine) -> None:
+    async def generate(running: WorkerOnThread) -> list[Group]:
+        async with AsyncRolloutClient(running.address, timeout=5.0) as client:
+            call = asyncio.create_task(client.generate([[i] for i in range(32)], SamplingParams(max_tokens=2)))
+            while (await client.health()).requests["open"] < 32:
+                await asyncio.sleep(0)
+            engine.gate.set()
+            running.worker.drain()
+            running.join()  # meanwhile the event loop stands still
+            return await call
+
+    engine.gate.clear()
+    with serving(engine) as running:
+        groups = asyncio.run(generate(running))
+    assert [len(group.samples[0].token_ids) for group in groups] == [2] * 32
+
+
 def test_a_worker_started_anew_is_not_taken_for_the_old_one(worker: WorkerOnThread, engine: FakeEngine) -> None:
     results: list = []
     with serving(FakeEngine()) as successor, proxied(worker) as proxy, RolloutClient(proxy.address) as client:

@@ -77,6 +77,12 @@ def test_a_seed_in_the_parameters_is_for_one_prompt_or_in_a_list(client: Rollout
         client.generate([[1], [2]], own)
 
 
+@pytest.mark.parametrize("params", [[{"n": 1}], "a", [None]])
+def test_a_list_of_params_holds_nothing_else(client: RolloutClient, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^params\[0\]: expected SamplingParams, found"):
+        client.generate([[1]], params, errors="return")
+
+
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, "7"])
 def test_a_seed_that_is_none_is_refused(client: RolloutClient, seed: Any) -> None:
     with pytest.raises(InvalidRequestError, match="^seed: expected one integer in"):

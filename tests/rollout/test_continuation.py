@@ -120,6 +120,8 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
         continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(top_logprobs=2))
 
 
-def test_more_prior_tokens_than_there_are_in_the_prompt_are_refused(engine: Engine) -> None:
+def test_prior_tokens_are_those_of_one_sample_and_in_the_prompt(engine: Engine) -> None:
     with pytest.raises(InvalidRequestError, match="^num_prior_tokens: expected at most the 20 tokens of the prompt"):
         engine.add(replace(generate("g", PROMPT), num_prior_tokens=21))
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens: expected n = 1.*found n = 2"):
+        engine.add(replace(generate("g", PROMPT, n=2), num_prior_tokens=3))

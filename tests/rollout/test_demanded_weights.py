@@ -15,7 +15,9 @@ from pushing import HandPush, ask
 from serving import RawClient, WorkerOnThread, serving
 
 from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams, StaleWeightsError
+from trueroll.rollout import worker as worker_module
 from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.continuation import continuation
 from trueroll.rollout.errors import InvalidRequestError
 
 NEW = {name: torch.ones(shape) for name, shape in SHAPES.items()}
@@ -256,7 +258,64 @@ def test_a_worker_that_ends_while_it_loads_says_so_to_those_who_wait(engine: Fak
     assert running.error is None
 
 
+def test_a_model_that_is_loaded_in_the_middle_of_a_message_loses_no_reply(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load = threading.Event()
+
+    def load() -> FakeEngine:
+        assert may_load.wait(timeout=20)
+        return engine
+
+    def seed_once_it_is_loaded(id: str, prompt: bytes) -> int:
+        may_load.set()
+        while running.worker._engine_thread.snapshot is None:
+            pass
+        return 7
+
+    monkeypatch.setattr(worker_module, "seed_of", seed_once_it_is_loaded)
+    running = WorkerOnThread(WorkerConfig(), load)
+    with RawClient(running.address) as raw:
+        demand(raw, "a", waits=False, params={"seed": None})
+        assert raw.receive()["code"] == "stale_weights"
+        running.worker.drain()
+        running.join()
+    assert running.error is None
+
+
+def test_what_nobody_waits_for_any_more_does_not_wait_for_weights(raw: RawClient, worker: WorkerOnThread) -> None:
+    with RawClient(worker.address) as gone:
+        demand(gone, "a", params={"n": 3})
+        demand(gone, "b")
+        demand(raw, "b")
+        while num_open(raw) < 2:
+            pass
+    while num_open(raw) > 1:
+        pass
+    assert raw.health()["requests"]["kept"] == 0
+    push(raw)
+    assert [reply["id"] for reply in raw.receive_until("done")] == ["b", "b"]
+
+
 # The clients.
+
+
+def test_a_sample_that_was_aborted_while_it_waited_goes_on_with_its_records(worker: WorkerOnThread) -> None:
+    async def generate() -> None:
+        async with AsyncRolloutClient(worker.address) as client:
+            params = SamplingParams(max_tokens=4, top_logprobs=3)
+            waiting = client.generate([[1]], params, min_weight_version=LATER, wait_for_weights=True)
+            call = asyncio.create_task(waiting)
+            while not (await client.health()).requests["open"]:
+                await asyncio.sleep(0)
+            assert await client.abort_all() == 1
+            [group] = await call
+            [sample] = group.samples
+            assert (sample.token_ids, sample.weight_versions, sample.finish_reason) == ([], (), "abort")
+            assert sample.top_token_ids is not None and sample.top_token_ids.shape == (0, 3)
+            assert continuation(0, [1], sample, params)["num_prior_tokens"] == 0
+
+    asyncio.run(generate())
 
 
 def test_the_calls_of_a_client_raise_or_wait(worker: WorkerOnThread) -> None:

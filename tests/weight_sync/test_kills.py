@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -50,10 +51,14 @@ Bits = list[tuple[bytes, bytes]]
 """Of each sample: tokens and log-probs."""
 
 
+def packed(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, "<i4").tobytes()
+
+
 def bits_of(groups: list[Group]) -> Bits:
     samples = [sample for group in groups for sample in group.samples]
     assert all(sample.logprobs is not None and len(sample.logprobs) for sample in samples)
-    return [(tuple(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+    return [(packed(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -546,7 +551,7 @@ def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
             assert span.version in (old, old + 1)
             if span.version == old:
                 kept = slice(4 * span.start, 4 * span.end)
-                assert tuple(sample.token_ids[span.start : span.end]) == tokens[kept]
+                assert packed(sample.token_ids[span.start : span.end]) == tokens[kept]
                 assert sample.logprobs[span.start : span.end].tobytes() == logprobs[kept]
 
 

@@ -177,7 +177,7 @@ def test_the_tokenizer_is_not_read_unless_it_names_a_token(tmp_path: Path) -> No
 
 def test_a_turn_ends_where_the_tokenizer_says(tiny_llama: Path, tmp_path: Path) -> None:
     """As with models whose config.json names the end of a text, and whose tokenizer that of a turn."""
-    free = run(make_engine(tiny_llama), [generate("r", tokens(20))])["r", 0].token_ids.tolist()
+    free = run(make_engine(tiny_llama), [generate("r", tokens(20))])["r", 0].token_ids
     folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     end_of_turn = free[3]
@@ -186,8 +186,8 @@ def test_a_turn_ends_where_the_tokenizer_says(tiny_llama: Path, tmp_path: Path) 
     engine = make_engine(folder)
     assert engine.info.eos_token_ids == (2, end_of_turn)
     sample = run(engine, [generate("r", tokens(20), ignore_eos=False)])["r", 0]
-    assert sample.finish_reason == "stop" and sample.token_ids.tolist() == free[: free.index(end_of_turn) + 1]
-    assert run(engine, [generate("r", tokens(20))])["r", 0].token_ids.tolist() == free
+    assert sample.finish_reason == "stop" and sample.token_ids == free[: free.index(end_of_turn) + 1]
+    assert run(engine, [generate("r", tokens(20))])["r", 0].token_ids == free
 
 
 @pytest.mark.parametrize("value", [True, [2, False], 2.0, [[2]], {"a": 2}, list(range(257)), ["x" * 10**5], "</s>"])
