@@ -31,11 +31,18 @@ from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trueroll.engine.errors import TruerollError
-from trueroll.engine.models.loader import resolve_model
 from trueroll.kernels.training import align, token_log_probs
-from trueroll.rollout import Group, RolloutClient, SamplingParams, launch_worker
-from trueroll.rollout.errors import PushError, WorkerFailedError, WorkerLostError
+from trueroll.rollout import (
+    Group,
+    PushError,
+    RolloutClient,
+    SamplingParams,
+    TruerollError,
+    WorkerFailedError,
+    WorkerLostError,
+    launch_worker,
+    resolve_model,
+)
 from trueroll.weight_sync import WeightPublisher
 
 GROUP_SIZE = 8

@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from trueroll.engine.models.loader import resolve_model
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker, resolve_model
 from trueroll.weight_sync import PushResult, WeightPublisher
 
 REPEATS = 9

@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trueroll.engine.models.loader import resolve_model
 from trueroll.kernels.training import align, token_log_probs, unalign
+from trueroll.rollout import resolve_model
 
 WAYS = {
     "bfloat16": (torch.bfloat16, False),

@@ -12,8 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the trainer's threads giv
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from trueroll.engine.models.loader import resolve_model
-from trueroll.rollout import RolloutClient, launch_worker
+from trueroll.rollout import RolloutClient, launch_worker, resolve_model
 from trueroll.rollout.integrations.trl import trueroll_generation
 from trueroll.weight_sync import WeightPublisher
 

@@ -246,10 +246,11 @@ class AsyncRolloutClient:
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> list[ScoreOutput]:
-        """Log-probs of given tokens under a distribution: for each sequence float32 [num_tokens - 1].
+        """Log-probs of given tokens under a distribution, one ScoreOutput for each sequence, in order.
 
-        Entry i is the log-prob of token i + 1 given tokens [0, i + 1). With `top_logprobs`, as in `SamplingParams`,
-        Raises RequestAbortedError if a score was aborted.
+        Entry i of its `logprobs`, float32 [num_tokens - 1], is the log-prob of token i + 1 given tokens [0, i + 1).
+        `top_logprobs`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`: see `generate`. Raises
+        RequestAbortedError if a score was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs, caller=_new_id())

@@ -91,7 +91,8 @@ class _Party:
 
 class WeightPublisher:
     """Pushes weights by `transport`: `shared` memory of one machine, a `collective` process group over the network, or
-    safetensors on `disk`. To be used from one thread.
+    safetensors on `disk`. Any thread may call it, one call at a time; during a push nothing may change the tensors or,
+    where they are sharded, use their process group.
 
     Where tensors and workers are on GPUs, weights stay in their memory: with `shared` if all are on the same GPU (CUDA
     IPC), with `collective` if each is on another one (NCCL; two on one GPU are refused). Otherwise, and with `sparse`,

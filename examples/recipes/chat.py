@@ -19,7 +19,8 @@ prompts = [
     for each in questions
 ]
 
-# What follows an answer in a finished conversation ends the turn. A model's own end of sequence often is another token.
+# What follows an answer in a finished conversation ends the turn. Where that is among the tokens at which the model's
+# samples end anyway, `eos_token_ids` below, `stop_token_ids` is not needed; often it is another one.
 finished = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
 after = tokenizer.apply_chat_template(finished, tokenize=False).rpartition("ANSWER")[2]
 end_of_turn = tokenizer.encode(after, add_special_tokens=False)[0]

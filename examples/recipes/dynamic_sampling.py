@@ -33,6 +33,7 @@ def teaches(group):
 
 
 def is_whole(group):
+    """Count whole groups, not samples: samples arrive in any order, and those that were ended early do, too."""
     return len(group) == params.n and all(sample.finish_reason != "abort" for sample in group)
 
 
@@ -65,7 +66,8 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
                     if is_enough(groups) and not is_enough(groups[:-1]):
                         client.abort_all()  # or some of them: client.abort(request_ids, missing_ok=True)
 
-            # Where no sample has a token yet there is nothing to go on with: such a prompt can be asked again.
+            # Samples without any token could go on as well. Groups that have none at all are dropped here: most of the
+            # prompts were only asked for in case the others teach nothing.
             begun = [(prompts[i], group) for i, group in arrived.items() if any(each.token_ids for each in group)]
             partial = [(prompt, group) for prompt, group in begun if not is_whole(group)]
             kept = [group for group in groups if teaches(group)]

@@ -1,17 +1,20 @@
 """Which `logprobs` to ask for, so that a trainer computes the same log-probs, bit for bit.
 
-`python examples/recipes/logprobs.py [MODEL]`
+`python examples/recipes/logprobs.py [MODEL]`. With `top_logprobs` samples have the entropy of each token's
+distribution and its most probable tokens as well, and `token_statistics` gives the trainer's, without gradient.
 """
 
 import sys
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from trueroll.kernels.training import align, token_log_probs
+from trueroll.kernels.training import align, token_log_probs, token_statistics
 from trueroll.rollout import ConfigError, RolloutClient, SamplingParams, launch_worker, resolve_model
 
 folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+TOP = 4
 prompt = [1, 2, 3]
 choices = [
     # The default, `processed`: what the tokens were drawn from. Right wherever nothing is filtered or banned.
@@ -29,18 +32,26 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     align(model)
 
-    for params in choices:
+    for choice in choices:
+        params = choice.model_copy(update=dict(top_logprobs=TOP))
         [group] = client.generate([prompt], params, seed=1)
         packed = torch.tensor([token for sample in group.samples for token in prompt + sample.token_ids])
         lengths = [len(prompt) + len(sample.token_ids) for sample in group.samples]
         with torch.no_grad():
             found = token_log_probs(model, packed, lengths=lengths, temperature=params.trainer_temperature)
-        largest = 0.0
-        for sample, row in zip(group.samples, found.split(lengths), strict=True):
-            assert row[len(prompt) :].numpy().tobytes() == sample.logprobs.tobytes()
-            largest = max(largest, float(-sample.logprobs.min()))
+        own = torch.cat([torch.arange(length) >= len(prompt) for length in lengths])
+        assert found[own].numpy().tobytes() == b"".join(sample.logprobs.tobytes() for sample in group.samples)
+
+        # The same names on both sides, int32 ids in samples, int64 ones in a trainer; entry i is about token i in both.
+        request = dict(lengths=lengths, temperature=params.trainer_temperature, top_logprobs=TOP)
+        statistics = token_statistics(model, packed, **request)
+        for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
+            sampled = np.concatenate([getattr(sample, name) for sample in group.samples])
+            assert getattr(statistics, name)[own].numpy().astype(sampled.dtype).tobytes() == sampled.tobytes()
+        entropy = statistics.entropy[own].mean()
         print(f"{params.logprobs!r} at temperature {params.temperature}: the trainer computes the same bits", end=" ")
-        print(f"with temperature={params.trainer_temperature}; the least likely token had {-largest:.3f}")
+        print(f"with temperature={params.trainer_temperature};", end=" ")
+        print(f"and the same entropies and {TOP} most probable tokens (mean entropy {entropy:.3f})")
 
 # Of filtered or banned tokens no trainer computes the distribution. Ask before generating, not after.
 for settings in (dict(top_p=0.9), dict(min_tokens=4), dict(logprobs=None)):

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
 
+RUN_SEED, STEP = 1, 0
 TURNS = 3
 folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -38,7 +39,7 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
     block_size = client.health().engine["block_size"]
     before = 0  # tokens of the turn before, its answer included
     for turn in range(TURNS):
-        [group] = client.generate([ids], params, seed=derive_seed(1, turn))
+        [group] = client.generate([ids], params, seed=derive_seed(derive_seed(RUN_SEED, STEP), turn))
         [sample] = group.samples
         print(f"turn {turn}: {len(ids)} tokens, {sample.num_cached_tokens} of them found in the cache")
         # All whole blocks of the turn before are reused, but its last token, which nothing was computed from.

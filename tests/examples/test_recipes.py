@@ -28,14 +28,14 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}<300>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-SETTINGS = dict(device="cpu", max_num_seqs=8)
+SETTINGS = dict(device="cpu", dtype="bfloat16", max_num_seqs=8)
 Run: TypeAlias = Callable[[str], str]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that often ends its turn, with a token of its chat template, or the sequence, with another."""
-    folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "chat")
+    folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "chat", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"][[END_OF_SEQUENCE, END_OF_TURN]] *= 5.0
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -107,6 +107,27 @@ def test_seeds(model: Path) -> None:
     assert "refused: params: expected no seed in those for 3 prompts" in done.stdout
 
 
+def test_a_training_step_of_a_loop_of_ones_own(run: Run) -> None:
+    """Ratios of later steps are those of weights that the optimizer has changed, and the publisher pushed."""
+    text = run("grpo_step")
+    rows = re.findall(r"step (\d): (\d+) own of (\d+) tokens .* all ratios 1\.0, gradient norm (\S+)", text)
+    assert [int(step) for step, *_ in rows] == [0, 1, 2]
+    assert all(12 <= int(own) < int(total) and float(norm) > 0.0 for _, own, total, norm in rows)
+    [changed] = numbers(r"(\d+) elements of the head are others", text)
+    assert changed > 0
+
+
+def test_generation_overlaps_training_and_stragglers_go_on_under_new_weights(run: Run) -> None:
+    text = run("asynchronous")
+    [early] = numbers(r"version 1: 0 groups too old, (\d+) ended early", text)
+    rows = re.findall(r"version (\d): (\d+) groups, (\d+) fresh tokens with ratio 1\.0, (\d+) older ones; (\d+)", text)
+    (first, _, _, no_old, no_both), (second, num_groups, fresh, old, both), (third, *_) = (
+        map(int, row) for row in rows
+    )
+    assert (first, second, third) == (1, 2, 3) and (no_old, no_both) == (0, 0)
+    assert num_groups >= early + 2 > 2 and fresh > 0 and old > 0 and both > 0
+
+
 def test_dynamic_sampling_drops_groups_and_lets_stragglers_go_on(run: Run) -> None:
     text = run("dynamic_sampling")
     dropped, early, not_begun = numbers(r"step 0: \d+ groups .* (\d+) dropped, (\d+) ended early, (\d+)", text)
@@ -156,9 +177,10 @@ def test_a_trainer_computes_each_kind_of_log_probs(run: Run) -> None:
         ("raw", "0.7", "1.0"),
         ("processed", "0.0", "0.0"),
     ]
+    assert text.count("and the same entropies and 4 most probable tokens") == 4
     assert text.count("is refused: logprobs: expected ") == 3
 
 
 def test_the_page_has_every_recipe_with_its_command() -> None:
     commands = re.findall(r"^python examples/recipes/(\w+)\.py$", PAGE, re.M)
-    assert sorted(commands) == sorted(path.stem for path in RECIPES.glob("*.py")) and len(commands) == 8
+    assert sorted(commands) == sorted(path.stem for path in RECIPES.glob("*.py")) and len(commands) == 10

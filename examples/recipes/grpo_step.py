@@ -1,0 +1,77 @@
+"""Whole training steps of a loop of your own: push, groups of samples, a padded batch, the loss, the optimizer.
+
+`python examples/recipes/grpo_step.py [MODEL]`. The trainer's parameters are float32, since a bfloat16 parameter loses
+AdamW's small steps; the worker serves bfloat16, and under autocast the forward pass computes what the worker does.
+"""
+
+import os
+import sys
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin would stall a worker on the same cores
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from trueroll.kernels.training import align, token_log_probs
+from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
+from trueroll.weight_sync import WeightPublisher
+
+RUN_SEED, STEPS, CLIP = 1, 3, 0.2
+prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+params = SamplingParams(n=4, max_tokens=16, temperature=0.9)
+folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+align(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+
+
+def reward(token_ids):
+    """Yours goes here. This one likes even token ids."""
+    return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
+
+
+def padded(rows):
+    return pad_sequence(rows, batch_first=True)
+
+
+before = model.lm_head.weight.bfloat16()
+with (
+    launch_worker(folder, device="cpu", dtype="bfloat16") as worker,
+    RolloutClient(worker.address) as client,
+    WeightPublisher() as publisher,
+):
+    publisher.connect([worker.address])  # sends nothing yet
+    for step in range(STEPS):
+        version = step + 1  # a worker starts with its checkpoint, version 0
+        publisher.push(model, version)
+        groups = client.generate(prompts, params, seed=derive_seed(RUN_SEED, step), min_weight_version=version)
+
+        rewards = torch.tensor([[reward(sample.token_ids) for sample in group.samples] for group in groups])
+        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+        # [B, T] each, a sample in a row, padded on the right.
+        rows = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group.samples]
+        ids = padded([torch.tensor(prompt + sample.token_ids) for prompt, sample in rows])
+        mask = padded([torch.ones(len(prompt + sample.token_ids), dtype=torch.bool) for prompt, sample in rows])
+        is_own = padded([torch.arange(len(prompt + sample.token_ids)) >= len(prompt) for prompt, sample in rows])
+
+        # Their log-probs are [B, T] as well: that of each own token in its place, and 0.0 at the others.
+        settings = dict(temperature=params.trainer_temperature, completion_mask=is_own)
+        with torch.autocast("cpu", torch.bfloat16):
+            log_probs = token_log_probs(model, ids, mask, **settings)[is_own]
+        sampled = torch.cat([torch.tensor(sample.logprobs) for _, sample in rows])
+        ratios = (log_probs - sampled).exp()
+        assert (ratios == 1.0).all(), "expected samples of these very weights, and the worker's dtype under autocast"
+
+        each = advantages.flatten().repeat_interleave(is_own.sum(1))
+        loss = -torch.minimum(ratios * each, ratios.clamp(1 - CLIP, 1 + CLIP) * each).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: {is_own.sum()} own of {mask.sum()} tokens with reward {rewards.mean():.3f},", end=" ")
+        print(f"all ratios 1.0, gradient norm {norm:.4f}")
+
+changed = (model.lm_head.weight.bfloat16() != before).sum()
+print(f"in bfloat16, too, {changed} elements of the head are others than at the beginning")
