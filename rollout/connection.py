@@ -151,8 +151,9 @@ class Connection:
         self._spawn("watch", self._watch())
 
     def _open(self) -> None:
-        """A socket for one connection: what could not be sent by it shall not go to whoever is there next. (It would only
-        where the event loop stands still for longer than `RETRY_MS` just then, as the socket connects again by itself.)
+        """A socket for one connection: what could not be sent by it shall not go to whoever is there next.
+
+        It does where the event loop stands still for longer than `RETRY_MS` just then: the socket connects by itself.
         """
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RETRY_MS)
