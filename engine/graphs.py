@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.ops import GREEDY, AttentionBatch, Wanted
+from ..kernels.contract import GREEDY, AttentionBatch, Wanted
 from .model_runner import ModelRunner, pad_tables
 from .sampler import Draw, Drawing, Sampler, make_wanted
 from .sequence import Chunk

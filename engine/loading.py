@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..kernels.ops import SelectedBackend, select_backend
+from ..kernels.contract import SelectedBackend, select_backend
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
 from .models.dense import DenseModel, Empty

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.ops import AttentionBatch
+from ..kernels.contract import AttentionBatch
 from ..kernels.transfer import to_device
 from .memory import bytes_needed, new_arena
 from .models.dense import DenseModel, Empty

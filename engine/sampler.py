@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.ops import GREEDY, SAMPLE, Backend, TokenStatistics, Wanted, Weight
+from ..kernels.contract import GREEDY, SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ..kernels.transfer import HostCopy, to_device
 from .request import Distribution, SamplingParams
 from .tops import Top

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.ops import Weight
+from ..kernels.contract import Weight
 from .memory import Arena, bytes_needed, new_arena
 from .models.dense import DenseModel, Empty
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from .ops import AttentionBatch, Backend, TokenStatistics, Wanted, Weight
+from .contract import AttentionBatch, Backend, TokenStatistics, Wanted, Weight
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16

@@ -1,6 +1,6 @@
 """Every op in plain torch, on any device: the definition, and what other backends are tested against.
 
-How it keeps the contract of `ops`: torch picks its matrix kernels by shape, so no product here ever has a shape that
+How it keeps the contract: torch picks its matrix kernels by shape, so no product here ever has a shape that
 depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`,
 float32 sums into pieces of `DEPTH_TILE`, and attention multiplies matrices of one fixed shape only, many at a time.
 Elementwise functions are limited to those whose vector code and scalar tail agree (exp, log, log1p, cos, sin and
@@ -9,6 +9,7 @@ exactly rounded arithmetic; not silu or sigmoid).
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -20,13 +21,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Backend, DenseLayer, Qkv, TokenStatistics, Wanted, run_layers
+from .contract import (
+    GREEDY,
+    KV_SPLIT,
+    SAMPLE,
+    AttentionBatch,
+    AttentionWeights,
+    Backend,
+    Layer,
+    Rotation,
+    TokenStatistics,
+    Wanted,
+)
+from .layer import project, run_layers
+from .specs import Activation, AttentionSpec, NormSpec
 
 ROW_TILE = 32
 COLUMN_TILE = 512
 DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
+# GELU by a tanh is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE + GELU_CUBIC x^2).
+GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+GELU_CUBIC = GELU_SLOPE * 0.044715
+
+_SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
@@ -38,7 +57,7 @@ def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
     return empty(rows, columns)
 
 
-def new_layers(layers: Sequence[DenseLayer]) -> tuple[DenseLayer, ...]:
+def new_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(layers)
 
 
@@ -89,9 +108,11 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(token_ids, weight)
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if norm.zero_centered:
+        return (wide * (1.0 + weight.float())).to(x.dtype)
     return wide.to(x.dtype) * weight
 
 
@@ -99,22 +120,22 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     return linear(x, weight) + residual
 
 
-def gate_up(x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
-    hidden = rmsnorm(x, norm, eps)
-    return silu_mul(linear(hidden, gate), linear(hidden, up))
+def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return gate_mul(linear(x, gate), linear(x, up), activation)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     wide = gate.float()
-    return (wide / (1.0 + torch.exp(-wide)) * up.float()).to(gate.dtype)
+    slope = wide if activation == "silu" else wide * (GELU_SLOPE + GELU_CUBIC * (wide * wide))
+    return (wide / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
 
 
-def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
     angles = positions.float()[:, None] * inv_freq
     return angles.cos() * scale, angles.sin() * scale
 
 
-def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rope(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part[:, None, :] for part in rotation)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
@@ -122,23 +143,16 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 def qkv(
     x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weights: Qkv,
-    rotation: tuple[Tensor, Tensor],
+    spec: AttentionSpec,
+    weights: AttentionWeights,
+    rotation: Rotation,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    hidden = rmsnorm(x, norm, eps)
-    biases = weights.biases or (None, None, None)
-    projections = zip((weights.q, weights.k, weights.v), biases, strict=True)
-    size = k_cache.shape[3]
-    q, k, v = (linear(hidden, cast(Tensor, w), bias).unflatten(1, (-1, size)) for w, bias in projections)
-    if weights.head_norms is not None:
-        q, k = (rmsnorm(heads, weight, eps) for heads, weight in zip((q, k), weights.head_norms, strict=True))
-    write_kv(rope(k, rotation), v, k_cache, v_cache, slots)
-    return rope(q, rotation)
+    q, k, v = project(_SELF, x, spec, weights, rotation)
+    write_kv(k, v, k_cache, v_cache, slots)
+    return q
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -146,7 +160,15 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     out = torch.empty_like(q)
     starts, lens = batch.query_starts, batch.context_lens
     alike = defaultdict(list)
@@ -157,7 +179,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
         contexts, members = zip(*sequences, strict=True)
         rows = torch.tensor([range(starts[i], starts[i + 1]) for i in members], device=q.device)
         tables = batch.block_tables[list(members)]
-        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache)
+        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache, window, soft_cap)
         out[rows] = attention(q[rows].float() * scale).to(q.dtype)
     return out
 
@@ -170,9 +192,17 @@ class _EqualQueries:
     """
 
     def __init__(
-        self, num_queries: int, contexts: tuple[int, ...], tables: Tensor, k_cache: Tensor, v_cache: Tensor
+        self,
+        num_queries: int,
+        contexts: tuple[int, ...],
+        tables: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        window: int | None,
+        soft_cap: float | None,
     ) -> None:
         self.num_queries, self.contexts, self.tables = num_queries, contexts, tables
+        self.window, self.soft_cap = contexts[0] if window is None else window, soft_cap
         self.k_cache, self.v_cache = k_cache, v_cache
         self.context_lens = torch.tensor(contexts, device=tables.device)
 
@@ -198,7 +228,7 @@ class _EqualQueries:
         out = torch.zeros_like(rows)
         total = torch.zeros_like(rows[..., :1])
         peak = torch.full_like(total, -torch.inf)
-        for start in range(0, self.contexts[0], KV_SPLIT):
+        for start in range(self._first_split(), self.contexts[0], KV_SPLIT):
             live = (
                 slice(sum(length > start for length in self.contexts)),
                 slice(None),
@@ -208,6 +238,10 @@ class _EqualQueries:
             peak[live], total[live], out[live] = _fold((peak[live], total[live], out[live]), split)
         return out / total
 
+    def _first_split(self) -> int:
+        """The first key of the first split that any query sees: the first query of the shortest context does."""
+        return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
+
     def _first_tile(self, start: int, group: int, tile: int) -> int:
         """The first tile with a query that sees key `start`, in the sequence that sees it earliest."""
         first_query = start - (self.contexts[0] - self.num_queries)
@@ -216,8 +250,9 @@ class _EqualQueries:
     def _reduce_split(self, start: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(peak, total, out) over keys [start, start + KV_SPLIT); the peak is -inf for rows that see none of them."""
         keys, values = self._gather(start, rows.shape[0])
-        visible = torch.arange(start, start + KV_SPLIT, device=rows.device) <= positions[..., None]
-        scores = _multiply_alike(rows, keys.transpose(2, 3)).masked_fill_(~visible, -torch.inf)
+        distance = positions[..., None] - torch.arange(start, start + KV_SPLIT, device=rows.device)
+        visible = (distance >= 0) & (distance < self.window)
+        scores = _capped(_multiply_alike(rows, keys.transpose(2, 3)), self.soft_cap).masked_fill_(~visible, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0))
         return peak, weights.sum(-1, keepdim=True), _weighted_values(weights, values, visible)
@@ -233,6 +268,14 @@ class _EqualQueries:
         slots = self.tables[:units].gather(1, tokens // block_size) * block_size + tokens % block_size
         rows = slots[:, None, :] * kv_heads + torch.arange(kv_heads, device=slots.device)[:, None]
         return _read_rows(self.k_cache, rows), _read_rows(self.v_cache, rows)
+
+
+def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
+    """soft_cap * tanh(scores / soft_cap), by exponentials; `scores` themselves without a cap."""
+    if soft_cap is None:
+        return scores
+    decay = torch.exp(scores.abs() * (-2.0 / soft_cap))
+    return torch.copysign((1.0 - decay) / (1.0 + decay) * soft_cap, scores)
 
 
 def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
@@ -273,7 +316,7 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
     return out.unflatten(0, (units, heads))
 
 
-layers = partial(run_layers, cast(Backend, sys.modules[__name__]))
+layers = partial(run_layers, _SELF)
 
 
 def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:

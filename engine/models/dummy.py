@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ...kernels.ops import Weight
+from ...kernels.contract import Weight
 from ..errors import ModelError
 from .files import local_path
 

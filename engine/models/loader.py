@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
-from ...kernels.ops import Weight
+from ...kernels.contract import Weight
 from ..errors import ModelError
 from ..request import brief
 from .files import check_file, local_path, read_json, said

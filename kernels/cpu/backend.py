@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from ..ops import AttentionBatch, DenseLayer, Qkv, TokenStatistics, Wanted
+from ..contract import AttentionBatch, DenseLayer, Qkv, TokenStatistics, Wanted
 from ..reference import rope as rope
 from .library import load_library
 from .weight import PackedLayers, PackedWeight, qkv_tensors

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..ops import DenseLayer, Qkv, Weight
+from ..contract import DenseLayer, Qkv, Weight
 from .library import load_library
 
 PANEL_ROWS = 16

@@ -31,7 +31,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import AttentionBatch
+from ..contract import AttentionBatch
 from ..transfer import to_device
 from .launch import aligned, device_function, exact_jit, launch
 

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..ops import Backend, Qkv, run_layers
+from ..contract import Backend, Qkv, run_layers
 from ..reference import embedding as embedding
 from ..reference import new_layers as new_layers
 from ..reference import new_weight as new_weight

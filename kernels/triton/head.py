@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ops import SAMPLE, TokenStatistics, Wanted
+from ..contract import SAMPLE, TokenStatistics, Wanted
 from .launch import aligned, device_function, exact_jit, launch
 from .products import lm_head
 

@@ -1,4 +1,4 @@
-"""The ops a decoder is made of, the contract they keep, and the choice of who computes them.
+"""The ops a decoder is made of, and the contract they keep. `selection` chooses who computes them.
 
 The contract: **a row's result depends on that row's inputs and on absolute positions only**, with one fixed order of
 accumulation. It does not depend on how many rows share the call, which row it is, what the other rows hold, how a
@@ -7,7 +7,7 @@ prompt was cut into chunks, the block size of the cache, or the number of thread
 - Matrix products accumulate over K in one order for every number of rows.
 - Attention reads keys and values back from the paged cache, as stored. It cuts the key axis at absolute multiples of a
   length that each backend fixes, reduces each split in one order and folds the splits from left to right, in prefill
-  and decode alike.
+  and decode alike. A split that lies wholly behind a query's window leaves that query as it is, so it may be skipped.
 - Reductions and elementwise functions have no path that depends on a row's place in memory.
 - Ties go to the lower vocabulary id.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
@@ -23,13 +23,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .specs import Activation, AttentionSpec, LayerSpec, NormSpec
+
 KV_SPLIT = 128  # of reference and cpu; triton has its own
-BACKENDS = ("cpu", "triton", "reference")
+
+Rotation: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of M tokens, each float32 [M, D / 2]."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +65,47 @@ def _int64(values: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Qkv:
-    """The weights that turn a hidden state into one layer's queries, keys and values.
+class AttentionWeights:
+    """The weights of an attention.
 
-    `q` [heads * D, H], `k` and `v` [kv_heads * D, H]; `biases` of the three, or none; `head_norms` [D] of each head of
-    q and k, or none.
+    `q` [heads * D, H], `k` and `v` [kv_heads * D, H]; `biases` of the three, or none; `qk_norms` of q and k, or none:
+    [D], or [heads * D] and [kv_heads * D] if all heads are normed at once; `o` [H, heads * D].
     """
 
     q: Weight
     k: Weight
     v: Weight
     biases: tuple[Tensor, Tensor, Tensor] | None
-    head_norms: tuple[Tensor, Tensor] | None
+    qk_norms: tuple[Tensor, Tensor] | None
+    o: Weight
 
 
 @dataclass(frozen=True)
-class DenseLayer:
-    """The weights of one layer of a dense decoder.
+class MlpWeights:
+    """`gate` and `up` [I, H]; `down` [H, I]."""
 
-    `input_norm` and `post_norm` [H]; `o` [H, heads * D]; `gate` and `up` [I, H]; `down` [H, I].
-    """
-
-    input_norm: Tensor
-    qkv: Qkv
-    o: Weight
-    post_norm: Tensor
     gate: Weight
     up: Weight
     down: Weight
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The weights [H] of the norms around a mixer or an MLP; none where the spec has none."""
+
+    before: Tensor | None
+    after: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a decoder with its weights."""
+
+    spec: LayerSpec
+    mixer_norms: Norms
+    mixer: AttentionWeights
+    mlp_norms: Norms
+    mlp: MlpWeights
 
 
 SAMPLE, GREEDY = -1, -2
@@ -176,7 +193,7 @@ class Backend(Protocol):
         """
         ...
 
-    def new_layers(self, layers: Sequence[DenseLayer]) -> Sequence[DenseLayer]:
+    def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """The same layers in the form that `layers` reads, made once for many calls.
 
         Their tensors are contiguous, and always the same ones: only what they hold may change, and between calls where
@@ -188,8 +205,11 @@ class Backend(Protocol):
         """Rows `token_ids` (int64 [M]) of weight [V, H]: [M, H]."""
         ...
 
-    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H]."""
+    def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
+        """x [M, H] over its root mean square, computed in float32 and rounded to x's dtype, times weight [H].
+
+        If zero-centered: not rounded before, times 1 + weight in float32, rounded once.
+        """
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -200,40 +220,37 @@ class Backend(Protocol):
         """linear(x, weight) + residual [M, N]."""
         ...
 
-    def gate_up(self, x: Tensor, norm: Tensor, eps: float, gate: Weight, up: Weight) -> Tensor:
-        """silu_mul(linear(h, gate), linear(h, up)) for h = rmsnorm(x, norm, eps), gate and up [I, H]: [M, I]."""
+    def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Activation) -> Tensor:
+        """gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
         ...
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) * up of tensors of one shape, computed in float32 and rounded once."""
+    def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up of tensors of one shape, computed in float32 and rounded once."""
         ...
 
-    def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
         """(cosines, sines) of the float32 angles positions (int64 [M]) times inv_freq (float32 [D / 2]), times scale.
 
         Both float32 [M, D / 2].
         """
         ...
 
-    def rope(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [M, heads, D] rotated in float32, in pairs (i, i + D / 2) as in Hugging Face models: [M, heads, D]."""
         ...
 
     def qkv(
         self,
         x: Tensor,
-        norm: Tensor,
-        eps: float,
-        weights: Qkv,
-        rotation: tuple[Tensor, Tensor],
+        spec: AttentionSpec,
+        weights: AttentionWeights,
+        rotation: Rotation,
         k_cache: Tensor,
         v_cache: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """Queries [M, heads, D] of hidden states x [M, H]; their keys and values go to the caches like `write_kv`.
-
-        From rmsnorm(x, norm, eps): products with their biases, norms of the heads of q and k with the same eps, and
-        `rope` of q and k.
+        """Queries [M, heads, D] of x [M, H], as `layer.project` makes them; keys and values go to the caches like
+        `write_kv`.
         """
         ...
 
@@ -245,27 +262,35 @@ class Backend(Protocol):
         ...
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
-        """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D]."""
+        """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
+
+        A query at position p sees the tokens (p - window, p], or all up to p. A score s = scale * (q . k) becomes
+        soft_cap * tanh(s / soft_cap) if there is a cap.
+        """
         ...
 
     def layers(
         self,
         x: Tensor,
-        layers: Sequence[DenseLayer],
-        eps: float,
-        rotation: tuple[Tensor, Tensor],
+        layers: Sequence[Layer],
+        rotations: Sequence[Rotation],
         kv_caches: Sequence[tuple[Tensor, Tensor]],
         slots: Tensor,
         batch: AttentionBatch,
-        scale: float,
     ) -> Tensor:
-        """Hidden states [M, H] after a run of dense layers of one size, from x [M, H], which stays as it is.
+        """Hidden states [M, H] after a run of layers, from x [M, H], which stays as it is.
 
-        `layers`: from `new_layers`. For each layer, with its caches, what `run_layers` says; x itself if there is no
-        layer. A model with layers of several kinds calls it for each run of dense ones. Raise ValueError unless
-        `kv_caches` has a pair for each layer.
+        `layers`: from `new_layers`. For each layer, with its caches, what `layer.run_layers` says; x itself if there is
+        no layer. Raise ValueError unless `kv_caches` has a pair for each layer.
         """
         ...
 
@@ -315,83 +340,3 @@ class Backend(Protocol):
         unless the whole row is -inf, and a row with NaN gives an arbitrary id.
         """
         ...
-
-
-def run_layers(
-    ops: Backend,
-    x: Tensor,
-    layers: Sequence[DenseLayer],
-    eps: float,
-    rotation: tuple[Tensor, Tensor],
-    kv_caches: Sequence[tuple[Tensor, Tensor]],
-    slots: Tensor,
-    batch: AttentionBatch,
-    scale: float,
-) -> Tensor:
-    """`Backend.layers` by the other ops."""
-    for layer, (k_cache, v_cache) in zip(layers, kv_caches, strict=True):
-        q = ops.qkv(x, layer.input_norm, eps, layer.qkv, rotation, k_cache, v_cache, slots)
-        attention = ops.paged_attention(q, k_cache, v_cache, batch, scale)
-        x = ops.linear_add(attention.flatten(1), layer.o, x)
-        x = ops.linear_add(ops.gate_up(x, layer.post_norm, eps, layer.gate, layer.up), layer.down, x)
-    return x
-
-
-@dataclass(frozen=True)
-class SelectedBackend:
-    """The backend for a model. `note`: why a faster one is not used, or empty.
-
-    `can_capture`: whether a CUDA graph can hold its calls.
-    """
-
-    name: str
-    ops: Backend
-    note: str
-    can_capture: bool = False
-
-
-def select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
-    """The backend called `name`, or the best one for the device and the model if `name` is `auto`.
-
-    Raise ValueError if there is no such backend, if it cannot serve the model, or if TRUEROLL_CPU_ISA names an
-    instruction set that this machine does not have.
-    """
-    if name not in ("auto", *BACKENDS):
-        raise ValueError(f"backend: expected one of auto, {', '.join(BACKENDS)}, found {name!r}")
-    fastest = "cpu" if device.type == "cpu" else "triton"
-    wanted = fastest if name == "auto" else name
-    if wanted == "reference":
-        return _select("reference", device, "")
-    obstacle = _obstacle(wanted, device, dtype, head_dim)
-    if not obstacle:
-        return _select(wanted, device, "")
-    if name == wanted:
-        raise ValueError(f"backend: expected one that can serve this model on {device}, found {name}: {obstacle}")
-    return _select("reference", device, obstacle)
-
-
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Why the backend cannot serve such a model, or an empty string."""
-    from . import cpu, triton
-
-    if name == "triton":
-        return triton.obstacle(device, dtype, head_dim)
-    return cpu.obstacle(dtype, head_dim) if device.type == "cpu" else f"it computes on a CPU, not on {device}"
-
-
-def _select(name: str, device: torch.device, note: str) -> SelectedBackend:
-    return SelectedBackend(name, _ops(name), note, name == "triton" and device.type == "cuda")
-
-
-def _ops(name: str) -> Backend:
-    if name == "cpu":
-        from .cpu import backend as cpu
-
-        return cast(Backend, cpu)
-    if name == "triton":
-        from .triton import backend as triton
-
-        return cast(Backend, triton)
-    from . import reference
-
-    return cast(Backend, reference)

@@ -1,0 +1,132 @@
+"""What a layer computes: its arithmetic, written once over the ops.
+
+A worker binds it to a backend and a paged cache (`run_layers`), a trainer to ops with gradients (`training`). A
+backend that fuses steps, or runs of layers, gives the bits of this definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .contract import AttentionBatch, AttentionWeights, Backend, Layer, MlpWeights, Norms, Rotation, Weight
+from .specs import Activation, AttentionSpec, LayerSpec, NormSpec, RotationSpec
+
+GetWeight: TypeAlias = Callable[..., Any]
+"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and a tensor for one."""
+
+
+class LayerOps(Protocol):
+    """The ops of a layer. Those of `Backend`, or the same with gradients."""
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor: ...
+
+    def linear_add(self, x: Tensor, weight: Weight, residual: Tensor) -> Tensor: ...
+
+    def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Activation) -> Tensor: ...
+
+    def rope(self, x: Tensor, rotation: Rotation) -> Tensor: ...
+
+
+def make_layer(spec: LayerSpec, hidden_size: int, names: Mapping[str, str], get: GetWeight) -> Layer:
+    """The weights of a layer, each of which `get(name, *shape)` makes or finds, always in the same order."""
+    mixer, width = spec.mixer, spec.mixer.num_heads * spec.mixer.head_dim
+    kv_width = mixer.num_kv_heads * mixer.head_dim
+
+    def of(role: str, *shape: int) -> Any:
+        return get(names[role], *shape)
+
+    def norms(role: str) -> Norms:
+        before = of(f"{role}.before", hidden_size) if spec.norm_before else None
+        return Norms(before, of(f"{role}.after", hidden_size) if spec.norm_after else None)
+
+    sizes = {"q": width, "k": kv_width, "v": kv_width}
+    q, k, v = (of(f"mixer.{part}", rows, hidden_size) for part, rows in sizes.items())
+    biases = tuple(of(f"mixer.{part}_bias", rows) for part, rows in sizes.items()) if mixer.qkv_bias else None
+    qk_norms = None
+    if mixer.qk_norm is not None:
+        q_size, k_size = (width, kv_width) if mixer.qk_norm_over_heads else (mixer.head_dim, mixer.head_dim)
+        qk_norms = of("mixer.q_norm", q_size), of("mixer.k_norm", k_size)
+    attention = AttentionWeights(q, k, v, biases, qk_norms, of("mixer.o", hidden_size, width))
+    inner = spec.mlp.intermediate_size
+    gate, up = of("mlp.gate", inner, hidden_size), of("mlp.up", inner, hidden_size)
+    mlp = MlpWeights(gate, up, of("mlp.down", hidden_size, inner))
+    return Layer(spec, norms("mixer_norm"), attention, norms("mlp_norm"), mlp)
+
+
+def run_layer(
+    ops: LayerOps, layer: Layer, x: Tensor, mix: Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
+) -> Tensor:
+    """Hidden states [M, H] after a layer, from x [M, H].
+
+    `mix(hidden, spec, weights)`: what the mixer's heads make of hidden states [M, H], [M, heads * D].
+    """
+    spec, mixer, mlp = layer.spec, layer.mixer, layer.mlp
+    mixed = mix(_normed(ops, x, layer.mixer_norms.before, spec.norm), spec.mixer, mixer)
+    x = _added(ops, x, mixed, mixer.o, layer.mixer_norms.after, spec.norm)
+    hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
+    active = ops.gate_up(hidden, mlp.gate, mlp.up, spec.mlp.activation)
+    return _added(ops, x, active, mlp.down, layer.mlp_norms.after, spec.norm)
+
+
+def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> Tensor:
+    return x if weight is None else ops.rmsnorm(x, weight, norm)
+
+
+def _added(ops: LayerOps, x: Tensor, inner: Tensor, weight: Weight, after: Tensor | None, norm: NormSpec) -> Tensor:
+    """x plus the product of `inner` with `weight`, normed if there is a norm after it."""
+    if after is None:
+        return ops.linear_add(inner, weight, x)
+    return x + ops.rmsnorm(ops.linear(inner, weight), after, norm)
+
+
+def project(
+    ops: LayerOps, x: Tensor, spec: AttentionSpec, weights: AttentionWeights, rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [M, heads, D], keys and values [M, kv_heads, D] of hidden states x [M, H]."""
+    biases = weights.biases or (None, None, None)
+    matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
+    q, k, v = (ops.linear(x, weight, bias) for weight, bias in matrices)
+    if spec.qk_norm is not None and weights.qk_norms is not None:
+        q, k = (_norm_heads(ops, part, weight, spec.qk_norm) for part, weight in zip((q, k), weights.qk_norms))
+    q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
+    return ops.rope(q, rotation), ops.rope(k, rotation), v
+
+
+def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
+    """x [M, heads * D], normed in pieces of the weight's size."""
+    return ops.rmsnorm(x.reshape(-1, len(weight)), weight, norm).view_as(x)
+
+
+def new_rotations(ops: Backend, specs: Sequence[RotationSpec], positions: Tensor) -> list[Rotation]:
+    """The decoder's rotations of tokens at `positions` (int64 [M])."""
+    return [
+        ops.rotation(positions, torch.tensor(spec.inv_freq, device=positions.device), spec.scale) for spec in specs
+    ]
+
+
+def run_layers(
+    ops: Backend,
+    x: Tensor,
+    layers: Sequence[Layer],
+    rotations: Sequence[Rotation],
+    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    slots: Tensor,
+    batch: AttentionBatch,
+) -> Tensor:
+    """`Backend.layers` by the other ops."""
+    for layer, caches in zip(layers, kv_caches, strict=True):
+
+        def attend(
+            x: Tensor, spec: AttentionSpec, weights: AttentionWeights, caches: tuple[Tensor, Tensor] = caches
+        ) -> Tensor:
+            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *caches, slots)
+            return ops.paged_attention(q, *caches, batch, spec.scale, spec.window, spec.soft_cap).flatten(1)
+
+        x = run_layer(ops, layer, x, attend)
+    return x

@@ -1,0 +1,73 @@
+"""The choice of a backend for a model on a device. Each backend says itself what it cannot serve, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from ..errors import ConfigError
+from .contract import Backend
+from .specs import LayerSpec
+
+BACKENDS = ("cpu", "triton", "reference")
+
+
+@dataclass(frozen=True)
+class SelectedBackend:
+    """The backend for a model. `note`: why a faster one is not used, or empty.
+
+    `can_capture`: whether a CUDA graph can hold its calls.
+    """
+
+    name: str
+    ops: Backend
+    note: str
+    can_capture: bool = False
+
+
+def select_backend(name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> SelectedBackend:
+    """The backend called `name`, or the best one for the device and the layers if `name` is `auto`.
+
+    Raise ConfigError if there is no such backend, if it cannot serve the layers, or if TRUEROLL_CPU_ISA names an
+    instruction set that this machine does not have.
+    """
+    if name not in ("auto", *BACKENDS):
+        raise ConfigError(f"backend: expected one of auto, {', '.join(BACKENDS)}, found {name!r}; name one of them")
+    fastest = "cpu" if device.type == "cpu" else "triton"
+    wanted = fastest if name == "auto" else name
+    if wanted == "reference":
+        return _select("reference", device, "")
+    obstacle = _obstacle(wanted, device, dtype, layers)
+    if not obstacle:
+        return _select(wanted, device, "")
+    if name == wanted:
+        raise ConfigError(f"backend: expected one that can serve this model on {device}, found {name}: {obstacle}")
+    return _select("reference", device, obstacle)
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
+    """Why the backend cannot serve such layers, or an empty string."""
+    from . import cpu, triton
+
+    return (triton if name == "triton" else cpu).obstacle(device, dtype, layers)
+
+
+def _select(name: str, device: torch.device, note: str) -> SelectedBackend:
+    return SelectedBackend(name, _ops(name), note, name == "triton" and device.type == "cuda")
+
+
+def _ops(name: str) -> Backend:
+    if name == "cpu":
+        from .cpu import backend as cpu
+
+        return cast(Backend, cpu)
+    if name == "triton":
+        from .triton import backend as triton
+
+        return cast(Backend, triton)
+    from . import reference
+
+    return cast(Backend, reference)
