@@ -145,7 +145,5 @@ class DecodeGraphs:
     def _compute(self, inputs: _Inputs) -> Outputs:
         size = len(inputs.lens)
         batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
-        hidden = self._runner.model.forward(
-            inputs.token_ids, inputs.positions, inputs.slots, batch, self._runner.kv_caches
-        )
-        return self._sampler.next_tokens(hidden, inputs.wanted)
+        tokens = ModelInput(inputs.token_ids, inputs.positions, inputs.slots, batch, self._runner.kv_caches)
+        return self._sampler.next_tokens(self._runner.model.forward(tokens).hidden, inputs.wanted)

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from ..kernels.contract import SelectedBackend, select_backend
+from ..kernels.families import describe as describe_decoder
+from ..kernels.selection import SelectedBackend, select_backend
+from ..kernels.specs import DecoderSpec
 from .config import EngineConfig
 from .errors import ConfigError, ModelError
-from .models.dense import DenseModel, Empty
-from .models.dense_config import DenseConfig
+from .models.decoder import Decoder, Empty
 from .models.dummy import fill_randomly, find_config
 from .models.eos import find_eos_tokens
 from .models.folders import refuse_what_is_no_model
@@ -40,7 +42,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
     @property
-    def model(self) -> DenseModel:
+    def model(self) -> Decoder:
         """The decoder with the live weights."""
         return self.weights.model
 
@@ -82,13 +84,13 @@ class _Plan:
     """What is known of a model before memory is taken for it."""
 
     folder: Path
-    build: Callable[[Empty], DenseModel]
+    build: Callable[[Empty], Decoder]
     dtype: torch.dtype
     device: torch.device
     backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
 
-    def outline(self) -> DenseModel:
+    def outline(self) -> Decoder:
         """The model without memory."""
         return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
 
@@ -115,26 +117,26 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     takes it. Raise what `load_model` raises.
     """
     loaded = _allocate(_plan(config, find_config))
-    fill_randomly(loaded.weights.tensors, loaded.model.device)
+    fill_randomly(loaded.weights.tensors, loaded.model.spec.norm, loaded.model.device)
     return loaded
 
 
 def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
     """What an engine with this configuration is. Raise ConfigError if the model or the memory does not allow it."""
     model = loaded.model
-    max_model_len = _max_model_len(config, model.config.max_position_embeddings)
-    bytes_per_block = _kv_bytes_per_block(model.config, model.dtype, config.block_size)
+    max_model_len = _max_model_len(config, model.spec.max_position_embeddings)
+    bytes_per_block = _kv_bytes_per_block(model.spec, model.dtype, config.block_size)
     num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
     return EngineInfo(
         model=config.model,
-        architecture=model.config.architecture,
+        architecture=model.spec.architecture,
         device=str(model.device),
         dtype=loaded.dtype_name,
         backend=loaded.backend.name,
         isa=loaded.backend.ops.instruction_set(),
         backend_note=loaded.backend.note,
         num_threads=torch.get_num_threads(),
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.spec.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=max_model_len,
         block_size=config.block_size,
@@ -157,11 +159,18 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
-    model_config = DenseConfig.from_json(raw, folder)
-    eos_token_ids = find_eos_tokens(folder, raw, model_config.vocab_size)
-    dtype = _dtype(config, folder, model_config.dtype)
-    backend = _backend(config.backend, device, dtype, model_config.head_dim)
-    return _Plan(folder, partial(DenseModel, model_config, backend.ops), dtype, device, backend, eos_token_ids)
+    spec = _describe_decoder(folder, raw)
+    eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
+    dtype = _dtype(config, folder, spec.dtype)
+    backend = select_backend(config.backend, device, dtype, spec.layers)
+    return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
+
+
+def _describe_decoder(folder: Path, raw: dict[str, Any]) -> DecoderSpec:
+    try:
+        return describe_decoder(raw)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from error.__cause__
 
 
 def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
@@ -209,13 +218,6 @@ def _check_memory(plan: _Plan) -> None:
         )
 
 
-def _backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
-    try:
-        return select_backend(name, device, dtype, head_dim)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -256,9 +258,10 @@ def _available_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def _kv_bytes_per_block(config: DenseConfig, dtype: torch.dtype, block_size: int) -> int:
+def _kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
     """Keys and values of all layers."""
-    return 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    sizes = (layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in spec.layers)
+    return 2 * block_size * sum(sizes) * dtype.itemsize
 
 
 def _device(name: str) -> torch.device:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernels.contract import AttentionBatch
 from ..kernels.transfer import to_device
 from .memory import bytes_needed, new_arena
-from .models.dense import DenseModel, Empty
+from .models.decoder import Decoder, Empty, ModelInput
 from .sequence import Chunk
 
 _PLACEHOLDER = 0
@@ -23,13 +23,14 @@ _PLACEHOLDER = 0
 class ModelRunner:
     """A loaded model with a paged KV cache of `num_blocks` blocks of `block_size` tokens, all of it in `arena`."""
 
-    def __init__(self, model: DenseModel, num_blocks: int, block_size: int) -> None:
+    def __init__(self, model: Decoder, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
-        shape = (num_blocks, block_size, model.config.num_kv_heads, model.config.head_dim)
+        mixers = [layer.mixer for layer in model.spec.layers]
+        shapes = [(num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers]
 
         def build(empty: Empty) -> list[tuple[Tensor, Tensor]]:
-            return [(empty(*shape), empty(*shape)) for _ in model.layers]
+            return [(empty(*shape), empty(*shape)) for shape in shapes]
 
         # Small pages, so that a block takes memory only once it is used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
@@ -49,7 +50,8 @@ class ModelRunner:
         slots = self.slots(owners, positions, tables)
         batch = AttentionBatch([0, *ends], lens, self.to_device(tables))
         token_ids = self.token_ids(chunks, drawn)
-        return self.model.forward(token_ids, self.to_device(positions), self.to_device(slots), batch, self.kv_caches)
+        tokens = ModelInput(token_ids, self.to_device(positions), self.to_device(slots), batch, self.kv_caches)
+        return self.model.forward(tokens).hidden
 
     def token_ids(self, chunks: Sequence[Chunk], drawn: Tensor | None) -> Tensor:
         """The chunks' tokens, int64 [total tokens], on the device. A chunk whose token is unseen has no other."""

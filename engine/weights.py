@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.contract import Weight
 from .memory import Arena, bytes_needed, new_arena
-from .models.dense import DenseModel, Empty
+from .models.decoder import Decoder, Empty
 
 
 class WeightStore:
@@ -31,7 +31,7 @@ class WeightStore:
     commit of every parameter.
     """
 
-    def __init__(self, build: Callable[[Empty], DenseModel], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
         self._build, self._dtype, self._device = build, dtype, device
         self._num_bytes = bytes_needed(build, dtype)
         self._arena, self.model = self.new_model()
@@ -47,7 +47,7 @@ class WeightStore:
         """Bytes of the live weights' device that they hold now."""
         return self._arena.num_held
 
-    def new_model(self) -> tuple[Arena, DenseModel]:
+    def new_model(self) -> tuple[Arena, Decoder]:
         """A model with uninitialized weights in an arena of its own, laid out like the live ones."""
         arena = new_arena(self._num_bytes, self._device, huge_pages=True)
         return arena, self._build(partial(arena.empty, self._dtype))

@@ -1,4 +1,4 @@
-"""The ops that training needs, with gradients.
+"""The ops of a layer, and those of the head, with gradients: `GradientOps`.
 
 The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is torch's, in the dtype
 of the forward pass, apart from rotation and recomputed logits, which are ops too; it promises gradients within
@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from .contract import AttentionBatch, Backend, TokenStatistics, Wanted, Weight
+from .contract import AttentionBatch, Backend, Rotation, TokenStatistics, Wanted, Weight
+from .specs import Activation, AttentionSpec, NormSpec
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16
@@ -71,23 +72,13 @@ class _Product(Function):
         return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
 
 
-def linear(ops: Backend, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
-    return _Product.apply(ops, ops.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
-
-
-def logits(ops: Backend, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
-    return _Product.apply(ops, ops.lm_head, hidden, weight)  # type: ignore[return-value]
-
-
 class _Rmsnorm(Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return ops.rmsnorm(x, weight, eps)
+        ctx.norm = norm
+        return ops.rmsnorm(x, weight, norm)
 
     @staticmethod
     @once_differentiable
@@ -95,18 +86,13 @@ class _Rmsnorm(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wide, grad = x.float(), grad.float()
-        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.eps)
+        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + ctx.norm.eps)
         normed = wide * rstd
         grad_weight = (grad * normed).sum(0).to(weight.dtype)
-        grad = grad * weight
+        grad = grad * (weight.float() + float(ctx.norm.zero_centered))
         projection = (grad * normed).mean(-1, keepdim=True)
         grad_x = grad.addcmul_(normed, projection, value=-1.0).mul_(rstd).to(x.dtype)
         return None, grad_x, grad_weight, None
-
-
-def rmsnorm(ops: Backend, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [M, H] over its root mean square, times weight [H]: [M, H]."""
-    return _Rmsnorm.apply(ops, x, weight, eps)  # type: ignore[return-value]
 
 
 class _Rope(Function):
@@ -123,27 +109,21 @@ class _Rope(Function):
         return None, ctx.ops.rope(grad, (cosines, -sines)), None, None
 
 
-def rope(ops: Backend, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """x [M, heads, D] rotated by constant (cosines, sines), each float32 [M, D / 2]: [M, heads, D]."""
-    return _Rope.apply(ops, x, *rotation)  # type: ignore[return-value]
-
-
-class _SiluMul(Function):
+class _GateMul(Function):
     @staticmethod
-    def forward(ctx: Any, ops: Backend, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, ops: Backend, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return ops.silu_mul(gate, up)
+        ctx.activation = activation
+        return ops.gate_mul(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return None, torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
-
-
-def silu_mul(ops: Backend, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, both [M, I]: [M, I]."""
-    return _SiluMul.apply(ops, gate, up)  # type: ignore[return-value]
+        if ctx.activation == "silu":
+            return None, torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate), None
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return None, grad_gate, grad * F.gelu(gate, approximate="tanh"), None
 
 
 @dataclass(frozen=True)
@@ -190,13 +170,15 @@ class Packed:
 class _Attention(Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.packed, ctx.scale = packed, scale
+        ctx.packed, ctx.spec = packed, spec
         num_blocks = int(packed.batch.block_tables.max()) + 1
         caches = k.new_zeros(2, num_blocks, _BLOCK_SIZE, *k.shape[1:])
         ops.write_kv(k, v, caches[0], caches[1], packed.slots)
-        return ops.paged_attention(q, caches[0], caches[1], packed.batch, scale)
+        return ops.paged_attention(q, caches[0], caches[1], packed.batch, spec.scale, spec.window, spec.soft_cap)
 
     @staticmethod
     @once_differentiable
@@ -210,13 +192,13 @@ class _Attention(Function):
         grads = grad.split(lens)
         for group in ctx.packed.groups():
             padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*inputs, grads)]
-            for found, place in zip(_attention_gradients(padded, ctx.scale), places, strict=True):
+            for found, place in zip(_attention_gradients(padded, ctx.spec), places, strict=True):
                 for i, rows in zip(group, found, strict=True):
                     place[i].copy_(rows[: lens[i]])
         return None, *outputs, None, None
 
 
-def _attention_gradients(padded: Sequence[Tensor], scale: float) -> list[Tensor]:
+def _attention_gradients(padded: Sequence[Tensor], spec: AttentionSpec) -> list[Tensor]:
     """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding.
 
     `padded`: q, k, v and the gradient of the output, each [B, T, heads, D].
@@ -224,13 +206,24 @@ def _attention_gradients(padded: Sequence[Tensor], scale: float) -> list[Tensor]
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = _attend(q, k, v, spec)
     return [x.transpose(1, 2) for x in torch.autograd.grad(out, inputs, grad)]
 
 
-def attention(ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Tensor:
-    """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D]; returns [M, heads, D]."""
-    return _Attention.apply(ops, q, k, v, packed, scale)  # type: ignore[return-value]
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention by torch: q [B, heads, T, D], k and v [B, kv_heads, T, D]."""
+    length = q.shape[2]
+    is_whole = spec.window is None or spec.window >= length
+    if spec.soft_cap is None and is_whole:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
+    places = torch.arange(length, device=q.device)
+    distance = places[:, None] - places
+    visible = (distance >= 0) & (distance < (length if spec.window is None else spec.window))
+    if spec.soft_cap is None:
+        return F.scaled_dot_product_attention(q, k, v, visible, scale=spec.scale, enable_gqa=True)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.tanh((q.float() @ k.float().mT) * (spec.scale / spec.soft_cap)) * spec.soft_cap
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v
 
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
@@ -278,18 +271,53 @@ class _LogProbs(Function):
         return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def log_probs(ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-    """The log-prob, at `temperature`, of one token (int64 [M]) after each of hidden [M, H], with weight [V, H].
-
-    float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as much of probabilities.
+@dataclass(frozen=True)
+class GradientOps:
+    """The ops of `backend` with gradients. Those of `layer.LayerOps`, on plain tensors for weights, and what a decoder
+    needs beside its layers.
     """
-    return _LogProbs.apply(ops, hidden, weight, token_ids, temperature)  # type: ignore[return-value]
 
+    backend: Backend
 
-def statistics(
-    ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
-) -> TokenStatistics:
-    """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        wanted = _wanted(token_ids, temperature)
-        return ops.next_token_statistics(hidden, _backend_weight(ops, weight), wanted, k)[1]
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
+        return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
+
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """linear(x, weight) + residual [M, N]."""
+        return self.linear(x, weight) + residual
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
+        """x [M, H] over its root mean square, times weight [H], or 1 + weight: [M, H]."""
+        return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
+
+    def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x [M, heads, D] rotated by constant (cosines, sines), each float32 [M, D / 2]: [M, heads, D]."""
+        return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
+
+    def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(linear(x, gate)) * linear(x, up), gate and up [I, H]: [M, I]."""
+        return _GateMul.apply(self.backend, self.linear(x, gate), self.linear(x, up), activation)  # type: ignore[return-value]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
+        """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D]; returns [M, heads, D]."""
+        return _Attention.apply(self.backend, q, k, v, packed, spec)  # type: ignore[return-value]
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
+        return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
+
+    def log_probs(self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+        """The log-prob, at `temperature`, of one token (int64 [M]) after each of hidden [M, H], with weight [V, H].
+
+        float32 [M]. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as much of probabilities.
+        """
+        return _LogProbs.apply(self.backend, hidden, weight, token_ids, temperature)  # type: ignore[return-value]
+
+    def statistics(
+        self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
+    ) -> TokenStatistics:
+        """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            wanted = _wanted(token_ids, temperature)
+            return self.backend.next_token_statistics(hidden, _backend_weight(self.backend, weight), wanted, k)[1]

@@ -6,14 +6,14 @@ backend that fuses steps, or runs of layers, gives the bits of this definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .contract import AttentionBatch, AttentionWeights, Backend, Layer, MlpWeights, Norms, Rotation, Weight
-from .specs import Activation, AttentionSpec, LayerSpec, NormSpec, RotationSpec
+from .specs import Activation, AttentionSpec, DecoderSpec, NormSpec
 
 GetWeight: TypeAlias = Callable[..., Any]
 """get(name, *shape): the weight of that name, a `Weight` for two dimensions and a tensor for one."""
@@ -33,30 +33,44 @@ class LayerOps(Protocol):
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor: ...
 
 
-def make_layer(spec: LayerSpec, hidden_size: int, names: Mapping[str, str], get: GetWeight) -> Layer:
-    """The weights of a layer, each of which `get(name, *shape)` makes or finds, always in the same order."""
-    mixer, width = spec.mixer, spec.mixer.num_heads * spec.mixer.head_dim
-    kv_width = mixer.num_kv_heads * mixer.head_dim
+# Names of the weights outside layers, and where a layer's begin.
+EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers"
+
+
+def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
+    """A layer of weights, each of which `get(name, *shape)` makes or finds, always in the same order."""
+    spec, hidden = decoder.layers[index], decoder.hidden_size
 
     def of(role: str, *shape: int) -> Any:
-        return get(names[role], *shape)
+        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape)
 
     def norms(role: str) -> Norms:
-        before = of(f"{role}.before", hidden_size) if spec.norm_before else None
-        return Norms(before, of(f"{role}.after", hidden_size) if spec.norm_after else None)
+        before = of(f"{role}.before", hidden) if spec.norm_before else None
+        return Norms(before, of(f"{role}.after", hidden) if spec.norm_after else None)
 
-    sizes = {"q": width, "k": kv_width, "v": kv_width}
-    q, k, v = (of(f"mixer.{part}", rows, hidden_size) for part, rows in sizes.items())
-    biases = tuple(of(f"mixer.{part}_bias", rows) for part, rows in sizes.items()) if mixer.qkv_bias else None
-    qk_norms = None
-    if mixer.qk_norm is not None:
-        q_size, k_size = (width, kv_width) if mixer.qk_norm_over_heads else (mixer.head_dim, mixer.head_dim)
-        qk_norms = of("mixer.q_norm", q_size), of("mixer.k_norm", k_size)
-    attention = AttentionWeights(q, k, v, biases, qk_norms, of("mixer.o", hidden_size, width))
     inner = spec.mlp.intermediate_size
-    gate, up = of("mlp.gate", inner, hidden_size), of("mlp.up", inner, hidden_size)
-    mlp = MlpWeights(gate, up, of("mlp.down", hidden_size, inner))
-    return Layer(spec, norms("mixer_norm"), attention, norms("mlp_norm"), mlp)
+    return Layer(
+        spec,
+        norms("mixer_norm"),
+        _attention_weights(spec.mixer, hidden, of),
+        norms("mlp_norm"),
+        MlpWeights(of("mlp.gate", inner, hidden), of("mlp.up", inner, hidden), of("mlp.down", hidden, inner)),
+    )
+
+
+def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> AttentionWeights:
+    size, over_heads = spec.head_dim, spec.qk_norm_over_heads
+    rows = {"q": spec.num_heads * size, "k": spec.num_kv_heads * size, "v": spec.num_kv_heads * size}
+    normed = {part: rows[part] if over_heads else size for part in "qk"}
+    q, k, v = (of(f"mixer.{part}", count, hidden) for part, count in rows.items())
+    biases = tuple(of(f"mixer.{part}_bias", count) for part, count in rows.items()) if spec.qkv_bias else None
+    norms = tuple(of(f"mixer.{part}_norm", n) for part, n in normed.items()) if spec.qk_norm is not None else None
+    return AttentionWeights(q, k, v, biases, norms, of("mixer.o", hidden, rows["q"]))  # type: ignore[arg-type]
+
+
+def scale_embedding(x: Tensor, scale: float) -> Tensor:
+    """x times `scale`, which is rounded to x's dtype first."""
+    return x if scale == 1.0 else x * torch.tensor(scale).to(x.dtype).item()
 
 
 def run_layer(
@@ -101,13 +115,6 @@ def project(
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     """x [M, heads * D], normed in pieces of the weight's size."""
     return ops.rmsnorm(x.reshape(-1, len(weight)), weight, norm).view_as(x)
-
-
-def new_rotations(ops: Backend, specs: Sequence[RotationSpec], positions: Tensor) -> list[Rotation]:
-    """The decoder's rotations of tokens at `positions` (int64 [M])."""
-    return [
-        ops.rotation(positions, torch.tensor(spec.inv_freq, device=positions.device), spec.scale) for spec in specs
-    ]
 
 
 def run_layers(

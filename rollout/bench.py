@@ -142,7 +142,7 @@ class TransformersSystem:
     def __init__(self, loaded: LoadedModel) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.vocab_size = loaded.model.config.vocab_size
+        self.vocab_size = loaded.model.spec.vocab_size
         model: Any = AutoModelForCausalLM.from_pretrained(
             loaded.folder, dtype=loaded.model.dtype, trust_remote_code=False, local_files_only=True
         )

@@ -142,7 +142,7 @@ class _Lab:
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> None:
         self.config, self.loaded, self.sizes = config, loaded, sizes
-        self.vocab_size = loaded.model.config.vocab_size
+        self.vocab_size = loaded.model.spec.vocab_size
         self.subjects = make_subjects(sizes, self.vocab_size)
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ...kernels.contract import Weight
+from ...kernels.specs import NormSpec
 from ..errors import ModelError
 from .files import local_path
 
@@ -35,16 +36,16 @@ def find_config(name: str) -> Path:
     return folder
 
 
-def fill_randomly(weights: Mapping[str, Weight], device: torch.device) -> None:
-    """Overwrites weights, by their Hugging Face names: norms with 1, the others with normally distributed numbers of
-    mean 0.
+def fill_randomly(weights: Mapping[str, Weight], norm: NormSpec, device: torch.device) -> None:
+    """Overwrites weights, by their Hugging Face names: those of norms, all of which are like `norm`, so that they
+    multiply by 1, the others with normally distributed numbers of mean 0.
 
     Their standard deviation is 1 / sqrt(size of the last axis), so that a product of rows of unit variance has unit
     variance. They are drawn on `device`, one tensor at a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():
-        values = torch.ones(weight.shape, dtype=weight.dtype, device=device)
+        values = torch.full(weight.shape, float(not norm.zero_centered), dtype=weight.dtype, device=device)
         if not name.endswith("norm.weight"):
             values.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
         weight.copy_(values)

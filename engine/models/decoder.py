@@ -1,0 +1,93 @@
+"""A decoder: the weights of a `DecoderSpec` and its forward pass over a paged cache.
+
+Owns the weights' layout, each as its backend wants it, under the names of the checkpoint (`checkpoint_tensors`); their
+memory is given to it. Owns no KV cache and keeps no state between calls. Knows no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...kernels.contract import AttentionBatch, Backend, Weight
+from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding
+from ...kernels.specs import DecoderSpec
+
+Empty: TypeAlias = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """M tokens of a mixed batch.
+
+    `token_ids`, `positions`, `slots`: int64 [M]. `kv_caches`: for each layer keys and values [blocks, block_size,
+    kv_heads, head_dim]; the KV of the M tokens is written to `slots` before it is attended to.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    batch: AttentionBatch
+    kv_caches: Sequence[tuple[Tensor, Tensor]]
+
+
+class ModelOutput(NamedTuple):
+    """`hidden` [M, hidden_size]: after the last norm. `records`: what else is known of each token, by name: [M, ...]."""
+
+    hidden: Tensor
+    records: dict[str, Tensor]
+
+
+class Decoder:
+    """The decoder's weights, uninitialized until a checkpoint is copied into them, and its forward pass.
+
+    `empty(*shape)` makes the memory of each weight: uninitialized tensors of one dtype on one device. It is called in
+    the same order for the same spec and backend.
+    """
+
+    def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
+        self.spec, self.ops = spec, backend
+        self._tensors: dict[str, Weight] = {}
+
+        def new(name: str, *shape: int) -> Any:
+            self._tensors[name] = backend.new_weight(*shape, empty) if len(shape) == 2 else empty(*shape)
+            return self._tensors[name]
+
+        self.embed = new(EMBEDDING, spec.vocab_size, spec.hidden_size)
+        self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
+        self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
+        self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
+        self.dtype, self.device = self.norm.dtype, self.norm.device
+        self._inv_freqs = [torch.tensor(rotation.inv_freq, device=self.device) for rotation in spec.rotations]
+
+    def checkpoint_tensors(self) -> Mapping[str, Weight]:
+        """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""
+        return self._tensors
+
+    def tied_tensors(self) -> dict[str, str]:
+        """Names a checkpoint may have beside `checkpoint_tensors`, for copies of them: of which."""
+        return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
+
+    def ignored_tensors(self) -> frozenset[str]:
+        """Names a checkpoint may have beside those, for constants that are computed here."""
+        return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the weights take."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def forward(self, tokens: ModelInput) -> ModelOutput:
+        """The hidden states of the tokens."""
+        ops, spec = self.ops, self.spec
+        rotations = [
+            ops.rotation(tokens.positions, inv_freq, rotation.scale)
+            for inv_freq, rotation in zip(self._inv_freqs, spec.rotations, strict=True)
+        ]
+        x = scale_embedding(ops.embedding(tokens.token_ids, self.embed), spec.embed_scale)
+        x = ops.layers(x, self.layers, rotations, tokens.kv_caches, tokens.slots, tokens.batch)
+        return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {})

@@ -1,0 +1,39 @@
+"""The families of decoders that are served and trained: from config.json to a `DecoderSpec`.
+
+Each module here describes one family, or a few close ones, in `FAMILIES`, and is found by being here. Nothing else
+names an architecture: worker, aligned trainer, random weights and tests read the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, TypeAlias
+
+from ...errors import ModelError, brief
+from ..specs import DecoderSpec
+
+Describe: TypeAlias = Callable[[dict[str, Any], str], DecoderSpec]
+"""describe(raw, architecture): the decoder of a config.json. Raise ModelError if it is broken or cannot be served."""
+
+
+@cache
+def families() -> dict[str, Describe]:
+    """The families by the name of their architecture in config.json. A new entry is a new family."""
+    modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
+    return {name: describe for module in modules for name, describe in getattr(module, "FAMILIES", {}).items()}
+
+
+def describe(raw: dict[str, Any]) -> DecoderSpec:
+    """The decoder that `raw`, the content of config.json, describes.
+
+    Raise ModelError for an architecture of no family, and for a file that is broken or asks for what is not served.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in families():
+        supported = ", ".join(sorted(families()))
+        raise ModelError(f"expected an architecture of {supported}, found {brief(name)}; serve another model")
+    return families()[name](raw, name)

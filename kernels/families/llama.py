@@ -1,0 +1,65 @@
+"""Llama, and what is like it: norms before, a SiLU gate, one rotation. Mistral's layers have a window, Ministral's and
+Qwen's may have one; Qwen2 has biases of q, k and v, Qwen3 norms of the heads of q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ..specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from . import Describe
+from .settings import expect, fill_layer_types, read_settings
+
+
+def _family(
+    windows: Callable[[Any], list[int | None]],
+    is_sliding: Callable[[dict[str, Any], int], bool] | None = None,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    **defaults: Any,
+) -> Describe:
+    """`windows(settings)`: of each layer. `is_sliding(raw, i)`: whether layer i has one if a file has no `layer_types`.
+    `defaults`: what transformers takes for settings that a file leaves out.
+    """
+
+    def fill(raw: dict[str, Any]) -> dict[str, Any]:
+        raw = defaults | raw
+        return raw if is_sliding is None else fill_layer_types(raw, lambda i: is_sliding(raw, i))
+
+    def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+        settings = read_settings(fill, raw)
+        expect(settings, hidden_act="silu")
+        norm = NormSpec(settings.rms_norm_eps)
+        mixer = settings.attention(qkv_bias=qkv_bias, qk_norm=norm if qk_norm else None)
+        layer = LayerSpec(mixer, MlpSpec(settings.intermediate_size), norm)
+        layers = [replace(layer, mixer=replace(mixer, window=window)) for window in windows(settings)]
+        return settings.decoder(architecture, layers, [settings.rotation()])
+
+    return describe
+
+
+def _qwen_is_sliding(raw: dict[str, Any], i: int) -> bool:
+    return bool(raw.get("use_sliding_window")) and i >= raw["max_window_layers"]
+
+
+def _qwen_windows(settings: Any) -> list[int | None]:
+    return settings.windows(settings.sliding_window if settings.use_sliding_window else None)
+
+
+_MISTRAL = dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096)
+_QWEN = dict(max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
+FAMILIES = {
+    "LlamaForCausalLM": _family(lambda settings: [None] * settings.num_hidden_layers, max_position_embeddings=2048),
+    "MistralForCausalLM": _family(
+        lambda settings: [settings.sliding_window] * settings.num_hidden_layers, **_MISTRAL
+    ),
+    "MinistralForCausalLM": _family(
+        lambda settings: settings.windows(settings.sliding_window),
+        lambda raw, i: raw["sliding_window"] is not None,
+        **_MISTRAL,
+    ),
+    "Qwen2ForCausalLM": _family(_qwen_windows, _qwen_is_sliding, qkv_bias=True, **_QWEN),
+    "Qwen3ForCausalLM": _family(_qwen_windows, _qwen_is_sliding, qk_norm=True, head_dim=128, **_QWEN),
+}

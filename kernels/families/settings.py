@@ -1,0 +1,233 @@
+"""The settings of a config.json, checked, for the families to read.
+
+Promises that no size is beyond `_MOST`, so that a list of all layers is made in a blink whoever wrote the file. The
+base class of transformers' configurations checks the values and brings old files up to date. Its classes for the
+architectures are not used: importing one imports torch's compiler too, which takes 150 MB.
+"""
+
+# No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict, validated_field
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...errors import ModelError, brief, said
+from ..specs import AttentionSpec, DecoderSpec, LayerSpec, RotationSpec
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+# Of sizes: several times those of any decoder that was published, and their products stay far below 2**63.
+_MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "max_position_embeddings": 2**24,
+    "sliding_window": 2**31,
+    "sliding_window_pattern": 2**10,
+}
+# What `Settings` understands beside its fields.
+_DTYPE_KEYS = {"dtype", "torch_dtype"}
+_ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+_ROPE_KEYS |= {"partial_rotary_factor", "original_max_position_embeddings"}
+
+
+def _size(name: str, **options: Any) -> Any:
+    def check(size: int | None) -> None:
+        if size is not None and not 1 <= size <= _MOST[name]:
+            raise ValueError(f"expected at least 1 and at most {_MOST[name]}, found {brief(size)}")
+
+    return validated_field(check, **options)
+
+
+def _check_eps(eps: float) -> None:
+    if not 0.0 <= eps < float("inf"):
+        raise ValueError(f"expected a finite number of at least 0, found {eps}")
+
+
+def _check_scalar(scalar: float | None) -> None:
+    if scalar is not None and not 0.0 < scalar < float("inf"):
+        raise ValueError(f"expected a finite number above 0, found {scalar}")
+
+
+@strict
+class Settings(PreTrainedConfig):
+    """The settings of config.json that decoders need, by transformers' names. The base class fills in `dtype` and
+    `rope_parameters`, from the keys of older files too (`torch_dtype`, `rope_theta`, `rope_scaling`).
+    """
+
+    vocab_size: int = _size("vocab_size")
+    hidden_size: int = _size("hidden_size")
+    intermediate_size: int = _size("intermediate_size")
+    num_hidden_layers: int = _size("num_hidden_layers")
+    num_attention_heads: int = _size("num_attention_heads")
+    max_position_embeddings: int = _size("max_position_embeddings")
+    num_key_value_heads: int | None = _size("num_key_value_heads", default=None)
+    head_dim: int | None = _size("head_dim", default=None)
+    hidden_act: str = "silu"
+    hidden_activation: str | None = None
+    rms_norm_eps: float = validated_field(_check_eps, default=1e-6)
+    rope_parameters: Any = None
+    tie_word_embeddings: bool = False
+    attention_bias: Any = False
+    mlp_bias: Any = False
+    attention_dropout: Any = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = _size("sliding_window", default=None)
+    sliding_window_pattern: int | None = _size("sliding_window_pattern", default=None)
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+    use_bidirectional_attention: Any = False
+    query_pre_attn_scalar: float | int | None = validated_field(_check_scalar, default=None)
+    attn_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
+    final_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
+    per_layer_config: Any = None
+
+    def __post_init__(self, **others: Any) -> None:
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        super().__post_init__(**others)
+
+    def windows(self, window: int | None) -> list[int | None]:
+        """For each layer `window` or none, as `layer_types` say.
+
+        Raise ModelError unless they name one known type for each layer, and for a window that is missing.
+        """
+        types = self.layer_types or []
+        if len(types) != self.num_hidden_layers or not {*types} <= {FULL, SLIDING}:
+            raise ModelError(
+                f"expected {self.num_hidden_layers} layer_types of {FULL} or {SLIDING} in config.json, found "
+                f"{brief(types)}; serve another model"
+            )
+        if SLIDING in types and window is None:
+            raise ModelError("expected a sliding_window in config.json, found none; correct the file")
+        return [window if kind == SLIDING else None for kind in types]
+
+    def attention(self, **others: Any) -> AttentionSpec:
+        """Attention with the heads of these settings. `others`: further fields of the spec."""
+        others.setdefault("scale", self.head_dim**-0.5)
+        return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
+
+    def decoder(
+        self, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
+    ) -> DecoderSpec:
+        """A decoder of these layers, whose last norm is like theirs. `others`: further fields of the spec."""
+        return DecoderSpec(
+            architecture=architecture,
+            dtype=self.dtype or torch.float32,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            max_position_embeddings=self.max_position_embeddings,
+            layers=tuple(layers),
+            rotations=tuple(rotations),
+            norm=layers[0].norm,
+            tie_word_embeddings=self.tie_word_embeddings,
+            **others,
+        )
+
+    def rotation(self, layer_type: str | None = None) -> RotationSpec:
+        """The rotation of all layers, or of those of a type, where each type has its own.
+
+        Raise ModelError for one that is not served or does not rotate.
+        """
+        parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
+        kind = parameters.get("rope_type")
+        if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
+            raise ModelError(
+                f"expected a rope_type of {', '.join(SUPPORTED_ROPE)} in config.json, one for each type of layer, "
+                f"found {brief([*parameters.items()])}; serve another model"
+            )
+        try:
+            inv_freq, scale = self._inv_freq(kind, layer_type)
+        except Exception as error:
+            raise _broken(error) from error
+        if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
+            raise ModelError(
+                f"expected rope parameters that rotate, found {brief([*parameters.items()])}; correct config.json"
+            )
+        return RotationSpec(tuple(inv_freq.tolist()), scale)
+
+    def _inv_freq(self, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
+        if kind != "default":
+            of_type = {} if layer_type is None else {"layer_type": layer_type}
+            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](self, torch.device("cpu"), **of_type)
+            return inv_freq, math.fsum([scale])  # takes numbers alone, and none beyond a float
+        parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+        return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+_KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
+
+
+def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any]) -> Settings:
+    """The settings in `raw`, the content of config.json. `fill`: adds what a file may leave out.
+
+    Raise ModelError for a file that is broken.
+    """
+    try:
+        # A copy, as it is filled in.
+        filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
+        return Settings(**filled)
+    except Exception as error:
+        raise _broken(error) from error
+
+
+def fill_layer_types(raw: dict[str, Any], is_sliding: Callable[[int], bool]) -> dict[str, Any]:
+    """`raw` with `layer_types`; those of a file without them follow from the layers' numbers."""
+    count = raw.get("num_hidden_layers")
+    # The count was not checked yet.
+    if raw.get("layer_types") is None and isinstance(count, int) and count <= _MOST["num_hidden_layers"]:
+        raw["layer_types"] = [SLIDING if is_sliding(i) else FULL for i in range(count)]
+    return raw
+
+
+def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str, Any]:
+    """`raw` with `rope_parameters` for each type of layer, which older files do not have.
+
+    `theta`: of each type, where they do not say it. What `rope_scaling` says is of full attention.
+    """
+    given, scaling = raw.pop("rope_parameters", None) or {}, raw.pop("rope_scaling", None) or {}
+    default = {kind: {"rope_type": "default", "rope_theta": theta[kind]} for kind in (FULL, SLIDING)}
+    default[FULL] |= scaling
+    raw["rope_parameters"] = {kind: rope | (given.get(kind) or {}) for kind, rope in default.items()}
+    return raw
+
+
+def _broken(error: Exception) -> ModelError:
+    cause = said(f"{type(error).__name__}: {error}")
+    return ModelError(f"expected a model's settings in config.json, found a fault: {cause}; correct the file")
+
+
+def expect(settings: Any, **others: Any) -> None:
+    """Raise ModelError unless `settings` ask for nothing but what is served; `others`: what further ones have to be."""
+    faults = {
+        **{name: (getattr(settings, name), wanted) for name, wanted in others.items()},
+        "attention_bias": (bool(settings.attention_bias), False),
+        "mlp_bias": (bool(settings.mlp_bias), False),
+        "partial_rotary_factor": (_rotated_part(settings.rope_parameters), 1.0),
+        "per_layer_config": (settings.per_layer_config or None, None),
+        "use_bidirectional_attention": (bool(settings.use_bidirectional_attention), False),
+        "attn_logit_softcapping": (settings.attn_logit_softcapping, None),
+        "final_logit_softcapping": (settings.final_logit_softcapping, None),
+        "head_dim % 2": (settings.head_dim % 2, 0),
+        "num_attention_heads % num_key_value_heads": (settings.num_attention_heads % settings.num_key_value_heads, 0),
+    }
+    for name, (found, wanted) in faults.items():
+        if found != wanted:
+            raise ModelError(f"expected {name} = {wanted!r} in config.json, found {brief(found)}; serve another model")
+
+
+def _rotated_part(parameters: dict[str, Any]) -> float:
+    """The least part of a head that any of the rotations turns."""
+    each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    return min(one.get("partial_rotary_factor", 1.0) for one in each)
