@@ -8,15 +8,17 @@ inside a layer are read, not called.
 Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
 the worker's log-probs, and `token_statistics` those of its `top_logprobs`, whatever the micro-batch, padding or
 packing. Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast
-compute what a bfloat16 worker computes that was given these parameters.
+compute what a bfloat16 worker computes that was given these parameters. `aligned_with` says what a model computes with;
+a backend that is not the fastest one, taken because that cannot serve the model, is logged when it is first taken.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +26,25 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from . import autograd
 from .autograd import Packed
-from .ops import Backend, TokenStatistics, select_backend
+from .ops import Backend, SelectedBackend, TokenStatistics, select_backend
 
-__all__ = ["TokenStatistics", "align", "token_log_probs", "token_statistics", "unalign"]
+__all__ = ["Arithmetic", "TokenStatistics", "align", "aligned_with", "token_log_probs", "token_statistics", "unalign"]
 
+log = logging.getLogger(__name__)
 _ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Arithmetic(NamedTuple):
+    """What decides the bits of an aligned model: `backend`, its instruction set `isa`, and `dtype`, such as `bfloat16`.
+
+    The names and values are those of a worker's `health().engine`.
+    """
+
+    backend: str
+    isa: str
+    dtype: str
 
 
 def align(model: Any, backend: str = "auto") -> None:
@@ -43,7 +57,7 @@ def align(model: Any, backend: str = "auto") -> None:
     _check_model(model)
     head_dim, weight = model.model.layers[0].self_attn.head_dim, model.lm_head.weight
     # Under autocast float32 parameters compute in 16 bits: what serves the forward pass is known only there.
-    dtype = torch.bfloat16 if backend == "triton" and weight.dtype == torch.float32 else weight.dtype
+    dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, head_dim)
     for module, forward in _parts(model):
         module.__class__ = _aligned_class(type(module), forward, backend, head_dim)
@@ -58,6 +72,18 @@ def unalign(model: Any) -> None:
     for module, _ in _parts(model):
         if _is_aligned(module):
             module.__class__ = type(module).__bases__[0]
+
+
+def aligned_with(model: Any) -> Arithmetic:
+    """What an aligned model computes with, in the autocast around this call. Log-probs are a worker's only if
+    `aligned_with(model)._asdict().items() <= client.health().engine.items()`.
+
+    Raise ValueError for a model that is not aligned.
+    """
+    _check_aligned(model)
+    decoder, dtype = model.model, _forward_dtype(model.model)
+    chosen = _select_backend(decoder._backend_name, model.lm_head.weight.device, dtype, decoder._head_dim)
+    return Arithmetic(chosen.name, chosen.ops.instruction_set(), str(dtype).removeprefix("torch."))
 
 
 def token_log_probs(
@@ -218,7 +244,13 @@ def _aligned_class(original: type, forward: Callable[..., Any], backend: str, he
     return type(original.__name__, (original,), fields)
 
 
-_select_backend = cache(select_backend)
+@cache
+def _select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
+    """Logs a fallback in the words of a worker, once in a process, since forward passes ask again and again."""
+    chosen = select_backend(name, device, dtype, head_dim)
+    if chosen.note:
+        log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
+    return chosen
 
 
 def _backend(module: Any, x: Tensor) -> Backend:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
+from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
 from trueroll.kernels import training
 from trueroll.kernels.cpu.library import Library
 from trueroll.kernels.ops import select_backend
-from trueroll.kernels.training import align, token_log_probs, token_statistics
+from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics
 
 from .drive import generate, make_engine, run, tokens
 
@@ -209,6 +211,25 @@ def test_a_float16_checkpoint_is_served_and_trained_as_bfloat16(tmp_path: Path, 
     align(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=masters):
         assert count_differences(packed(model, rollout), rollout) == 0
+
+
+def computes_alike(model: Any, engine: Engine) -> bool:
+    return aligned_with(model)._asdict().items() <= asdict(engine.info).items()
+
+
+def test_a_trainer_can_ask_whether_it_computes_what_a_worker_does(
+    tiny_llama: Path, native_library: Library, backend: str
+) -> None:
+    masters, rounded = trainer_model(tiny_llama, "float32"), trainer_model(tiny_llama, "bfloat16")
+    align(masters, backend)
+    align(rounded, backend)
+    served = make_engine(tiny_llama, dtype="bfloat16", backend=backend)
+    assert computes_alike(rounded, served) and not computes_alike(masters, served)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert computes_alike(masters, served)
+    if backend == "cpu":
+        native_library.choose("portable")
+        assert not computes_alike(rounded, served), "another instruction set"
 
 
 def test_an_unaligned_trainer_differs(tiny_llama: Path) -> None:

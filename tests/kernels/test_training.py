@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
-from trueroll.kernels import autograd
+from trueroll.kernels import autograd, reference, training
 from trueroll.kernels.autograd import Packed
 from trueroll.kernels.ops import Backend, select_backend
-from trueroll.kernels.training import align, token_log_probs, unalign
+from trueroll.kernels.training import Arithmetic, align, aligned_with, token_log_probs, unalign
 
 from .inputs import randn, same_bits
 
@@ -403,6 +403,53 @@ def test_rope_survives_a_cast_of_the_model(tiny_llama: Path) -> None:
 
 
 IDS = torch.arange(3, 23).view(2, 10)
+
+
+@pytest.fixture
+def first_choice() -> None:
+    """Whatever backends other tests took."""
+    training._select_backend.cache_clear()
+
+
+FLOAT16_NOTE = (
+    "native CPU kernels expect float32 or bfloat16, found float16; set dtype to bfloat16 (--dtype bfloat16) or float32"
+)
+
+
+def test_a_fallback_is_logged_as_a_worker_logs_it(
+    tiny_llama: Path, first_choice: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(tiny_llama, torch.float16, "auto")
+    for _ in range(2):
+        token_log_probs(model, IDS)
+    assert aligned_with(model) == Arithmetic("reference", reference.instruction_set(), "float16")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [f"backend reference, not a faster one: {FLOAT16_NOTE}"]
+
+
+def test_a_fallback_under_autocast_is_logged(
+    tiny_llama: Path, first_choice: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(tiny_llama, backend="auto")
+    assert aligned_with(model).backend == "cpu" and not caplog.records, "premise: nothing to say of float32"
+    with torch.autocast("cpu", torch.float16):
+        token_log_probs(model, IDS)
+        assert aligned_with(model)[::2] == ("reference", "float16")
+    assert FLOAT16_NOTE in caplog.text
+
+
+def test_a_backend_that_was_asked_for_is_not_logged(
+    tiny_llama: Path, first_choice: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(tiny_llama, torch.float16, "reference")
+    assert aligned_with(model).backend == "reference" and not caplog.records
+
+
+def test_what_is_not_aligned_is_aligned_with_nothing(tiny_llama: Path) -> None:
+    with pytest.raises(ValueError, match="expected an aligned one, .* call align"):
+        aligned_with(load(tiny_llama))
+
+
 ONES = torch.ones_like(IDS)
 REFUSED_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "no such shape of mask": ("attention_mask", dict(input_ids=IDS, attention_mask=ONES[:, :9])),
