@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..kernels.contract import GREEDY, AttentionBatch, Wanted
 from .model_runner import ModelRunner, pad_tables
+from .models.decoder import ModelInput
 from .sampler import Draw, Drawing, Sampler, make_wanted
 from .sequence import Chunk
 

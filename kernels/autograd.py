@@ -170,9 +170,7 @@ class Packed:
 class _Attention(Function):
     @staticmethod
     @_without_autocast
-    def forward(
-        ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec
-    ) -> Tensor:
+    def forward(ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.packed, ctx.spec = packed, spec
         num_blocks = int(packed.batch.block_tables.max()) + 1

@@ -107,7 +107,8 @@ def project(
     matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
     q, k, v = (ops.linear(x, weight, bias) for weight, bias in matrices)
     if spec.qk_norm is not None and weights.qk_norms is not None:
-        q, k = (_norm_heads(ops, part, weight, spec.qk_norm) for part, weight in zip((q, k), weights.qk_norms))
+        q_norm, k_norm = weights.qk_norms
+        q, k = _norm_heads(ops, q, q_norm, spec.qk_norm), _norm_heads(ops, k, k_norm, spec.qk_norm)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
     return ops.rope(q, rotation), ops.rope(k, rotation), v
 

@@ -114,3 +114,7 @@ class DecoderSpec:
     embed_scale: float = 1.0
     tie_word_embeddings: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+
+    def __hash__(self) -> int:
+        # Of a few fields, as each module of an aligned model looks its backend up by it.
+        return hash((self.architecture, self.vocab_size, self.hidden_size, len(self.layers)))

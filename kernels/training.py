@@ -1,9 +1,10 @@
 """The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
 
-`align` gives the decoder, its layers and the head of a Llama, Qwen2 or Qwen3 model another forward pass, and leaves
-parameters, names and checkpoints alone; `unalign` gives them their own back. The forward pass drops padding, computes
-the tokens of all sequences as rows, and keeps no KV cache. Forward hooks run on the decoder and its layers: the modules
-inside a layer are read, not called.
+`align` gives the decoder, its embedding, its layers and the head of a model of any of the `families` another forward
+pass, and leaves parameters, names and checkpoints alone; `unalign` gives them their own back. The forward pass drops
+padding, computes the tokens of all sequences as rows, and keeps no KV cache. What a layer computes is `layer.run_layer`
+with `autograd.GradientOps`. Forward hooks run on the decoder, the embedding and the layers: the modules inside a layer
+are read, not called.
 
 Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
 the worker's log-probs, and `token_statistics` those of its `top_logprobs`, whatever the micro-batch, padding or
@@ -24,16 +25,39 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from . import autograd
-from .autograd import Packed
-from .ops import Backend, SelectedBackend, TokenStatistics, select_backend
+from ..errors import ModelError, TruerollError
+from .autograd import GradientOps, Packed
+from .contract import AttentionWeights, Rotation, TokenStatistics
+from .families import describe, families
+from .layer import LAYERS, make_layer, project, run_layer, scale_embedding
+from .selection import SelectedBackend, select_backend
+from .specs import AttentionSpec, DecoderSpec
 
-__all__ = ["Arithmetic", "TokenStatistics", "align", "aligned_with", "token_log_probs", "token_statistics", "unalign"]
+__all__ = [
+    "AlignmentError",
+    "Arithmetic",
+    "TokenStatistics",
+    "align",
+    "aligned_with",
+    "token_log_probs",
+    "token_statistics",
+    "unalign",
+]
 
 log = logging.getLogger(__name__)
-_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class AlignmentError(TruerollError, ValueError):
+    """A model cannot be aligned, is not aligned, or was given what an aligned one cannot take."""
+
+
+class _Aligned(NamedTuple):
+    """What an aligned module knows beside its own parameters. `index`: of a layer."""
+
+    backend: str
+    spec: DecoderSpec
+    index: int = -1
 
 
 class Arithmetic(NamedTuple):
@@ -48,41 +72,43 @@ class Arithmetic(NamedTuple):
 
 
 def align(model: Any, backend: str = "auto") -> None:
-    """Make a transformers LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM compute with the ops of `backend`:
-    `auto` (the fastest that serves it), `cpu`, `triton` or `reference`.
+    """Make a transformers model of a family that a worker serves compute with the ops of `backend`: `auto` (the fastest
+    that serves it), `cpu`, `triton` or `reference`.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
-    Raise ValueError for a model that is aligned already, or that the ops do not compute.
+    Raise AlignmentError for a model that is aligned already, or that the ops do not compute, and ConfigError for a
+    backend that cannot serve it.
     """
-    _check_model(model)
-    head_dim, weight = model.model.layers[0].self_attn.head_dim, model.lm_head.weight
+    spec, weight = _check_model(model), model.lm_head.weight
     # Under autocast float32 parameters compute in 16 bits: what serves the forward pass is known only there.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
-    _select_backend(backend, weight.device, dtype, head_dim)
-    for module, forward in _parts(model):
-        module.__class__ = _aligned_class(type(module), forward, backend, head_dim)
+    _select_backend(backend, weight.device, dtype, spec)
+    for module, forward, index in _parts(model):
+        module.__class__ = _aligned_class(type(module), forward)
+        module._aligned = _Aligned(backend, spec, index)
 
 
 def unalign(model: Any) -> None:
-    """Undo `align`. Raise ValueError if nothing of the model is aligned."""
-    if not _has_parts(model) or not any(_is_aligned(module) for module, _ in _parts(model)):
-        raise ValueError(
+    """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
+    if not _has_parts(model) or not any(_is_aligned(module) for module, *_ in _parts(model)):
+        raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
         )
-    for module, _ in _parts(model):
+    for module, *_ in _parts(model):
         if _is_aligned(module):
             module.__class__ = type(module).__bases__[0]
+            del module._aligned
 
 
 def aligned_with(model: Any) -> Arithmetic:
     """What an aligned model computes with, in the autocast around this call. Log-probs are a worker's only if
     `aligned_with(model)._asdict().items() <= client.health().engine.items()`.
 
-    Raise ValueError for a model that is not aligned.
+    Raise AlignmentError for a model that is not aligned.
     """
     _check_aligned(model)
-    decoder, dtype = model.model, _forward_dtype(model.model)
-    chosen = _select_backend(decoder._backend_name, model.lm_head.weight.device, dtype, decoder._head_dim)
+    dtype = _forward_dtype(model.lm_head.weight)
+    chosen = _chosen(model.lm_head, model.lm_head.weight.device, dtype)
     return Arithmetic(chosen.name, chosen.ops.instruction_set(), str(dtype).removeprefix("torch."))
 
 
@@ -103,10 +129,10 @@ def token_log_probs(
     log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence. Mixed precision is
     that of the autocast around this call: under accelerate, make it inside `accelerator.autocast()`.
 
-    Raise ValueError for shapes that do not fit together, and for a model that is not aligned.
+    Raise AlignmentError for shapes that do not fit together, and for a model that is not aligned.
     """
-    places, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
-    return _spread(autograd.log_probs(*asked), places, input_ids.shape)
+    places, ops, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
+    return _spread(ops.log_probs(*asked), places, input_ids.shape)
 
 
 def token_statistics(
@@ -126,15 +152,17 @@ def token_statistics(
     float32, in that shape and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id
     first. Where `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
 
-    Raise ValueError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the size of the vocabulary.
+    Raise AlignmentError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the vocabulary's size.
     """
     _check_aligned(model)
     vocab_size = len(model.lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
-        raise ValueError(f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has")
+        raise AlignmentError(
+            f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has"
+        )
     with torch.no_grad():
-        places, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
-        found = autograd.statistics(*asked, top_logprobs)
+        places, ops, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
+        found = ops.statistics(*asked, top_logprobs)
     return TokenStatistics._make(_spread(column, places, input_ids.shape) for column in found)
 
 
@@ -145,12 +173,12 @@ def _ask(
     lengths: Sequence[int] | None,
     temperature: float,
     completion_mask: Tensor | None,
-) -> tuple[Tensor, tuple[Backend, Tensor, Tensor, Tensor, float]]:
-    """The places of the M tokens that are asked for in flat `input_ids`, and the arguments of `autograd.log_probs`."""
+) -> tuple[Tensor, GradientOps, tuple[Tensor, Tensor, Tensor, float]]:
+    """The places of the M tokens that are asked for in flat `input_ids`, the ops, and the arguments of `log_probs`."""
     _check_aligned(model)
     input_ids = input_ids.long()
     if not temperature >= 0.0:
-        raise ValueError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
+        raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     _check_shape("completion_mask", mask, input_ids.shape)
     if lengths is None:
@@ -161,8 +189,12 @@ def _ask(
     ids = input_ids.flatten()[indices]
     hidden = model.model(input_ids=ids[None], position_ids=packed.positions[None]).last_hidden_state[0]
     wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
-    weight, ops = model.lm_head.weight.to(hidden.dtype), _backend(model.lm_head, hidden)
-    return indices[wanted], (ops, hidden[wanted - 1], weight, ids[wanted], _divisor(temperature))
+    weight = model.lm_head.weight.to(hidden.dtype)
+    return (
+        indices[wanted],
+        _ops(model.lm_head, hidden),
+        (hidden[wanted - 1], weight, ids[wanted], _divisor(temperature)),
+    )
 
 
 def _spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
@@ -171,7 +203,7 @@ def _spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     return spread.view(*shape, *found.shape[1:])
 
 
-# The three forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
+# The four forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
 
 
 def _decoder_forward(
@@ -183,91 +215,99 @@ def _decoder_forward(
 ) -> BaseModelOutputWithPast:
     for name in ("past_key_values", "inputs_embeds", "output_attentions", "output_hidden_states"):
         if (value := kwargs.get(name)) is not None and value is not False:
-            raise ValueError(f"{name}: expected none for an aligned model, found one; leave it out, or call unalign")
+            raise AlignmentError(
+                f"{name}: expected none for an aligned model, found one; leave it out, or call unalign"
+            )
     if input_ids is None:
-        raise ValueError("input_ids: expected int64 [B, T], found none; give token ids")
+        raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
     indices, packed = _unpad(input_ids, attention_mask, position_ids)
-    x = self.embed_tokens(input_ids.flatten()[indices]).to(_forward_dtype(self))
-    ops = _backend(self, x)
-    inv_freq, scale = _rope_parameters(self)
-    rotation = ops.rotation(packed.positions, inv_freq.to(x.device), scale)
+    x = self.embed_tokens(input_ids.flatten()[indices])
+    spec, ops = self._aligned.spec, _ops(self, x)
+    rotations = [
+        ops.backend.rotation(packed.positions, torch.tensor(rotation.inv_freq, device=x.device), rotation.scale)
+        for rotation in spec.rotations
+    ]
     for layer in self.layers:
-        x = layer(x, packed, rotation)
-    x = autograd.rmsnorm(ops, x, self.norm.weight.to(x.dtype), self.norm.variance_epsilon)
+        x = layer(x, packed, rotations)
+    x = ops.rmsnorm(x, self.norm.weight.to(x.dtype), spec.norm)
     hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
     return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
 
 
-def _layer_forward(self: Any, x: Tensor, packed: Packed, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    ops, attn, mlp = _backend(self, x), self.self_attn, self.mlp
+def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
+    x = nn.functional.embedding(token_ids, self.weight).to(_forward_dtype(self.weight))
+    return scale_embedding(x, self._aligned.spec.embed_scale)
 
-    def linear(module: nn.Linear, x: Tensor) -> Tensor:
-        _check_linear("linear layer", module)
-        bias = None if module.bias is None else module.bias.to(x.dtype)
-        return autograd.linear(ops, x, module.weight.to(x.dtype), bias)
 
-    def norm(module: Any, x: Tensor) -> Tensor:
-        return autograd.rmsnorm(ops, x.flatten(0, -2), module.weight.to(x.dtype), module.variance_epsilon).view_as(x)
+def _layer_forward(self: Any, x: Tensor, packed: Packed, rotations: Sequence[Rotation]) -> Tensor:
+    _, spec, index = self._aligned
+    ops = _ops(self, x)
 
-    hidden = norm(self.input_layernorm, x)
-    q, k, v = (
-        linear(module, hidden).unflatten(1, (-1, attn.head_dim)) for module in (attn.q_proj, attn.k_proj, attn.v_proj)
-    )
-    if hasattr(attn, "q_norm"):
-        q, k = norm(attn.q_norm, q), norm(attn.k_norm, k)
-    q, k = autograd.rope(ops, q, rotation), autograd.rope(ops, k, rotation)
-    attended = autograd.attention(ops, q, k, v, packed, attn.scaling)
-    x = linear(attn.o_proj, attended.flatten(1)) + x
-    hidden = norm(self.post_attention_layernorm, x)
-    activated = autograd.silu_mul(ops, linear(mlp.gate_proj, hidden), linear(mlp.up_proj, hidden))
-    return linear(mlp.down_proj, activated) + x
+    def get(name: str, *shape: int) -> Tensor:
+        return _parameter(self, name.removeprefix(f"{LAYERS}.{index}."), shape).to(x.dtype)
+
+    def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
+        q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
+        return ops.attention(q, k, v, packed, spec).flatten(1)
+
+    return run_layer(ops, make_layer(spec, index, get), x, attend)
+
+
+def _parameter(layer: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A layer's parameter of this shape; of a linear layer only if it is a plain one."""
+    path, _, leaf = name.rpartition(".")
+    module = layer.get_submodule(path)
+    if len(shape) == 2:
+        _check_linear(path, module)
+    found = getattr(module, leaf)
+    if found is None or found.shape != shape:
+        size = "none" if found is None else list(found.shape)
+        raise AlignmentError(
+            f"{name}: expected shape {list(shape)}, as the model's config says, found {size}; mend one"
+        )
+    return found
 
 
 def _head_forward(self: Any, hidden: Tensor) -> Tensor:
     rows = hidden.flatten(0, -2)
-    ops = _backend(self, hidden)
-    return autograd.logits(ops, rows, self.weight.to(hidden.dtype)).unflatten(0, hidden.shape[:-1])
+    return _ops(self, hidden).logits(rows, self.weight.to(hidden.dtype)).unflatten(0, hidden.shape[:-1])
 
 
-def _parts(model: Any) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """The modules whose forward pass is replaced: by which."""
-    yield model.model, _decoder_forward
-    for layer in model.model.layers:
-        yield layer, _layer_forward
-    yield model.lm_head, _head_forward
+def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
+    """The modules whose forward pass is replaced: by which, and a layer's number."""
+    yield model.model, _decoder_forward, -1
+    yield model.model.embed_tokens, _embedding_forward, -1
+    for index, layer in enumerate(model.model.layers):
+        yield layer, _layer_forward, index
+    yield model.lm_head, _head_forward, -1
 
 
 @cache
-def _aligned_class(original: type, forward: Callable[..., Any], backend: str, head_dim: int) -> type:
+def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
     """A class of the same name, by which trainers that wrap or checkpoint layers find them."""
-    fields = {"forward": forward, "__module__": original.__module__, "_backend_name": backend, "_head_dim": head_dim}
-    return type(original.__name__, (original,), fields)
+    return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
 
 
 @cache
-def _select_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> SelectedBackend:
+def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
     """Logs a fallback in the words of a worker, once in a process, since forward passes ask again and again."""
-    chosen = select_backend(name, device, dtype, head_dim)
+    chosen = select_backend(name, device, dtype, spec.layers)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
     return chosen
 
 
-def _backend(module: Any, x: Tensor) -> Backend:
-    return _select_backend(module._backend_name, x.device, x.dtype, module._head_dim).ops
+def _chosen(module: Any, device: torch.device, dtype: torch.dtype) -> SelectedBackend:
+    return _select_backend(module._aligned.backend, device, dtype, module._aligned.spec)
 
 
-def _forward_dtype(decoder: Any) -> torch.dtype:
-    weight = decoder.embed_tokens.weight
-    if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
+def _ops(module: Any, x: Tensor) -> GradientOps:
+    return GradientOps(_chosen(module, x.device, x.dtype).ops)
 
 
-def _rope_parameters(decoder: Any) -> tuple[Tensor, float]:
-    """(inv_freq, scale), computed anew: a model that was cast to bfloat16 has rounded its own."""
-    rotary = type(decoder.rotary_emb)(config=decoder.config)
-    return rotary.inv_freq, rotary.attention_scaling
+def _forward_dtype(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def _divisor(temperature: float) -> float:
@@ -284,18 +324,18 @@ def _unpad(
     """
     indices = _unpadded_indices(input_ids, attention_mask)
     if not len(indices):
-        raise ValueError("attention_mask: expected tokens that are not padding, found none; leave such batches out")
+        raise AlignmentError("attention_mask: expected tokens that are not padding, found none; leave such batches out")
     begins = torch.diff(indices // input_ids.shape[1], prepend=indices.new_full((1,), -1)) != 0
     if position_ids is None:
         return indices, _sequences(begins)
     if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
-        raise ValueError(
+        raise AlignmentError(
             f"position_ids: expected {list(input_ids.shape)} like input_ids, found {list(position_ids.shape)}"
         )
     given = position_ids.expand(input_ids.shape).flatten()[indices]
     packed = _sequences(begins | (given == 0))
     if not torch.equal(given, packed.positions):
-        raise ValueError(
+        raise AlignmentError(
             "position_ids: expected to count up from 0 in each sequence, found something else; leave them out, and "
             "mark padding in attention_mask"
         )
@@ -310,7 +350,9 @@ def _sequences(begins: Tensor) -> Packed:
 
 def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if input_ids.dim() != 2:
-        raise ValueError(f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add [None]")
+        raise AlignmentError(
+            f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add [None]"
+        )
     if attention_mask is None:
         return torch.arange(input_ids.numel(), device=input_ids.device)
     _check_shape("attention_mask", attention_mask, input_ids.shape)
@@ -319,75 +361,73 @@ def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tenso
 
 def _check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
     if found.shape != expected:
-        raise ValueError(
+        raise AlignmentError(
             f"{name}: expected {list(expected)} like input_ids, found {list(found.shape)}; one entry per token"
         )
 
 
 def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> None:
     if attention_mask is not None:
-        raise ValueError("attention_mask: expected none with lengths, found both; packed tokens have no padding")
+        raise AlignmentError("attention_mask: expected none with lengths, found both; packed tokens have no padding")
     if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
-        raise ValueError(
+        raise AlignmentError(
             f"lengths: expected at least 1 each and {list(input_ids.shape)} in sum, the shape of input_ids, found "
             f"{list(lengths)[:8]} with sum {sum(lengths)}; give one for each packed sequence"
         )
 
 
 def _has_parts(model: Any) -> bool:
-    return type(model).__name__ in _ARCHITECTURES
+    return type(model).__name__ in families()
 
 
 def _is_aligned(module: nn.Module) -> bool:
-    return hasattr(module, "_backend_name")
+    return hasattr(module, "_aligned")
 
 
 def _check_linear(name: str, module: nn.Module) -> None:
     if type(module) is not nn.Linear:
-        raise ValueError(
+        raise AlignmentError(
             f"{name}: expected nn.Linear, found {type(module).__name__}; merge adapters, and align before wrapping"
         )
 
 
 def _check_aligned(model: Any) -> None:
-    if not _has_parts(model) or not all(_is_aligned(module) for module, _ in _parts(model)):
-        raise ValueError(
+    if not _has_parts(model) or not all(_is_aligned(module) for module, *_ in _parts(model)):
+        raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
             "pass the model without a wrapper"
         )
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any) -> DecoderSpec:
+    """What the model computes. Raise AlignmentError unless the ops compute it too."""
     if not _has_parts(model):
-        names = ", ".join(_ARCHITECTURES)
-        raise ValueError(
+        names = ", ".join(sorted(families()))
+        raise AlignmentError(
             f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
         )
-    if any(_is_aligned(module) for module, _ in _parts(model)):
-        raise ValueError("model: expected one that is not aligned, found an aligned one; call unalign first")
+    if any(_is_aligned(module) for module, *_ in _parts(model)):
+        raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
     for module_name, module in model.named_modules():
         if module_name.endswith(("_proj", "lm_head")):
             _check_linear(module_name, module)
     head, embedding = model.lm_head, model.model.embed_tokens.weight
     if head.bias is not None or head.weight.shape != embedding.shape:
-        raise ValueError(
+        raise AlignmentError(
             f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
             f"{list(head.weight.shape)}{' and none' if head.bias is None else ' and one'}; use another model"
         )
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
-    config = model.config
-    features: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "hidden_act": (config.hidden_act, ("silu",)),
-        "rope_type": (config.rope_parameters["rope_type"], _ROPE_TYPES),
-        "attention_dropout": (config.attention_dropout, (0.0,)),
-        "attention_bias": (getattr(config, "attention_bias", False), (False,)),
-        "mlp_bias": (getattr(config, "mlp_bias", False), (False,)),
-        "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), (False,)),
-    }
-    for feature, (found, served) in features.items():
-        if found not in served:
-            expected = " or ".join(map(repr, served))
-            raise ValueError(f"{feature}: expected {expected}, found {found!r}; train this model without alignment")
+        raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
+    if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
+        raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
+    return _describe(model)
+
+
+def _describe(model: Any) -> DecoderSpec:
+    try:
+        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    except ModelError as error:
+        raise AlignmentError(f"model: {error}") from None

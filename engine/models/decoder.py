@@ -36,7 +36,7 @@ class ModelInput:
 
 
 class ModelOutput(NamedTuple):
-    """`hidden` [M, hidden_size]: after the last norm. `records`: what else is known of each token, by name: [M, ...]."""
+    """`hidden` [M, hidden_size]: after the last norm. `records` [M, ...]: what else is known of each token, by name."""
 
     hidden: Tensor
     records: dict[str, Tensor]

@@ -1,5 +1,6 @@
-"""Gemma 3, text: norms of 1 + w before and after, norms of the heads of q and k, a tanh-GELU gate, scaled embeddings; of
-six layers five have a window, and a rotation of their own.
+"""Gemma 3, text: norms of 1 + w before and after, norms of the heads of q and k, a tanh-GELU gate, scaled embeddings.
+
+Of six layers five have a window, and a rotation of their own.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     full, sliding = layer(0, None), layer(1, settings.sliding_window)
     layers = [full if window is None else sliding for window in settings.windows(settings.sliding_window)]
     rotations = [settings.rotation(FULL), settings.rotation(SLIDING)]
-    return settings.decoder(
-        architecture, layers, rotations, embed_scale=settings.hidden_size**0.5, names=_NAMES
-    )
+    return settings.decoder(architecture, layers, rotations, embed_scale=settings.hidden_size**0.5, names=_NAMES)
 
 
 FAMILIES = {"Gemma3ForCausalLM": _describe}

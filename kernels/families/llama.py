@@ -52,9 +52,7 @@ _MISTRAL = dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_w
 _QWEN = dict(max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
 FAMILIES = {
     "LlamaForCausalLM": _family(lambda settings: [None] * settings.num_hidden_layers, max_position_embeddings=2048),
-    "MistralForCausalLM": _family(
-        lambda settings: [settings.sliding_window] * settings.num_hidden_layers, **_MISTRAL
-    ),
+    "MistralForCausalLM": _family(lambda settings: [settings.sliding_window] * settings.num_hidden_layers, **_MISTRAL),
     "MinistralForCausalLM": _family(
         lambda settings: settings.windows(settings.sliding_window),
         lambda raw, i: raw["sliding_window"] is not None,
