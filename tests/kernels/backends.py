@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from trueroll.kernels.contract import Backend
 from trueroll.kernels.cpu.library import load_library
-from trueroll.kernels.ops import Backend, select_backend
+from trueroll.kernels.selection import select_backend
 
 from .native_build import emulated_library
 
@@ -49,7 +50,7 @@ class Implementation:
     @contextmanager
     def chosen(self) -> Iterator[Backend]:
         """Its ops, with its library and instruction set in use for the whole process until the end of the context."""
-        ops = select_backend(self.backend, CPU, self.dtypes[0], 64).ops
+        ops = select_backend(self.backend, CPU, self.dtypes[0], []).ops
         if not self.instruction_set:
             yield ops
             return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trueroll.kernels.ops import Backend
+from trueroll.kernels.contract import Backend
 
 from .backends import IMPLEMENTATIONS, SERVED, Implementation, Served, served_id
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import AttentionBatch, Backend, DenseLayer, Qkv, Weight
+from trueroll.kernels.contract import AttentionBatch, Backend, Layer, Rotation, Weight
+from trueroll.kernels.layer import make_layer
+from trueroll.kernels.specs import (
+    LAYER_NAMES,
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RotationSpec,
+)
 
 from .backends import Served
 
@@ -42,33 +54,68 @@ def strided(x: Tensor) -> Tensor:
     return strided
 
 
-def make_qkv(
-    served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, hidden: int, seed: int = 0
-) -> Qkv:
-    """Random weights of a layer's queries, keys and values, with or without biases and norms of the heads."""
-    sizes = [n * size for n in (heads, kv_heads, kv_heads)]
-    q, k, v = (stored(served.ops, randn(n, hidden, dtype=served.dtype, seed=seed + i)) for i, n in enumerate(sizes))
-    bq, bk, bv = (randn(n, dtype=served.dtype, seed=seed + 3 + i) for i, n in enumerate(sizes))
-    head_norms = (randn(size, dtype=served.dtype, seed=seed + 7), randn(size, dtype=served.dtype, seed=seed + 8))
-    return Qkv(q, k, v, (bq, bk, bv) if biases else None, head_norms if norms else None)
+NORM, ZERO_CENTERED = NormSpec(1e-5), NormSpec(1e-5, zero_centered=True)
 
 
-def make_layer(served: Served, qkv: Qkv, intermediate: int, seed: int = 0) -> DenseLayer:
-    """`qkv` with the other weights of a layer, random. Norms are small, so that queries do not see one key alone."""
-    width, hidden = qkv.q.shape
+def layer_spec(
+    heads: int = 4,
+    kv_heads: int = 2,
+    size: int = 16,
+    activation: Activation = "silu",
+    norm: NormSpec = NORM,
+    before: bool = True,
+    after: bool = False,
+    **attention: Any,
+) -> LayerSpec:
+    """A layer with few columns in its MLP. `attention`: further fields of its mixer's spec."""
+    mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
+    return LayerSpec(mixer, MlpSpec(77, activation), norm, before, after)
 
-    def matrix(rows: int, columns: int, seed: int) -> Weight:
-        return stored(served.ops, randn(rows, columns, dtype=served.dtype, seed=seed))
 
-    return DenseLayer(
-        input_norm=randn(hidden, dtype=served.dtype, seed=seed) / 10,
-        qkv=qkv,
-        o=matrix(hidden, width, seed + 1),
-        post_norm=randn(hidden, dtype=served.dtype, seed=seed + 2) / 10,
-        gate=matrix(intermediate, hidden, seed + 3),
-        up=matrix(intermediate, hidden, seed + 4),
-        down=matrix(hidden, intermediate, seed + 5),
+_GEMMA = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
+_OLMO = dict(before=False, after=True, qk_norm=NORM, qk_norm_over_heads=True)
+# Neighbouring layers of the families, in small; those with a window have a rotation of their own.
+FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
+    "mistral": [layer_spec(4, 2, 16, window=9)] * 2,
+    "gemma3": [layer_spec(4, 2, 32, window=9, rotation=1, **_GEMMA)] * 2 + [layer_spec(4, 2, 32, **_GEMMA)],
+    "olmo3": [layer_spec(3, 3, 80, window=9, rotation=1, **_OLMO), layer_spec(3, 3, 80, **_OLMO)],
+    "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
+}
+
+
+def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
+    """A decoder of these layers with two rotations."""
+    size = layers[0].mixer.head_dim
+    rotations = [tuple((theta ** (-torch.arange(0, size, 2) / size)).tolist()) for theta in (1e4, 3e2)]
+    return DecoderSpec(
+        architecture="",
+        dtype=torch.float32,
+        vocab_size=17,
+        hidden_size=hidden,
+        max_position_embeddings=1024,
+        layers=layers,
+        rotations=tuple(RotationSpec(inv_freq, 1.2) for inv_freq in rotations),
+        norm=layers[0].norm,
+        names={role: role for role in (*LAYER_NAMES, "mixer_norm.after", "mlp_norm.after")},
     )
+
+
+def make_layers(served: Served, *specs: LayerSpec, hidden: int = 130, seed: int = 0) -> list[Layer]:
+    """Layers with random weights. Norms before them are small, so that queries do not see one key alone."""
+    seeds = count(seed)
+
+    def get(name: str, *shape: int) -> Weight:
+        values = randn(*shape, dtype=served.dtype, seed=next(seeds))
+        if len(shape) == 1:
+            return values / 10 if name.endswith("norm.before") else values
+        return stored(served.ops, values)
+
+    decoder = decoder_spec(*specs, hidden=hidden)
+    return [make_layer(decoder, i, get) for i in range(len(specs))]
+
+
+def make_rotations(ops: Backend, decoder: DecoderSpec, positions: Tensor) -> list[Rotation]:
+    return [ops.rotation(positions, torch.tensor(spec.inv_freq), spec.scale) for spec in decoder.rotations]
 
 
 def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -80,6 +127,7 @@ def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: 
 class Paged:
     """Sequences of given lengths in a paged cache whose unused places hold NaN, with one query for each token.
 
+    `attention`: the window and the soft cap of `paged_attention`.
     `q`, `k`, `v`: for each sequence [its length, heads, size], those of keys and values with `kv_heads` heads.
     """
 
@@ -92,8 +140,9 @@ class Paged:
         size: int = 64,
         block_size: int = 16,
         seed: int = 0,
+        **attention: Any,
     ) -> None:
-        self.ops, self.lens, self.size, self.block_size = served.ops, lens, size, block_size
+        self.ops, self.lens, self.size, self.block_size, self.attention = served.ops, lens, size, block_size, attention
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 3
         self.k_cache, self.v_cache = empty_caches(num_blocks, block_size, kv_heads, size, served.dtype)
@@ -118,7 +167,7 @@ class Paged:
     def attend(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[Tensor, ...]:
         """The attention of chunks (sequence, start, end), computed in one call; one tensor for each chunk."""
         q, batch = self.batch(chunks)
-        out = self.ops.paged_attention(q, self.k_cache, self.v_cache, batch, self.size**-0.5)
+        out = self.ops.paged_attention(q, self.k_cache, self.v_cache, batch, self.size**-0.5, **self.attention)
         return out.split([end - start for _, start, end in chunks])
 
     def batch(self, chunks: Sequence[tuple[int, int, int]]) -> tuple[Tensor, AttentionBatch]:

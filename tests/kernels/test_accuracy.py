@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trueroll.kernels import reference
-from trueroll.kernels.ops import AttentionBatch, Backend
+from trueroll.kernels.contract import AttentionBatch, Backend
+from trueroll.kernels.specs import Activation, NormSpec
 
 from .accuracy import EPSILON, FLOAT32, check
 from .backends import Served, for_served
-from .inputs import Paged, randn, same_bits, stored
+from .inputs import NORM, ZERO_CENTERED, Paged, randn, same_bits, stored
 
 
 def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor, most_mean: float = 1.05) -> None:
@@ -69,10 +70,12 @@ def test_rmsnorm(served: Served, size: int) -> None:
     x, weight = randn(64, size, dtype=served.dtype), randn(size, dtype=served.dtype, seed=1)
     normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     expected = normed * weight.double()
-    check(served.ops.rmsnorm(x, weight, 1e-5), expected, 2, size / 2 + 8, expected.abs())
+    check(served.ops.rmsnorm(x, weight, NORM), expected, 2, size / 2 + 8, expected.abs())
+    centered = normed * (1 + weight.double())
+    check(served.ops.rmsnorm(x, weight, ZERO_CENTERED), centered, 1, size / 2 + 9, centered.abs())
     # torch rounds once, after the weight; with a weight of ones both round once.
     ones = torch.ones(size, dtype=served.dtype)
-    check_against_torch(served.ops.rmsnorm(x, ones, 1e-5), F.rms_norm(x, (size,), ones, 1e-5), normed)
+    check_against_torch(served.ops.rmsnorm(x, ones, NORM), F.rms_norm(x, (size,), ones, 1e-5), normed)
 
 
 def test_rmsnorm_of_extremes(served: Served) -> None:
@@ -81,24 +84,29 @@ def test_rmsnorm_of_extremes(served: Served) -> None:
     for value in (0.0, 1e-4, 1e4):
         x = torch.full((2, 48), value, dtype=served.dtype)
         expected = x.double() / (x.double().pow(2) + 1e-6).sqrt()
-        check(served.ops.rmsnorm(x, ones, 1e-6), expected, 1, 16, expected)
+        check(served.ops.rmsnorm(x, ones, NormSpec(1e-6)), expected, 1, 16, expected)
 
 
-def test_activation(served: Served) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activation(served: Served, activation: Activation) -> None:
     special = [0.0, 1e-3, -1e-3, 20.0, -20.0, 87.0, -87.0, 89.0, -88.0, 104.0, -104.0, 6e4, -6e4]
     gate = torch.cat((torch.tensor(special), randn(50) * 4)).to(served.dtype)
     up = randn(len(gate), seed=1).clamp(-1, 1).to(served.dtype)
-    expected = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
-    check(served.ops.silu_mul(gate, up), expected, 1, 8, expected.abs())
+    slope = gate.double()
+    if activation == "gelu_tanh":
+        slope = 2 * math.sqrt(2 / math.pi) * (slope + 0.044715 * slope**3)
+    expected = gate.double() / (1 + torch.exp(-slope)) * up.double()
+    # The cubic has an error of its own, by which the exponential is wrong in proportion.
+    size = expected.abs() * (1 + slope.abs().clamp(max=110) if activation == "gelu_tanh" else 1)
+    check(served.ops.gate_mul(gate, up, activation), expected, 1, 8, size)
 
 
 def test_gate_up_against_torch(served: Served) -> None:
-    x, ones = randn(64, 576, dtype=served.dtype), torch.ones(576, dtype=served.dtype)
+    hidden = randn(64, 576, dtype=served.dtype)
     gate, up = ((randn(300, 576, seed=seed) / 8).to(served.dtype) for seed in (1, 2))
-    hidden = served.ops.rmsnorm(x, ones, 1e-5)
     products = [hidden.double() @ weight.double().T for weight in (gate, up)]
     expected = products[0] / (1 + torch.exp(-products[0])) * products[1]
-    found = served.ops.gate_up(x, ones, 1e-5, stored(served.ops, gate), stored(served.ops, up))
+    found = served.ops.gate_up(hidden, stored(served.ops, gate), stored(served.ops, up), "silu")
     check_against_torch(found, F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), expected)
 
 
@@ -110,20 +118,42 @@ def test_rotation(ops: Backend) -> None:
     check(sines, angles.sin() * 1.5, 2, 4, torch.ones_like(angles))
 
 
-def exact_attention(paged: Paged, i: int) -> tuple[Tensor, Tensor, Tensor]:
+def exact_attention(
+    paged: Paged, i: int, window: int | None = None, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of sequence i in float64, the same with absolute values, and the largest |query| |key|, scaled."""
     q, k, v = (x[i].double().transpose(0, 1) for x in (paged.q, paged.k, paged.v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
-    hidden = torch.ones(q.shape[1], q.shape[1]).triu(1).bool()
-    weights = (q @ k.transpose(1, 2) * paged.size**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    places = torch.arange(q.shape[1])
+    hidden = places > places[:, None]
+    if window is not None:
+        hidden |= places <= places[:, None] - window
+    scores = q @ k.transpose(1, 2) * paged.size**-0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     magnitude = (q.abs() @ k.abs().transpose(1, 2)).max() * paged.size**-0.5
     return (weights @ v).transpose(0, 1), (weights @ v.abs()).transpose(0, 1), magnitude
 
 
 @for_served("heads,kv_heads,size", [(9, 1, 16), (6, 2, 64), (3, 3, 96), (4, 2, 80)], interpreted=1)
 def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None:
-    paged = Paged(served, [300], heads, kv_heads, size)
-    expected, magnitude, scores = exact_attention(paged, 0)
+    check_attention(served, Paged(served, [300], heads, kv_heads, size))
+
+
+# A window that is off by one fails: 1 and 2 leave few keys, each of which weighs much.
+@for_served(
+    "window,soft_cap",
+    [(140, 1.5), (1, None), (2, None), (100, None), (128, None), (129, None), (None, 1.5)],
+    interpreted=2,
+)
+def test_attention_with_window_and_soft_cap(served: Served, window: int | None, soft_cap: float | None) -> None:
+    check_attention(served, Paged(served, [300], window=window, soft_cap=soft_cap))
+
+
+def check_attention(served: Served, paged: Paged) -> None:
+    expected, magnitude, scores = exact_attention(paged, 0, **paged.attention)
+    size = paged.size
     # A weight is wrong by its score's error and its own rounding to the dtype; so is the sum it is divided by.
     weight_error = (size + 8) * scores * FLOAT32 + EPSILON[served.dtype] + 300 * FLOAT32
     check(paged.whole(0), expected, 1, 2.1 * float(weight_error) / FLOAT32, magnitude)

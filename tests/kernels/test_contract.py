@@ -1,19 +1,35 @@
-"""The invariance contract of `kernels/ops.py`, bit by bit: every op, backend and dtype, every way of sharing a call."""
+"""What `kernels/contract.py` promises, bit by bit: every op, backend and dtype, every way of sharing a call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Wanted
+from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Wanted
+from trueroll.kernels.specs import Activation, LayerSpec, NormSpec
 
 from .backends import SERVED, Implementation, Served, for_served, served_id
-from .inputs import Paged, empty_caches, make_layer, make_qkv, randn, same_bits, stored, strided
+from .inputs import (
+    FAMILY_LAYERS,
+    NORM,
+    ZERO_CENTERED,
+    Paged,
+    decoder_spec,
+    empty_caches,
+    layer_spec,
+    make_layers,
+    make_rotations,
+    randn,
+    same_bits,
+    stored,
+    strided,
+)
 
 ROWS = 100
 
@@ -52,15 +68,14 @@ def linear_add(n: int, k: int, served: Served) -> RowOp:
     return RowOp(lambda x, residual: served.ops.linear_add(x, weight, residual), rows)
 
 
-def gate_up(n: int, k: int, served: Served) -> RowOp:
+def gate_up(n: int, k: int, activation: Activation, served: Served) -> RowOp:
     gate, up = (stored(served.ops, randn(n, k, dtype=served.dtype, seed=seed)) for seed in (1, 2))
-    norm = randn(k, dtype=served.dtype, seed=3)
-    return RowOp(lambda x: served.ops.gate_up(x, norm, 1e-6, gate, up), (randn(ROWS, k, dtype=served.dtype),))
+    return RowOp(lambda x: served.ops.gate_up(x, gate, up, activation), (randn(ROWS, k, dtype=served.dtype),))
 
 
-def silu_mul(n: int, served: Served) -> RowOp:
+def gate_mul(n: int, activation: Activation, served: Served) -> RowOp:
     rows = (3 * randn(ROWS, n, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=1))
-    return RowOp(served.ops.silu_mul, rows)
+    return RowOp(lambda gate, up: served.ops.gate_mul(gate, up, activation), rows)
 
 
 def rope(size: int, served: Served) -> RowOp:
@@ -68,36 +83,33 @@ def rope(size: int, served: Served) -> RowOp:
     return RowOp(lambda x, cosines, sines: served.ops.rope(x, (cosines, sines)), rows)
 
 
-def qkv(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, served: Served) -> RowOp:
-    hidden = 130
-    weights = make_qkv(served, heads, kv_heads, size, biases, norms, hidden)
-    norm = randn(hidden, dtype=served.dtype, seed=3)
+def qkv(spec: LayerSpec, served: Served) -> RowOp:
+    (layer,), mixer = make_layers(served, spec), spec.mixer
 
     def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        k_cache, v_cache = empty_caches(ROWS, 2, kv_heads, size, served.dtype)
-        q = served.ops.qkv(x, norm, 1e-6, weights, (cosines, sines), k_cache, v_cache, slots)
+        k_cache, v_cache = empty_caches(ROWS, 2, mixer.num_kv_heads, mixer.head_dim, served.dtype)
+        q = served.ops.qkv(x, mixer, layer.mixer, (cosines, sines), k_cache, v_cache, slots)
         return q, k_cache[slots // 2], v_cache[slots // 2]
 
-    angles = served.ops.rotation(torch.arange(ROWS), 10000.0 ** (-torch.arange(0, size, 2) / size), 1.0)
-    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles, own_blocks()))
+    angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))[0]
+    return RowOp(compute, (randn(ROWS, 130, dtype=served.dtype), *angles, own_blocks()))
 
 
-def layers(heads: int, kv_heads: int, size: int, biases: bool, norms: bool, served: Served) -> RowOp:
+def layers(spec: LayerSpec, served: Served) -> RowOp:
     """Each row is the second token of a sequence, whose first one is in the caches of both layers."""
-    hidden, shape = 130, (ROWS, 2, kv_heads, size)
-    weights = [make_qkv(served, heads, kv_heads, size, biases, norms, hidden, seed) for seed in (0, 20)]
-    made = [make_layer(served, qkv, 77, seed) for qkv, seed in zip(weights, (40, 60), strict=True)]
-    run = served.ops.new_layers(made)
+    mixer = spec.mixer
+    shape = (ROWS, 2, mixer.num_kv_heads, mixer.head_dim)
+    run = served.ops.new_layers(make_layers(served, spec, spec))
     before = [[randn(*shape, dtype=served.dtype, seed=seed + i) for i in range(2)] for seed in (80, 90)]
 
-    def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-        caches = [(keys.clone(), values.clone()) for keys, values in before]
+    def compute(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        (*angles, slots), caches = rest, [(keys.clone(), values.clone()) for keys, values in before]
         batch = AttentionBatch(range(len(x) + 1), [2] * len(x), (slots // 2)[:, None])
-        out = served.ops.layers(x, run, 1e-6, (cosines, sines), caches, slots, batch, size**-0.5)
+        out = served.ops.layers(x, run, [(angles[0], angles[1]), (angles[2], angles[3])], caches, slots, batch)
         return out, *(cache[slots // 2] for pair in caches for cache in pair)
 
-    angles = served.ops.rotation(torch.arange(ROWS), 10000.0 ** (-torch.arange(0, size, 2) / size), 1.0)
-    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles, own_blocks()))
+    angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))
+    return RowOp(compute, (randn(ROWS, 130, dtype=served.dtype), *angles[0], *angles[1], own_blocks()))
 
 
 def own_blocks() -> Tensor:
@@ -120,9 +132,9 @@ def rotation(served: Served) -> RowOp:
     return RowOp(lambda positions: served.ops.rotation(positions, inv_freq, 1.2), (torch.arange(ROWS) * 977,))
 
 
-def rmsnorm(size: int, served: Served) -> RowOp:
-    weight = randn(size, dtype=served.dtype, seed=1)
-    return RowOp(lambda x: served.ops.rmsnorm(x, weight, 1e-6), (randn(ROWS, size, dtype=served.dtype),))
+def rmsnorm(size: int, zero_centered: bool, served: Served) -> RowOp:
+    weight, norm = randn(size, dtype=served.dtype, seed=1), NormSpec(1e-6, zero_centered)
+    return RowOp(lambda x: served.ops.rmsnorm(x, weight, norm), (randn(ROWS, size, dtype=served.dtype),))
 
 
 def embedding(served: Served) -> RowOp:
@@ -197,19 +209,24 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"linear {n}x{k}": partial(linear, n, k, False) for n, k in ((576, 576), (96, 1536), (1, 7), (513, 130))},
     **{f"linear {n}x{k} bias": partial(linear, n, k, True) for n, k in ((96, 64), (1, 7), (513, 130))},
     **{f"linear_add {n}x{k}": partial(linear_add, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
-    **{f"silu_mul {n}": partial(silu_mul, n) for n in (7, 130, 1001)},
+    **{f"gate_mul silu {n}": partial(gate_mul, n, "silu") for n in (7, 130, 1001)},
+    "gate_mul gelu_tanh 130": partial(gate_mul, 130, "gelu_tanh"),
     **{f"rope {size}": partial(rope, size) for size in (16, 80, 128)},
-    **{f"gate_up {n}x{k}": partial(gate_up, n, k) for n, k in ((7, 40), (130, 577), (1001, 64))},
-    "qkv 16": partial(qkv, 4, 2, 16, False, False),
-    "qkv 64 biases": partial(qkv, 6, 2, 64, True, False),
-    "qkv 80 norms": partial(qkv, 3, 3, 80, False, True),
-    "qkv 96": partial(qkv, 3, 1, 96, False, False),
-    "qkv 128 biases norms": partial(qkv, 2, 1, 128, True, True),
-    "qkv 256 norms": partial(qkv, 4, 2, 256, False, True),
+    **{f"gate_up silu {n}x{k}": partial(gate_up, n, k, "silu") for n, k in ((7, 40), (130, 577), (1001, 64))},
+    "gate_up gelu_tanh 130x577": partial(gate_up, 130, 577, "gelu_tanh"),
+    "qkv 16": partial(qkv, layer_spec(4, 2, 16)),
+    "qkv 64 biases": partial(qkv, layer_spec(6, 2, 64, qkv_bias=True)),
+    "qkv 80 norms": partial(qkv, layer_spec(3, 3, 80, qk_norm=NORM)),
+    "qkv 96": partial(qkv, layer_spec(3, 1, 96)),
+    "qkv 128 biases norms": partial(qkv, layer_spec(2, 1, 128, qkv_bias=True, qk_norm=NORM)),
+    "qkv 256 zero-centered norms": partial(qkv, layer_spec(4, 2, 256, qk_norm=ZERO_CENTERED)),
+    "qkv 80 norms over heads": partial(qkv, layer_spec(3, 3, 80, qk_norm=NORM, qk_norm_over_heads=True)),
     "write_kv": write_kv,
-    "layers 64": partial(layers, 6, 2, 64, False, False),
-    "layers 80 biases norms": partial(layers, 3, 3, 80, True, True),
-    **{f"rmsnorm {size}": partial(rmsnorm, size) for size in (1, 16, 577, 8192)},
+    "layers 64": partial(layers, layer_spec(6, 2, 64)),
+    "layers 80 biases norms": partial(layers, layer_spec(3, 3, 80, qkv_bias=True, qk_norm=NORM)),
+    **{f"layers {name}": partial(layers, each[-1]) for name, each in FAMILY_LAYERS.items()},
+    **{f"rmsnorm {size}": partial(rmsnorm, size, False) for size in (1, 16, 577, 8192)},
+    "rmsnorm 577 zero-centered": partial(rmsnorm, 577, True),
     "embedding": embedding,
     **{f"lm_head {v}": partial(lm_head, v) for v in (17, 1001)},
     **{f"next_tokens {v}": partial(next_tokens, v, rows, None) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
@@ -229,8 +246,9 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
 # What an interpreter is quick enough for: each op in one dtype, with this many rows. `layers` only calls the others.
 INTERPRETED_ROWS = 20
 INTERPRETED = (
-    *("linear 513x130 bias", "linear_add 17x33", "silu_mul 130", "rope 80", "gate_up 130x577"),
-    *("qkv 128 biases norms", "write_kv", "rmsnorm 577", "embedding", "lm_head 1001", "next_tokens 1001"),
+    *("linear 513x130 bias", "linear_add 17x33", "gate_mul silu 130", "rope 80", "gate_up gelu_tanh 130x577"),
+    *("qkv 128 biases norms", "write_kv", "rmsnorm 577 zero-centered", "embedding", "lm_head 1001", "next_tokens 1001"),
+    *("qkv 80 norms over heads", "gate_up silu 130x577"),
     *("rotation", "log_probs 512", "token_statistics 1001", "filter_logits 1001", "sample 1001"),
 )
 
@@ -324,12 +342,19 @@ def test_a_product_does_not_depend_on_the_number_of_rows(quick: Served, threads:
 
 
 HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256), (2, 1, 512), (50, 1, 48)]
+# Windows around the length of a split, and caps.
+ATTENTION = [dict(window=window) for window in (1, 31, KV_SPLIT, KV_SPLIT + 1, 200)] + [dict(soft_cap=3.0)]
+ATTENTION += [dict(window=140, soft_cap=3.0)]
 
 
-@pytest.mark.parametrize("heads,kv_heads,size", HEADS)
-def test_attention_does_not_depend_on_chunks_or_company(quick: Served, heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize(
+    "heads,kv_heads,size,attention", [(*heads, {}) for heads in HEADS] + [(6, 2, 64, each) for each in ATTENTION]
+)
+def test_attention_does_not_depend_on_chunks_or_company(
+    quick: Served, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
+) -> None:
     lens = [1, 5, KV_SPLIT, KV_SPLIT + 1, 300]
-    paged = Paged(quick, lens, heads, kv_heads, size)
+    paged = Paged(quick, lens, heads, kv_heads, size, **attention)
     alone = [paged.whole(i) for i in range(len(lens))]
     assert all(x.isfinite().all() for x in alone)
     everyone = paged.attend([(i, 0, n) for i, n in enumerate(lens)])
@@ -342,13 +367,13 @@ def test_attention_does_not_depend_on_chunks_or_company(quick: Served, heads: in
         assert same_bits(out, alone[i][start:end])
 
 
-@pytest.mark.parametrize("heads,kv_heads,size", [(6, 2, 64), (4, 4, 80)])
+@pytest.mark.parametrize("heads,kv_heads,size,attention", [(6, 2, 64, {}), (4, 4, 80, {}), (6, 2, 64, {"window": 140})])
 @pytest.mark.parametrize("block_size", [2, 8, 24, 64, 512])
 def test_attention_does_not_depend_on_block_size(
-    quick: Served, block_size: int, heads: int, kv_heads: int, size: int
+    quick: Served, block_size: int, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
 ) -> None:
-    expected = Paged(quick, [300, 41], heads, kv_heads, size)
-    paged = Paged(quick, [300, 41], heads, kv_heads, size, block_size=block_size, seed=1)
+    expected = Paged(quick, [300, 41], heads, kv_heads, size, **attention)
+    paged = Paged(quick, [300, 41], heads, kv_heads, size, block_size=block_size, seed=1, **attention)
     for chunk in ((0, 0, 300), (0, 299, 300), (1, 30, 41)):
         assert same_bits(paged.attend([chunk])[0], expected.attend([chunk])[0]), chunk
 
@@ -373,11 +398,11 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
     assert all(map(same_bits, shared.attend(last[:6]), expected))
 
 
-@pytest.mark.parametrize("block_size", [2, 16, 24, 256])
-def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_size: int) -> None:
+@pytest.mark.parametrize("block_size,window", [(2, None), (16, None), (24, None), (256, None), (16, 60), (16, 200)])
+def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_size: int, window: int | None) -> None:
     """Native kernels read the blocks that neighbours share once for all of them."""
     lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
-    paged = Paged(quick, lens, heads=4, kv_heads=2, block_size=block_size)
+    paged = Paged(quick, lens, heads=4, kv_heads=2, block_size=block_size, window=window)
     shared = 256 // block_size
     for i, length in enumerate(lens):
         same = min(shared, length // block_size)

@@ -13,41 +13,55 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, SAMPLE, AttentionBatch, Backend, DenseLayer, Wanted, Weight, select_backend
+from trueroll.kernels.contract import GREEDY, SAMPLE, AttentionBatch, Backend, Layer, Norms, Rotation, Wanted, Weight
+from trueroll.kernels.layer import project
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import Activation, LayerSpec
 
 from .backends import Served, for_served
-from .inputs import Paged, empty_caches, make_layer, make_qkv, randn, same_bits, stored, strided
+from .inputs import (
+    FAMILY_LAYERS,
+    NORM,
+    ZERO_CENTERED,
+    Paged,
+    decoder_spec,
+    empty_caches,
+    layer_spec,
+    make_layers,
+    make_rotations,
+    randn,
+    same_bits,
+    stored,
+    strided,
+)
 
 ROWS = 37
 
 
 HEADS = [(2, 1, 128), (4, 2, 16), (6, 2, 64), (3, 3, 80), (9, 3, 96), (2, 2, 256)]
-BIASES_AND_NORMS = [(True, True), (False, False), (False, True), (True, False)]
+WITH: dict[str, dict[str, Any]] = {
+    "biases norms": dict(qkv_bias=True, qk_norm=NORM),
+    "": dict(),
+    "zero-centered norms": dict(qk_norm=ZERO_CENTERED),
+    "biases": dict(qkv_bias=True),
+    "biases norms over heads": dict(qkv_bias=True, qk_norm=NORM, qk_norm_over_heads=True),
+}
 
 
-@for_served(
-    "heads,kv_heads,size,biases,norms",
-    [(*heads, *with_) for with_ in BIASES_AND_NORMS for heads in HEADS],
-    interpreted=1,
-)
-def test_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
-    ops, dtype = served.ops, served.dtype
-    weights = make_qkv(served, heads, kv_heads, size, biases, norms, hidden=130)
-    x, norm = randn(ROWS, 130, dtype=dtype), randn(130, dtype=dtype, seed=3)
-    rotation = ops.rotation(torch.arange(ROWS) * 11, 10000.0 ** (-torch.arange(0, size, 2) / size), 1.2)
+@for_served("heads,kv_heads,size,with_", [(*heads, with_) for with_ in WITH for heads in HEADS], interpreted=1)
+def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -> None:
+    spec = layer_spec(heads, kv_heads, size, **WITH[with_])
+    ops, dtype, mixer = served.ops, served.dtype, spec.mixer
+    (layer,) = make_layers(served, spec)
+    x, rotation = randn(ROWS, 130, dtype=dtype), make_rotations(ops, decoder_spec(spec), torch.arange(ROWS) * 11)[0]
     slots = torch.randperm(5 * 10, generator=torch.Generator().manual_seed(0))[:ROWS]
     caches, expected_caches = (empty_caches(5, 10, kv_heads, size, dtype) for _ in range(2))
 
-    found = ops.qkv(x, norm, 1e-5, weights, rotation, *caches, slots)
+    found = ops.qkv(x, mixer, layer.mixer, rotation, *caches, slots)
 
-    hidden = ops.rmsnorm(x, norm, 1e-5)
-    projections = zip((weights.q, weights.k, weights.v), weights.biases or (None, None, None), strict=True)
-    q, k, v = (ops.linear(hidden, weight, bias).view(ROWS, -1, size) for weight, bias in projections)
-    if weights.head_norms is not None:
-        parts = zip((q, k), weights.head_norms, strict=True)
-        q, k = (ops.rmsnorm(part.view(-1, size), weight, 1e-5).view_as(part) for part, weight in parts)
-    assert same_bits(found, ops.rope(q, rotation))
-    ops.write_kv(ops.rope(k, rotation), v, *expected_caches, slots)
+    q, k, v = project(ops, x, mixer, layer.mixer, rotation)
+    ops.write_kv(k, v, *expected_caches, slots)
+    assert same_bits(found, q)
     for cache, expected in zip(caches, expected_caches, strict=True):
         assert cache.isnan().sum() == (50 - ROWS) * kv_heads * size, "the other places are untouched"
         assert same_bits(cache, expected)
@@ -60,13 +74,12 @@ def test_linear_add(served: Served, n: int, k: int) -> None:
     assert same_bits(served.ops.linear_add(x, weight, residual), served.ops.linear(x, weight) + residual)
 
 
-@pytest.mark.parametrize("n,k", [(7, 40), (130, 577), (64, 64)])
-def test_gate_up(served: Served, n: int, k: int) -> None:
+@pytest.mark.parametrize("n,k,activation", [(7, 40, "silu"), (130, 577, "silu"), (130, 577, "gelu_tanh")])
+def test_gate_up(served: Served, n: int, k: int, activation: Activation) -> None:
     gate, up = (stored(served.ops, randn(n, k, dtype=served.dtype, seed=seed)) for seed in (1, 2))
-    x, norm = randn(ROWS, k, dtype=served.dtype), randn(k, dtype=served.dtype, seed=3)
-    hidden = served.ops.rmsnorm(x, norm, 1e-5)
-    expected = served.ops.silu_mul(served.ops.linear(hidden, gate), served.ops.linear(hidden, up))
-    assert same_bits(served.ops.gate_up(x, norm, 1e-5, gate, up), expected)
+    x = randn(ROWS, k, dtype=served.dtype)
+    expected = served.ops.gate_mul(served.ops.linear(x, gate), served.ops.linear(x, up), activation)
+    assert same_bits(served.ops.gate_up(x, gate, up, activation), expected)
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,9 @@ class Step:
     """Layers with caches of their own, and rows for them: the end of a prompt, two decodes that begin with the same 128
     tokens, the only token of a prompt."""
 
-    layers: Sequence[DenseLayer]
+    layers: Sequence[Layer]
     x: Tensor
-    rotation: tuple[Tensor, Tensor]
+    rotations: Sequence[Rotation]
     caches: list[tuple[Tensor, Tensor]]
     slots: Tensor
     batch: AttentionBatch
@@ -84,51 +97,62 @@ class Step:
     def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The hidden states after the layers, and what their caches hold then."""
         caches = [(keys.clone(), values.clone()) for keys, values in self.caches]
-        out = compute(self.x, self.layers, 1e-5, self.rotation, caches, self.slots, self.batch, 0.1)
+        out = compute(self.x, self.layers, self.rotations, caches, self.slots, self.batch)
         return out, [cache for pair in caches for cache in pair]
 
 
-def make_step(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, num_layers: int) -> Step:
-    lens, new = [40, 150, 150, 1], [23, 1, 1, 1]
-    paged = Paged(served, lens, heads, kv_heads, size)
+def make_step(served: Served, *specs: LayerSpec) -> Step:
+    lens, new, mixer = [40, 150, 150, 1], [23, 1, 1, 1], (specs or (layer_spec(),))[0].mixer
+    paged = Paged(served, lens, mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
     paged.tables[2, :8] = paged.tables[1, :8]
     chunks = [(i, length - count, length) for i, (length, count) in enumerate(zip(lens, new, strict=True))]
     positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
-    seeds = range(0, 20 * num_layers, 20)
-    qkv = [make_qkv(served, heads, kv_heads, size, biases, norms, hidden=130, seed=seed) for seed in seeds]
-    layers = [make_layer(served, each, intermediate=77, seed=seed + 10) for each, seed in zip(qkv, seeds, strict=True)]
     return Step(
-        layers=served.ops.new_layers(layers),
+        layers=served.ops.new_layers(make_layers(served, *specs) if specs else []),
         x=randn(len(positions), 130, dtype=served.dtype),
-        rotation=served.ops.rotation(positions, 10000.0 ** (-torch.arange(0, size, 2) / size), 1.2),
-        caches=[(paged.k_cache * (i + 1), paged.v_cache * (i + 1)) for i in range(num_layers)],
+        rotations=make_rotations(served.ops, decoder_spec(*(specs or (layer_spec(),))), positions),
+        caches=[(paged.k_cache * (i + 1), paged.v_cache * (i + 1)) for i in range(len(specs))],
         slots=torch.cat([paged.slots(i)[start:end] for i, start, end in chunks]),
         batch=paged.batch(chunks)[1],
     )
 
 
-def layer_by_layer(ops: Backend, x: Tensor, layers: Sequence[DenseLayer], eps: float, *rest: Any) -> Tensor:
-    rotation, kv_caches, slots, batch, scale = rest
+def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
+    """Every op by itself, in the order of the definition."""
+    rotations, kv_caches, slots, batch = rest
     for layer, caches in zip(layers, kv_caches, strict=True):
-        q = ops.qkv(x, layer.input_norm, eps, layer.qkv, rotation, *caches, slots)
-        x = ops.linear(ops.paged_attention(q, *caches, batch, scale).flatten(1), layer.o) + x
-        x = ops.linear(ops.gate_up(x, layer.post_norm, eps, layer.gate, layer.up), layer.down) + x
+        spec, (before, after), mlp = layer.spec, (layer.mixer_norms, layer.mlp_norms), layer.mlp
+        hidden = x if before.before is None else ops.rmsnorm(x, before.before, spec.norm)
+        q, k, v = project(ops, hidden, spec.mixer, layer.mixer, rotations[spec.mixer.rotation])
+        ops.write_kv(k, v, *caches, slots)
+        mixer = spec.mixer
+        attended = ops.paged_attention(q, *caches, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
+        mixed = ops.linear(attended, layer.mixer.o)
+        x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
+        hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
+        active = ops.gate_mul(ops.linear(hidden, mlp.gate), ops.linear(hidden, mlp.up), spec.mlp.activation)
+        down = ops.linear(active, mlp.down)
+        x = x + (down if after.after is None else ops.rmsnorm(down, after.after, spec.norm))
     return x
 
 
-LAYERS = [
-    *((4, 2, 16, True, True, 1), (3, 3, 80, False, True, 2), (9, 3, 96, False, False, 3), (2, 1, 128, True, True, 3)),
-    *((6, 2, 64, biases, norms, 3) for biases, norms in BIASES_AND_NORMS),
-]
+BOTH = dict(qkv_bias=True, qk_norm=NORM)
+LAYERS: dict[str, list[LayerSpec]] = {
+    "one": [layer_spec(4, 2, 16, **BOTH)],
+    "80": [layer_spec(3, 3, 80, qk_norm=NORM)] * 2,
+    "96": [layer_spec(9, 3, 96)] * 3,
+    "128": [layer_spec(2, 1, 128, **BOTH)] * 3,
+    "biases": [layer_spec(6, 2, 64, qkv_bias=True)] * 3,
+    "norms": [layer_spec(6, 2, 64, qk_norm=NORM)] * 3,
+    **FAMILY_LAYERS,
+}
 
 
-@for_served("heads,kv_heads,size,biases,norms,num_layers", LAYERS, interpreted=1)
-def test_layers(
-    served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool, num_layers: int
-) -> None:
-    step = make_step(served, heads, kv_heads, size, biases, norms, num_layers)
+@for_served("name", [(name,) for name in LAYERS], interpreted=1)
+def test_layers(served: Served, name: str) -> None:
+    step = make_step(served, *LAYERS[name])
     x = step.x.clone()
-    expected, expected_caches = step.run(partial(layer_by_layer, served.ops))
+    expected, expected_caches = step.run(partial(step_by_step_layers, served.ops))
     assert expected.isfinite().all() and (expected != x).any(1).all(), "the layers change every row"
 
     found, caches = step.run(served.ops.layers)
@@ -139,24 +163,26 @@ def test_layers(
 
 
 def test_layers_from_anywhere_in_memory(quick: Served) -> None:
-    step = make_step(quick, 4, 2, 16, biases=True, norms=True, num_layers=1)
+    step = make_step(quick, layer_spec(**BOTH))
     batch = dataclasses.replace(step.batch, block_tables=strided(step.batch.block_tables))
-    cosines, sines = map(strided, step.rotation)
-    apart = Step(step.layers, strided(step.x), (cosines, sines), step.caches, strided(step.slots), batch)
+    rotations = [(strided(cosines), strided(sines)) for cosines, sines in step.rotations]
+    apart = Step(step.layers, strided(step.x), rotations, step.caches, strided(step.slots), batch)
     (expected, expected_caches), (found, caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
 
 
 def test_packed_layers_are_made_of_contiguous_tensors() -> None:
-    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, 16).ops, torch.float32)
-    layer = make_layer(served, make_qkv(served, 4, 2, 16, biases=True, norms=True, hidden=130), intermediate=77)
-    bq, bk, bv = layer.qkv.biases or ()
-    q_norm, k_norm = layer.qkv.head_norms or ()
+    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [layer_spec()]).ops, torch.float32)
+    (layer,) = make_layers(served, layer_spec(**BOTH))
+    bq, bk, bv = layer.mixer.biases or ()
+    q_norm, k_norm = layer.mixer.qk_norms or ()
+    before = layer.mixer_norms.before
+    assert before is not None
     for changed in (
-        dataclasses.replace(layer, input_norm=strided(layer.input_norm)),
-        dataclasses.replace(layer, post_norm=strided(layer.post_norm)),
-        dataclasses.replace(layer, qkv=dataclasses.replace(layer.qkv, biases=(bq, bk, strided(bv)))),
-        dataclasses.replace(layer, qkv=dataclasses.replace(layer.qkv, head_norms=(strided(q_norm), k_norm))),
+        dataclasses.replace(layer, mixer_norms=Norms(strided(before), None)),
+        dataclasses.replace(layer, mlp_norms=Norms(strided(before), None)),
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, biases=(bq, bk, strided(bv)))),
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qk_norms=(strided(q_norm), k_norm))),
     ):
         with pytest.raises(ValueError, match=r"side by side, found shape \[\d+\] with strides \[2\]"):
             served.ops.new_layers([layer, changed])
@@ -164,18 +190,19 @@ def test_packed_layers_are_made_of_contiguous_tensors() -> None:
 
 
 def test_each_layer_has_its_caches(quick: Served) -> None:
-    step = make_step(quick, 4, 2, 16, biases=False, norms=False, num_layers=2)
+    step = make_step(quick, layer_spec(), layer_spec())
     with pytest.raises(ValueError):
         dataclasses.replace(step, caches=step.caches[:1]).run(quick.ops.layers)
 
 
 def test_no_layers_and_no_rows(quick: Served) -> None:
-    step = make_step(quick, 4, 2, 16, biases=False, norms=False, num_layers=0)
+    step = make_step(quick)
     found, _ = step.run(quick.ops.layers)
     assert same_bits(found, step.x)
-    step = make_step(quick, 4, 2, 16, biases=False, norms=False, num_layers=2)
-    rotation, batch = (step.rotation[0][:0], step.rotation[1][:0]), AttentionBatch([0], [], step.batch.block_tables[:0])
-    nothing = dataclasses.replace(step, x=step.x[:0], rotation=rotation, slots=step.slots[:0], batch=batch)
+    step = make_step(quick, layer_spec(), layer_spec())
+    rotations = [(cosines[:0], sines[:0]) for cosines, sines in step.rotations]
+    batch = AttentionBatch([0], [], step.batch.block_tables[:0])
+    nothing = dataclasses.replace(step, x=step.x[:0], rotations=rotations, slots=step.slots[:0], batch=batch)
     found, caches = nothing.run(quick.ops.layers)
     assert found.shape == (0, 130) and all(map(same_bits, caches, itertools.chain(*step.caches)))
 
