@@ -18,7 +18,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton_interpreter  # noqa: E402, I001
-from tiny import FAMILIES, make_tiny_model  # noqa: E402
+from tiny import FAMILIES, WINDOWED, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
@@ -46,6 +46,27 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(request: pytest.FixtureRequest) -> Path:
     """The folder of each family's tiny float32 model, one after the other."""
     return request.getfixturevalue(f"tiny_{request.param}")
+
+
+@pytest.fixture(scope="session")
+def windowed_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each windowed family's tiny float32 model."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(family, folder / f"tiny-{family}") for family in WINDOWED}
+
+
+@pytest.fixture(params=WINDOWED)
+def windowed_model(request: pytest.FixtureRequest, windowed_models: dict[str, Path]) -> Path:
+    """Those folders, one after the other."""
+    return windowed_models[request.param]
+
+
+@pytest.fixture(params=FAMILIES + WINDOWED)
+def any_model(request: pytest.FixtureRequest) -> Path:
+    """The folder of every tiny float32 model, one after the other."""
+    if request.param in FAMILIES:
+        return request.getfixturevalue(f"tiny_{request.param}")
+    return request.getfixturevalue("windowed_models")[request.param]
 
 
 @pytest.fixture(params=["reference", "cpu"])

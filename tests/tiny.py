@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-_SHAPE: dict[str, Any] = dict(
+TINY: dict[str, Any] = dict(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=128,
@@ -32,21 +32,39 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, dict(head_dim=16, tie_word_embeddings=True)),
 }
 FAMILIES = tuple(_FAMILIES)
+_WINDOW: dict[str, Any] = dict(sliding_window=32)
+_QWEN_WINDOW = dict(**_WINDOW, use_sliding_window=True, max_window_layers=1)
+_GEMMA3 = dict(num_hidden_layers=6, head_dim=16, query_pre_attn_scalar=24)
+_MINISTRAL = dict(head_dim=16, layer_types=["sliding_attention", "full_attention"])
+_FAMILIES |= {
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _WINDOW | _GEMMA3),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, _WINDOW | dict(head_dim=16)),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM, _WINDOW | dict(num_hidden_layers=4)),
+    "qwen2_window": (*_FAMILIES["qwen2"][:2], _FAMILIES["qwen2"][2] | _QWEN_WINDOW),
+    "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM, _WINDOW | _MINISTRAL),
+    "qwen3_window": (*_FAMILIES["qwen3"][:2], _FAMILIES["qwen3"][2] | _QWEN_WINDOW),
+}
+# Each differs from the others in what its layers compute; those not here differ in their settings alone.
+WINDOWED = ("gemma3", "mistral", "olmo3", "qwen2_window")
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 
 
 def make_tiny_model(family: str, folder: Path, dtype: str = "float32", **config_overrides: Any) -> Path:
-    """Save a random model of `family` (one of FAMILIES), with a tokenizer, into `folder`, and return it.
+    """Save a random model of `family`, with a tokenizer, into `folder`, and return it.
 
     The same arguments give the same weights. `config_overrides` are fields of the family's Hugging Face config.
     Llama and Qwen2 have a head of their own, Qwen2 has biases on q, k and v, Qwen3 shares the embedding with the head.
+    Windows, where there are some, hold 32 tokens.
     """
     make_config, make_model, defaults = _FAMILIES[family]
-    config = make_config(**(_SHAPE | defaults | config_overrides))
-    model = make_model(config)
+    return save_tiny_model(make_model(make_config(**(TINY | defaults | config_overrides))), folder, dtype)
+
+
+def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
+    """Save a transformers model with other weights, and a tokenizer, into `folder`, and return it."""
     _spread_weights(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _make_tokenizer(config.vocab_size).save_pretrained(folder)
+    _make_tokenizer(model.config.vocab_size).save_pretrained(folder)
     return folder
 
 
@@ -56,6 +74,8 @@ def _spread_weights(model: torch.nn.Module) -> None:
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 1.5, generator=generator)
+            if "Gemma" in type(model).__name__:
+                weight.sub_(1.0)  # its norms multiply by 1 + w
         else:
             weight.normal_(std=_spread(name, weight), generator=generator)
 

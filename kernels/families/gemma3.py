@@ -20,7 +20,7 @@ _DEFAULTS = dict(
     sliding_window=4096,
     sliding_window_pattern=6,
 )
-_NAMES = LAYER_NAMES | {
+NAMES = LAYER_NAMES | {
     "mixer_norm.after": "post_attention_layernorm.weight",
     "mlp_norm.before": "pre_feedforward_layernorm.weight",
     "mlp_norm.after": "post_feedforward_layernorm.weight",
@@ -48,7 +48,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     full, sliding = layer(0, None), layer(1, settings.sliding_window)
     layers = [full if window is None else sliding for window in settings.windows(settings.sliding_window)]
     rotations = [settings.rotation(FULL), settings.rotation(SLIDING)]
-    return settings.decoder(architecture, layers, rotations, embed_scale=settings.hidden_size**0.5, names=_NAMES)
+    return settings.decoder(architecture, layers, rotations, embed_scale=settings.hidden_size**0.5, names=NAMES)
 
 
 FAMILIES = {"Gemma3ForCausalLM": _describe}

@@ -90,7 +90,6 @@ class Settings(PreTrainedConfig):
     query_pre_attn_scalar: float | int | None = validated_field(_check_scalar, default=None)
     attn_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
     final_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
-    per_layer_config: Any = None
 
     def __post_init__(self, **others: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -172,8 +171,11 @@ _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
 def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any]) -> Settings:
     """The settings in `raw`, the content of config.json. `fill`: adds what a file may leave out.
 
-    Raise ModelError for a file that is broken.
+    Raise ModelError for a file that is broken, and for settings of single layers, which no family has.
     """
+    if raw.get("per_layer_config"):
+        found = brief(raw["per_layer_config"])
+        raise ModelError(f"expected per_layer_config = None in config.json, found {found}; serve another model")
     try:
         # A copy, as it is filled in.
         filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
@@ -209,18 +211,18 @@ def _broken(error: Exception) -> ModelError:
 
 
 def expect(settings: Any, **others: Any) -> None:
-    """Raise ModelError unless `settings` ask for nothing but what is served; `others`: what further ones have to be."""
+    """Raise ModelError unless `settings` ask for what is served. `others`: what further ones have to be, or these
+    in place of none."""
     faults = {
-        **{name: (getattr(settings, name), wanted) for name, wanted in others.items()},
         "attention_bias": (bool(settings.attention_bias), False),
         "mlp_bias": (bool(settings.mlp_bias), False),
         "partial_rotary_factor": (_rotated_part(settings.rope_parameters), 1.0),
-        "per_layer_config": (settings.per_layer_config or None, None),
         "use_bidirectional_attention": (bool(settings.use_bidirectional_attention), False),
         "attn_logit_softcapping": (settings.attn_logit_softcapping, None),
         "final_logit_softcapping": (settings.final_logit_softcapping, None),
         "head_dim % 2": (settings.head_dim % 2, 0),
         "num_attention_heads % num_key_value_heads": (settings.num_attention_heads % settings.num_key_value_heads, 0),
+        **{name: (getattr(settings, name), wanted) for name, wanted in others.items()},
     }
     for name, (found, wanted) in faults.items():
         if found != wanted:

@@ -26,7 +26,7 @@ from trueroll.engine.graphs import DecodeGraphs, Outputs
 from trueroll.engine.loading import load_model
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
 from trueroll.kernels import reference
-from trueroll.kernels.ops import AttentionBatch
+from trueroll.kernels.contract import AttentionBatch
 
 from .drive import bits, drain, generate, run, tokens, top_bits
 

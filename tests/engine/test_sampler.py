@@ -15,7 +15,7 @@ import torch
 
 from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.engine.sampler import Draw, Sampler
-from trueroll.kernels.ops import select_backend
+from trueroll.kernels.selection import select_backend
 
 LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
 

@@ -21,8 +21,10 @@ from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
 from trueroll.kernels import training
+from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.cpu.library import Library
-from trueroll.kernels.ops import select_backend
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics
 
 from .drive import generate, make_engine, run, tokens
@@ -95,9 +97,9 @@ def count_differences(found: list[Tensor], rollout: Rollout) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str, backend: str) -> None:
-    rollout = roll_out(tiny_model, dtype=dtype, backend=backend)
-    model = trainer_model(tiny_model, dtype)
+def test_a_trainer_computes_the_bits_of_the_rollout(any_model: Path, dtype: str, backend: str) -> None:
+    rollout = roll_out(any_model, dtype=dtype, backend=backend)
+    model = trainer_model(any_model, dtype)
     align(model, backend)
     assert {batch.__name__: count_differences(batch(model, rollout), rollout) for batch in BATCHES} == {
         "packed": 0,
@@ -248,8 +250,8 @@ def linear_in_halves(ops: Any, x: Tensor, weight: Any, bias: Tensor | None = Non
     return F.linear(left, left_weight, bias) + F.linear(right, right_weight)
 
 
-def norm_in_double(ops: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.double(), weight.shape, weight.double(), eps).to(x.dtype)
+def norm_in_double(ops: Any, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
+    return F.rms_norm(x.double(), weight.shape, weight.double(), norm.eps).to(x.dtype)
 
 
 def rope_by_complex_numbers(ops: Any, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
@@ -257,13 +259,13 @@ def rope_by_complex_numbers(ops: Any, x: Tensor, rotation: tuple[Tensor, Tensor]
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
-def torch_silu_mul(ops: Any, gate: Tensor, up: Tensor) -> Tensor:
+def torch_silu_mul(ops: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return F.silu(gate.double()).to(gate.dtype) * up
 
 
 def attention_of_later_rounding(ops: Any, q: Tensor, *rest: Any) -> Tensor:
-    *others, scale = rest
-    return ops.paged_attention(q * (scale * 1.7), *others, 1 / 1.7)
+    *others, scale, window, soft_cap = rest
+    return ops.paged_attention(q * (scale * 1.7), *others, 1 / 1.7, window, soft_cap)
 
 
 def log_probs_by_torch(ops: Any, hidden: Tensor, weight: Any, wanted: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -276,7 +278,7 @@ BROKEN: dict[str, Callable[..., Any]] = {
     "linear": linear_in_halves,
     "rmsnorm": norm_in_double,
     "rope": rope_by_complex_numbers,
-    "silu_mul": torch_silu_mul,
+    "gate_mul": torch_silu_mul,
     "paged_attention": attention_of_later_rounding,
     "next_tokens": log_probs_by_torch,
 }
@@ -290,10 +292,10 @@ def test_an_op_that_rounds_otherwise_is_found(tiny_llama: Path, op: str, monkeyp
     align(model, "cpu")
     whole = packed(model, rollout)
     assert count_differences(whole, rollout) == 0
-    ops = select_backend("cpu", torch.device("cpu"), torch.float32, 16).ops
+    ops = select_backend("cpu", torch.device("cpu"), torch.float32, []).ops
     broken = types.SimpleNamespace(**{name: getattr(ops, name) for name in dir(ops)})
     setattr(broken, op, lambda *args: BROKEN[op](ops, *args))
-    monkeypatch.setattr(training, "_backend", lambda module, x: broken)
+    monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
     assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.kernels import autograd, reference, training
-from trueroll.kernels.autograd import Packed
-from trueroll.kernels.ops import Backend, select_backend
+from trueroll.kernels.autograd import GradientOps, Packed
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
 from trueroll.kernels.training import Arithmetic, align, aligned_with, token_log_probs, unalign
 
 from .inputs import randn, same_bits
@@ -78,12 +79,12 @@ def error(found: Tensor, expected: Tensor) -> float:
     "dtype,temperature", [(torch.float32, 0.7), (torch.float32, 0.001), (torch.bfloat16, 0.7)], ids=str
 )
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(
-    tiny_model: Path, dtype: torch.dtype, backend: str, temperature: float
+    any_model: Path, dtype: torch.dtype, backend: str, temperature: float
 ) -> None:
     """Both are compared with the model in float64, whose weights are the same numbers."""
     ids, mask = pad(sequences())
-    model = load(tiny_model, dtype)
-    exact = load(tiny_model, dtype).double()
+    model = load(any_model, dtype)
+    exact = load(any_model, dtype).double()
     expected = gradients(exact, plain_log_probs(exact, ids, mask, temperature))
     unaligned = gradients(model, plain_log_probs(model, ids, mask, temperature))
     align(model, backend)
@@ -94,8 +95,8 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(
         assert error(found[name], gradient) < 2 * error(unaligned[name], gradient), name
 
 
-def native(dtype: torch.dtype = torch.float32) -> Backend:
-    return select_backend("cpu", torch.device("cpu"), dtype, 16).ops
+def native() -> GradientOps:
+    return GradientOps(select_backend("cpu", torch.device("cpu"), torch.float32, []).ops)
 
 
 def check_gradients(op: Callable[..., Tensor], definition: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -117,39 +118,53 @@ def check_gradients(op: Callable[..., Tensor], definition: Callable[..., Tensor]
 
 def test_linear() -> None:
     x, weight, bias = randn(37, 50), randn(21, 50, seed=1), randn(21, seed=2)
-    check_gradients(lambda *args: autograd.linear(native(), *args), F.linear, x, weight, bias)
-    check_gradients(lambda *args: autograd.linear(native(), *args), F.linear, x, weight)
+    check_gradients(native().linear, F.linear, x, weight, bias)
+    check_gradients(native().linear, F.linear, x, weight)
 
 
-def test_rmsnorm() -> None:
-    x, weight = randn(37, 50), randn(50, seed=1)
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rmsnorm(zero_centered: bool) -> None:
+    norm = NormSpec(1e-3, zero_centered)
     check_gradients(
-        lambda x, w: autograd.rmsnorm(native(), x, w, 1e-3), lambda x, w: F.rms_norm(x, (50,), w, 1e-3), x, weight
+        lambda x, w: native().rmsnorm(x, w, norm),
+        lambda x, w: F.rms_norm(x, (50,), w + float(zero_centered), 1e-3),
+        randn(37, 50),
+        randn(50, seed=1),
     )
 
 
-def test_silu_mul() -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_up(activation: Activation) -> None:
+    def definition(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        gated = F.linear(x, gate)
+        return (F.silu(gated) if activation == "silu" else F.gelu(gated, approximate="tanh")) * F.linear(x, up)
+
     check_gradients(
-        lambda gate, up: autograd.silu_mul(native(), gate, up),
-        lambda gate, up: F.silu(gate) * up,
-        randn(9, 50) * 5,
-        randn(9, 50, seed=1),
+        lambda x, gate, up: native().gate_up(x, gate, up, activation),
+        definition,
+        randn(9, 50),
+        randn(30, 50, seed=1) / 4,
+        randn(30, 50, seed=2) / 4,
     )
 
 
 def test_rope() -> None:
-    rotation = native().rotation(torch.arange(20) * 31, randn(8).abs(), 1.2)
+    rotation = native().backend.rotation(torch.arange(20) * 31, randn(8).abs(), 1.2)
 
     def definition(x: Tensor) -> Tensor:
         turned = torch.complex(*x.chunk(2, -1)) * torch.complex(*(part[:, None].double() for part in rotation))
         return torch.cat((turned.real, turned.imag), -1)
 
-    check_gradients(lambda x: autograd.rope(native(), x, rotation), definition, randn(20, 3, 16))
+    check_gradients(lambda x: native().rope(x, rotation), definition, randn(20, 3, 16))
 
 
-@pytest.mark.parametrize("heads,kv_heads", [(4, 2), (3, 3), (6, 1)])
-def test_attention(heads: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    "heads,kv_heads,window,soft_cap",
+    [(4, 2, None, None), (3, 3, None, None), (6, 1, None, None), (4, 2, 33, None), (4, 2, None, 1.0), (4, 2, 33, 1.0)],
+)
+def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: float | None) -> None:
     """Sequences of lengths that are padded together, and of lengths that are not."""
+    spec = AttentionSpec(heads, kv_heads, 16, scale=0.3, window=window, soft_cap=soft_cap)
     lens = (5, 1, 150, 7, 40, 33, 2)
     packed = Packed.of(lens, torch.device("cpu"))
     assert len(list(packed.groups())) > 3 and max(map(len, packed.groups())) > 1
@@ -160,16 +175,19 @@ def test_attention(heads: int, kv_heads: int) -> None:
             query, key, value = (x.transpose(0, 1) for x in one)
             key, value = (x.repeat_interleave(heads // kv_heads, 0) for x in (key, value))
             scores = (query @ key.transpose(1, 2)) * 0.3
-            scores = scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf)
+            scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+            hidden = torch.ones_like(scores[0]).triu(1).bool()
+            hidden |= torch.zeros_like(hidden) if window is None else torch.ones_like(scores[0]).tril(-window).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
             parts.append((scores.softmax(-1) @ value).transpose(0, 1))
         return torch.cat(parts)
 
     q, k, v = (randn(sum(lens), n, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    check_gradients(lambda *args: autograd.attention(native(), *args, packed, 0.3), definition, q, k, v)
+    check_gradients(lambda *args: native().attention(*args, packed, spec), definition, q, k, v)
 
 
 def test_logits() -> None:
-    check_gradients(lambda *args: autograd.logits(native(), *args), F.linear, randn(9, 50), randn(33, 50, seed=1))
+    check_gradients(native().logits, F.linear, randn(9, 50), randn(33, 50, seed=1))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 0.01])
@@ -179,7 +197,7 @@ def test_log_probs(most_rows: int, temperature: float, monkeypatch: pytest.Monke
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 4 * 101 * most_rows)
     ids = torch.arange(20) * 5
     check_gradients(
-        lambda x, w: autograd.log_probs(native(), x, w, ids, temperature),
+        lambda x, w: native().log_probs(x, w, ids, temperature),
         lambda x, w: torch.log_softmax(F.linear(x, w) / temperature, -1).gather(1, ids[:, None])[:, 0],
         randn(20, 50),
         randn(101, 50, seed=1) / 3,
@@ -328,7 +346,8 @@ def test_gradient_checkpointing_keeps_the_bits(
     expected = gradients(model, whole)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     calls = []
-    monkeypatch.setattr(autograd, "rmsnorm", lambda *args, rmsnorm=autograd.rmsnorm: calls.append(1) or rmsnorm(*args))
+    rmsnorm = GradientOps.rmsnorm
+    monkeypatch.setattr(GradientOps, "rmsnorm", lambda *args: calls.append(1) or rmsnorm(*args))
     found = token_log_probs(model, ids, mask)
     loss(found).backward()
     assert len(calls) == 2 * 2 * 2 + 1, "premise: both norms of both layers were computed twice, the last one once"
@@ -522,7 +541,7 @@ REFUSED_MODELS: dict[str, Callable[[Any], object]] = {
     "like the embedding": lambda model: setattr(model, "lm_head", nn.Linear(64, 300, bias=False)),
     "hidden_act": lambda model: setattr(model.config, "hidden_act", "gelu"),
     "rope_type": lambda model: model.config.rope_parameters.update(rope_type="dynamic"),
-    "sliding_window": lambda model: setattr(model.config, "use_sliding_window", True),
+    "sliding_window": lambda model: setattr(model.config, "layer_types", ["sliding_attention"] * 2),
     "one that is not aligned": lambda model: align(model, "cpu"),
 }
 
@@ -539,7 +558,7 @@ def test_a_model_that_the_ops_do_not_compute_is_refused(tiny_qwen2: Path, featur
 
 def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
-    with pytest.raises(ValueError, match="expected one of LlamaForCausalLM.*found GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="expected one of .*LlamaForCausalLM.*found GPT2LMHeadModel"):
         align(transformers.GPT2LMHeadModel(config))
     model = load(tiny_llama)
     with pytest.raises(ValueError, match="backend: expected one of auto, cpu, triton, reference, found 'gpu'"):

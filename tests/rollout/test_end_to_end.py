@@ -21,8 +21,9 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.errors import InvalidRequestError, ModelError, TruerollError
 from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.kernels.contract import Backend
 from trueroll.kernels.cpu.library import load_library
-from trueroll.kernels.ops import Backend, run_layers
+from trueroll.kernels.layer import run_layers
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.errors import WorkerFailedError

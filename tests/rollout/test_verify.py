@@ -23,8 +23,9 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.kernels.contract import Backend, Weight
 from trueroll.kernels.cpu.library import Library, load_library
-from trueroll.kernels.ops import Backend, Weight, run_layers
+from trueroll.kernels.layer import run_layers
 from trueroll.rollout import verify
 from trueroll.rollout.verify_premises import Cell, Run, check_premises
 
@@ -50,8 +51,8 @@ def failing_cells(config: EngineConfig, sizes: verify.Sizes) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_bit_differs_in_any_cell(tiny_model: Path, dtype: str, backend: str) -> None:
-    config = EngineConfig(model=str(tiny_model), dtype=dtype, backend=backend)
+def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -> None:
+    config = EngineConfig(model=str(any_model), dtype=dtype, backend=backend)
     assert failing_cells(config, LONGER if backend == "cpu" else SMALL) == []
 
 
@@ -93,7 +94,7 @@ def reference_with(linear: Callable[..., Tensor]) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    vars(module).update(linear=linear, layers=partial(run_layers, cast(Backend, module)))
+    vars(module).update(linear=linear, _SELF=module, layers=partial(run_layers, cast(Backend, module)))
     return module
 
 
@@ -120,7 +121,7 @@ def finds_differences(config: EngineConfig, loaded: LoadedModel, ops: Any) -> bo
 def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path, linear: Callable[..., Tensor]) -> None:
     config = EngineConfig(model=str(tiny_llama), backend="reference")
     loaded = load_model(config)
-    weight = loaded.model.layers[0].gate
+    weight = loaded.model.layers[0].mlp.gate
     is_broken = depends_on_the_row_count(lambda x: linear(x, weight), weight.shape[1])
     if linear is plain_linear and not is_broken:
         pytest.skip("F.linear happens to be exact for this model on this machine")
@@ -131,7 +132,7 @@ def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path, linea
 def test_a_native_op_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama), backend="cpu")
     loaded = load_model(config)
-    ops, weight = cpu_with_linear_add_in_halves(), loaded.model.layers[0].down
+    ops, weight = cpu_with_linear_add_in_halves(), loaded.model.layers[0].mlp.down
 
     def product(x: Tensor) -> Tensor:
         return ops.linear_add(x, weight, torch.zeros(len(x), weight.shape[0]))

@@ -1,0 +1,312 @@
+"""Each family against transformers, for every variant it claims to cover; a family made up here is served too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from tiny import TINY, WINDOWED, make_tiny_model, save_tiny_model
+from trueroll.engine.engine import Engine
+from trueroll.engine.errors import ModelError
+from trueroll.engine.models.decoder import ModelInput
+from trueroll.kernels import families
+from trueroll.kernels.contract import AttentionBatch
+from trueroll.kernels.families import describe, gemma3, settings
+from trueroll.kernels.specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from trueroll.kernels.training import align, token_log_probs
+
+from ..drive import make_engine, score, tokens
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+    "llama3": ("llama", dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5))),
+    "yarn": (
+        "qwen3",
+        dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=256)),
+    ),
+    "theta": ("qwen2", dict(rope_parameters=dict(rope_type="default", rope_theta=1e6))),
+    "one head for all queries": ("llama", dict(num_key_value_heads=1)),
+    "a key-value head for each query head": ("qwen3", dict(num_key_value_heads=4)),
+    "odd sizes": (
+        "llama",
+        dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=16, intermediate_size=77),
+    ),
+    "an odd head size": (
+        "llama",
+        dict(hidden_size=60, num_attention_heads=3, num_key_value_heads=3, head_dim=20, intermediate_size=77),
+    ),
+    "odd vocabulary": ("qwen3", dict(vocab_size=515)),
+    "tied": ("llama", dict(tie_word_embeddings=True)),
+    "heads wider than the model": ("qwen3", dict(head_dim=32)),
+    # Windows of 32 tokens, which is less than the prompt.
+    **{family: (family, {}) for family in (*WINDOWED, "ministral", "qwen3_window")},
+    "a window of one token": ("mistral", dict(sliding_window=1)),
+    "a window beyond the prompt": ("olmo3", dict(sliding_window=301)),
+    "no window": ("mistral", dict(sliding_window=None)),
+    "scaled rotation of full attention": (
+        "gemma3",
+        dict(
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            )
+        ),
+    ),
+    "yarn of full attention": (
+        "olmo3",
+        dict(
+            rope_parameters=dict(
+                full_attention=dict(rope_type="yarn", rope_theta=5e5, factor=4.0, original_max_position_embeddings=256),
+                sliding_attention=dict(rope_type="default", rope_theta=5e5),
+            )
+        ),
+    ),
+    "other windows": ("gemma3", dict(layer_types=["full_attention", "sliding_attention"] * 3)),
+}
+
+
+CASES = [(name, "reference") for name in VARIANTS]
+CASES += [(name, "cpu") for name in VARIANTS if name != "an odd head size"]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, backend: str) -> None:
+    """And with them the greedy tokens and the scores."""
+    family, overrides = VARIANTS[name]
+    check_against_transformers(make_tiny_model(family, tmp_path, **overrides), backend)
+
+
+def check_against_transformers(folder: Path, backend: str) -> None:
+    ids = tokens(300)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    expected = model(torch.from_numpy(ids)[None].long()).logits[0].detach()
+    engine = make_engine(folder, backend=backend)
+    found = logits(engine, ids)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    logprobs = expected[:-1].log_softmax(-1).gather(1, torch.from_numpy(ids[1:, None]).long()).squeeze(1)
+    np.testing.assert_allclose(score(engine, ids), logprobs.numpy(), atol=2e-4)
+
+
+def logits(engine: Engine, ids: np.ndarray) -> Tensor:
+    """Of every token of a prompt, in one step."""
+    model = engine._loaded.model
+    positions = torch.arange(len(ids))
+    tables = torch.arange(-(-len(ids) // 16))[None]
+    shapes = [(tables.numel(), 16, layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in model.spec.layers]
+    caches = [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
+    batch = AttentionBatch([0, len(ids)], [len(ids)], tables)
+    with torch.inference_mode():
+        out = model.forward(ModelInput(torch.from_numpy(ids).long(), positions, positions, batch, caches))
+        return model.ops.lm_head(out.hidden, model.head)
+
+
+def gemma2(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    """Gemma 2 without the soft cap of its head: like Gemma 3, with one rotation, soft caps, and no norms of heads."""
+
+    def fill(raw: dict[str, Any]) -> dict[str, Any]:
+        return settings.fill_layer_types(raw, lambda i: i % 2 == 0)
+
+    found = settings.read_settings(fill, raw)
+    settings.expect(found, attn_logit_softcapping=1.5, hidden_activation="gelu_pytorch_tanh")
+    norm = NormSpec(found.rms_norm_eps, zero_centered=True)
+    scale, mlp = found.query_pre_attn_scalar**-0.5, MlpSpec(found.intermediate_size, "gelu_tanh")
+    mixers = [
+        found.attention(scale=scale, window=window, soft_cap=found.attn_logit_softcapping)
+        for window in found.windows(found.sliding_window)
+    ]
+    layers = [LayerSpec(mixer, mlp, norm, norm_after=True) for mixer in mixers]
+    names, embed_scale = gemma3.NAMES, found.hidden_size**0.5
+    return found.decoder(architecture, layers, [found.rotation()], embed_scale=embed_scale, names=names)
+
+
+def test_a_new_family_is_one_description(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Served, and aligned in a trainer, to the bit."""
+    monkeypatch.setitem(families.families(), "Gemma2ForCausalLM", gemma2)
+    config = Gemma2Config(
+        **TINY,
+        head_dim=16,
+        sliding_window=32,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=None,
+    )
+    folder = save_tiny_model(Gemma2ForCausalLM(config), tmp_path)
+    check_against_transformers(folder, backend)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    align(model, backend)
+    ids = tokens(100)
+    trained = token_log_probs(model, torch.from_numpy(ids)[None])[0, 1:].detach().numpy()
+    assert np.array_equal(trained.view(np.int32), score(make_engine(folder, backend=backend), ids).view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("bfloat16", "reference"), ("bfloat16", "cpu"), ("float16", "reference")]
+)
+def test_half_precision_is_as_near_to_float32_as_transformers(tmp_path: Path, dtype: str, backend: str) -> None:
+    folder, ids = make_tiny_model("qwen2", tmp_path), tokens(200)
+    exact = score(make_engine(folder, dtype="float32", backend=backend), ids)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    logits = model(torch.from_numpy(ids)[None].long()).logits[0, :-1].float()
+    theirs = logits.log_softmax(-1).gather(1, torch.from_numpy(ids[1:, None]).long()).squeeze(1).detach().numpy()
+    ours = score(make_engine(folder, dtype=dtype, backend=backend), ids)
+    assert 0 < np.abs(ours - exact).mean() <= 1.2 * np.abs(theirs - exact).mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_act="gelu"), "hidden_act = 'silu'.*found 'gelu'"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "found .*dynamic"),
+        (
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
+            "partial_rotary_factor",
+        ),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta="x")), "config.json: .* found a fault: TypeError"),
+        (dict(rope_parameters=dict(rope_type="linear", factor=None)), "config.json: .* found a fault: TypeError"),
+        (dict(rope_parameters=dict(rope_type="default", rope_theta=-5.0)), "rope parameters that rotate"),
+        (dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0))), "one for each type of layer"),
+        (dict(rms_norm_eps=float("nan")), "config.json: .*'rms_norm_eps'.* expected a finite number"),
+        (dict(hidden_size=2**63), "config.json: .*'hidden_size'.* at most 1048576, found"),
+        (dict(architectures=None), "found None"),
+        (dict(architectures=5), "found None"),
+        (dict(num_attention_heads="many"), r"config.json: .*'num_attention_heads' expected int, got str"),
+        (dict(num_attention_heads=0), "config.json: .*'num_attention_heads'.* expected at least 1 .* found 0"),
+        (dict(vocab_size=None), r"config.json: .*'vocab_size' expected int, got NoneType"),
+        (dict(per_layer_config={"1": {"rms_norm_eps": 1e-3}}), "expected per_layer_config = None"),
+        (dict(head_dim=15), "head_dim"),
+        (dict(num_key_value_heads=3), "num_attention_heads % num_key_value_heads = 0 .*found 1"),
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping = None"),
+        (dict(final_logit_softcapping=30.0), "final_logit_softcapping = None"),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention = False"),
+        (dict(sliding_window=0), "'sliding_window'.* expected at least 1 .* found 0"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, change, message) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        make_engine(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(layer_types=["full_attention"] * 5), "expected 6 layer_types of full_attention or sliding_attention"),
+        (dict(layer_types=["chunked_attention"] * 6), "layer_types of full_attention or sliding_attention"),
+        (dict(sliding_window=None), "expected a sliding_window in config.json, found none"),
+        (dict(hidden_activation="gelu"), "hidden_activation = 'gelu_pytorch_tanh'.*found 'gelu'"),
+        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected a finite number above 0"),
+        (dict(sliding_window_pattern=0, layer_types=None), "found a fault: ZeroDivisionError"),
+        (dict(num_hidden_layers=2**40, layer_types=None), "'num_hidden_layers'.* at most 1024"),
+        (dict(rope_parameters=dict(full_attention=dict(rope_type="dynamic"))), "found .*dynamic"),
+        (dict(rope_parameters=dict(sliding_attention=dict(rope_theta="x"))), "found a fault: TypeError"),
+        (dict(rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.5))), "partial_rotary_factor = 1.0"),
+    ],
+)
+def test_what_windowed_layers_do_not_compute_is_refused(
+    windowed_models: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((windowed_models["gemma3"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        make_engine(tmp_path)
+
+
+OLD_FILES: dict[str, dict[str, Any]] = {
+    "nothing optional": {},
+    "null": dict(num_key_value_heads=None, max_position_embeddings=512),
+    "theta beside null": dict(rope_theta=5e5, rope_scaling=None),
+    "linear": dict(rope_scaling=dict(type="linear", factor=2.0), rope_theta=1e5),
+    "llama3": dict(rope_scaling=LLAMA3),
+    "yarn": dict(rope_scaling=dict(type="yarn", factor=4.0)),
+    "yarn of another length": dict(rope_scaling=dict(type="yarn", factor=4.0), original_max_position_embeddings=256),
+    "torch_dtype": dict(torch_dtype="bfloat16", tie_word_embeddings=True, rms_norm_eps=1e-5, pad_token_id=-1),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", OLD_FILES)
+def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, family: str, name: str) -> None:
+    architecture = f"{family.capitalize()}ForCausalLM"
+    raw = dict(architectures=[architecture], model_type=family, vocab_size=99, hidden_size=1024, intermediate_size=77)
+    raw |= dict(num_hidden_layers=2, num_attention_heads=64, num_labels=3, use_sliding_window=False) | OLD_FILES[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, expected = describe(raw), AutoConfig.from_pretrained(tmp_path)
+    rope = AutoModelForCausalLM.from_config(expected).model.rotary_emb
+    mixer, [rotation] = found.layers[0].mixer, found.rotations
+    assert torch.equal(torch.tensor(rotation.inv_freq), rope.inv_freq) and rotation.scale == rope.attention_scaling
+    assert mixer.num_kv_heads == expected.num_key_value_heads and len(found.layers) == 2
+    assert mixer.head_dim == getattr(expected, "head_dim", 16) and found.dtype == (expected.dtype or torch.float32)
+    assert (found.norm.eps, found.layers[0].mlp.intermediate_size) == (
+        expected.rms_norm_eps,
+        expected.intermediate_size,
+    )
+    same = ("tie_word_embeddings", "max_position_embeddings", "vocab_size")
+    assert [getattr(found, key) for key in same] == [getattr(expected, key) for key in same]
+
+
+# Files as they were published with these models, in short.
+OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
+    "gemma3": dict(rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(factor=8.0, rope_type="linear")),
+    "gemma3 with a pattern": dict(sliding_window_pattern=2, head_dim=32, query_pre_attn_scalar=20, sliding_window=9),
+    "olmo3": dict(rope_theta=4e5, rope_scaling=dict(rope_type="yarn", factor=4.0), num_hidden_layers=5),
+    "mistral": dict(rope_theta=1e6, head_dim=16),
+    "mistral without a window": dict(sliding_window=None),
+    "ministral": dict(rope_theta=1e8, sliding_window=9, head_dim=16),
+    "qwen2": dict(use_sliding_window=True, max_window_layers=3, sliding_window=9),
+    "qwen3 that uses none": dict(use_sliding_window=False, max_window_layers=3, sliding_window=9),
+}
+
+
+@pytest.mark.parametrize("name", OLD_WINDOWED_FILES)
+def test_windows_and_rotations_of_older_files_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    family = name.split()[0]
+    model_type = dict(gemma3="gemma3_text").get(family, family)
+    raw = dict(architectures=[f"{family.capitalize()}ForCausalLM"], model_type=model_type, vocab_size=99)
+    raw |= dict(hidden_size=64, intermediate_size=77, num_hidden_layers=7, num_attention_heads=4)
+    raw |= dict(num_key_value_heads=2) | OLD_WINDOWED_FILES[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, expected = describe(raw), AutoConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(expected).model
+    attentions = [layer.self_attn for layer in model.layers]
+    theirs = [getattr(a, "sliding_window", getattr(expected, "sliding_window", None)) for a in attentions]
+    assert [layer.mixer.window for layer in found.layers] == theirs
+    assert [(layer.mixer.head_dim, layer.mixer.scale) for layer in found.layers] == [
+        (a.head_dim, a.scaling) for a in attentions
+    ]
+    rope = model.rotary_emb
+    for layer, kind in zip(found.layers, getattr(expected, "layer_types", [""] * 7), strict=True):
+        rotation, prefix = found.rotations[layer.mixer.rotation], f"{kind}_" if len(found.rotations) > 1 else ""
+        assert torch.equal(torch.tensor(rotation.inv_freq), getattr(rope, f"{prefix}inv_freq"))
+        assert rotation.scale == getattr(rope, f"{prefix}attention_scaling")
+    same = ("tie_word_embeddings", "max_position_embeddings")
+    assert [getattr(found, key) for key in same] == [getattr(expected, key) for key in same]
+
+
+LOAD = """
+import sys
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.loading import load_model
+assert load_model(EngineConfig(model=sys.argv[1], device="cpu")).model
+print(sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()))
+"""
+
+
+def test_a_model_is_loaded_without_torchs_compiler(tiny_llama: Path) -> None:
+    """transformers' configuration classes would import it: 150 MB in each worker."""
+    printed = subprocess.run([sys.executable, "-c", LOAD, str(tiny_llama)], check=True, capture_output=True, text=True)
+    assert printed.stdout == "[]\n"
