@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from trueroll.errors import ConfigError, ModelError
+
 from ..kernels.ops import SelectedBackend, select_backend
 from .config import EngineConfig
-from .errors import ConfigError, ModelError
 from .models.dense import DenseModel, Empty
 from .models.dense_config import DenseConfig
 from .models.dummy import fill_randomly, find_config

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..engine.errors import ConfigError
+from trueroll.errors import ConfigError
+
 from ..engine.request import brief, describe_validation_error
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..errors import ModelError
+from trueroll.errors import ModelError
+
 from ..request import brief
 from .files import said
 

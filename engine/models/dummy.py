@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from trueroll.errors import ModelError
+
 from ...kernels.ops import Weight
-from ..errors import ModelError
 from .files import local_path
 
 CONFIG_FILE = "config.json"

@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from trueroll.errors import ModelError
+
 from ..request import brief
 from .files import MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES, read_json
 

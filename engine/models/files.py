@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from trueroll.errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
 """Of a file of settings, such as config.json. Real ones have some kilobytes."""

@@ -20,8 +20,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
+from trueroll.errors import ModelError
+
 from ...kernels.ops import Weight
-from ..errors import ModelError
 from ..request import brief
 from .files import check_file, local_path, read_json, said
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import make_tiny_model
-from trueroll.engine.errors import ModelError
 from trueroll.engine.models.dense_config import DenseConfig
+from trueroll.errors import ModelError
 
 from ..drive import make_engine, score, tokens
 
