@@ -14,7 +14,6 @@ arrived, so that it keeps them no longer.
 from __future__ import annotations
 
 import asyncio
-import uuid
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -23,9 +22,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
-
-import numpy as np
-from pydantic import ValidationError
 
 from trueroll.errors import (
     IdConflictError,
@@ -46,30 +42,25 @@ from ...engine.request import (
     SamplingParams,
     ScoreOutput,
     Tag,
-    brief,
-    derive_seed,
-    describe_validation_error,
 )
 from .. import protocol
 from ..network.keys import Key
 from .connection import Connection, Inbox
-from .continuation import continuation, goes_on, joined
+from .continuation import joined
 from .loop_thread import LoopThread
+from .requests import (
+    ParamsArg,
+    Prompts,
+    Request,
+    continue_requests,
+    generate_requests,
+    message_of,
+    new_id,
+    score_requests,
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")
-M = TypeVar(
-    "M",
-    protocol.Generate,
-    protocol.GetScores,
-    protocol.Abort,
-    protocol.Drain,
-    protocol.Sleep,
-    protocol.WakeUp,
-)
-Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
-ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-Request: TypeAlias = protocol.Generate | protocol.GetScores
 Position: TypeAlias = int
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
@@ -161,7 +152,7 @@ class AsyncRolloutClient:
         samples' spans.)
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        made = _generate_messages(prompts, params, seed, request_ids, demand, errors)
+        made = generate_requests(prompts, params, seed, request_ids, demand, errors)
         total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
         with _progress_bar(progress, total) as advance:
             return await self._groups(made, errors, advance)
@@ -191,7 +182,7 @@ class AsyncRolloutClient:
     ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
         """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        requests = dict(enumerate(_generate_messages(prompts, params, seed, request_ids, demand)))
+        requests = dict(enumerate(generate_requests(prompts, params, seed, request_ids, demand)))
         async with aclosing(self._exchange(requests, "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
@@ -218,18 +209,8 @@ class AsyncRolloutClient:
         `min_weight_version`, `wait_for_weights`: see `generate`; there is an id for each sample, also for those that
         are returned as they are.
         """
-        given = _listed(prompts, "prompts")
-        if len(given) != len(samples):
-            raise InvalidRequestError(f"samples: expected one for each of {len(given)} prompts, found {len(samples)}")
-        all_params = _one_each(SamplingParams() if params is None else params, len(samples))
-        asked = enumerate(zip(given, samples, all_params, strict=True))
-        fields = dict(caller=_new_id(), min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        ids = [_new_id() for _ in given] if request_ids is None else _checked_ids(request_ids, len(given))
-        requests = {
-            i: _message(protocol.Generate, id=ids[i], **fields, **continuation(i, prompt, sample, own))
-            for i, (prompt, sample, own) in asked
-            if goes_on(sample, own)
-        }
+        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        requests = continue_requests(prompts, samples, params, request_ids, demand)
         whole = list(samples)
         async with aclosing(self._exchange(requests, "samples")) as replies:
             async for position, reply in replies:
@@ -257,15 +238,9 @@ class AsyncRolloutClient:
         RequestAbortedError if a score was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs, caller=_new_id())
+        fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        arrays = [
-            protocol.tokens_to_bytes(tokens, f"sequences[{i}]")
-            for i, tokens in enumerate(_listed(sequences, "sequences"))
-        ]
-        requests = {
-            i: _message(protocol.GetScores, id=_new_id(), token_ids=array, **fields) for i, array in enumerate(arrays)
-        }
+        requests = score_requests(sequences, fields)
         scores: dict[int, Any] = {}
         async with aclosing(self._exchange(requests, "sequences")) as replies:
             async for position, reply in replies:
@@ -283,7 +258,7 @@ class AsyncRolloutClient:
         is nothing unfinished of such a name, unless that is `missing_ok`; the other requests are ended all the same.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        calls = [_message(protocol.Abort, id=_new_id(), request_id=id, index=index) for id in ids]
+        calls = [message_of(protocol.Abort, id=new_id(), request_id=id, index=index) for id in ids]
         return sum(await asyncio.gather(*(self._abort(call, missing_ok) for call in calls)))
 
     async def _abort(self, call: protocol.Abort, missing_ok: bool) -> int:
@@ -302,29 +277,29 @@ class AsyncRolloutClient:
 
     async def health(self) -> protocol.Health:
         """How the worker is; answered at once, also while it loads or computes."""
-        reply = await self.ask(protocol.GetHealth(id=_new_id()))
+        reply = await self.ask(protocol.GetHealth(id=new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
 
     async def stats(self) -> protocol.Stats:
         """The lifetime counters of engine and service."""
-        reply = await self.ask(protocol.GetStats(id=_new_id()))
+        reply = await self.ask(protocol.GetStats(id=new_id()))
         assert isinstance(reply, protocol.Stats)
         return reply
 
     async def pause(self) -> protocol.Status:
         """Generate nothing until `resume`; running requests keep what they have, new ones wait or are refused."""
-        return await self._ask_status(protocol.Pause(id=_new_id()))
+        return await self._ask_status(protocol.Pause(id=new_id()))
 
     async def resume(self) -> protocol.Status:
         """End a pause."""
-        return await self._ask_status(protocol.Resume(id=_new_id()))
+        return await self._ask_status(protocol.Resume(id=new_id()))
 
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
         """Finish all requests accepted so far, then pause. Raises DeadlineError, and goes on generating, if that takes
         more than `timeout` seconds.
         """
-        return await self._ask_status(_message(protocol.Drain, id=_new_id(), timeout=timeout))
+        return await self._ask_status(message_of(protocol.Drain, id=new_id(), timeout=timeout))
 
     async def sleep(
         self,
@@ -339,15 +314,15 @@ class AsyncRolloutClient:
         keep their tokens and go on later (`recompute`), or end with what they have (`abort`).
         """
         fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
-        return await self._ask_status(_message(protocol.Sleep, id=_new_id(), **fields))
+        return await self._ask_status(message_of(protocol.Sleep, id=new_id(), **fields))
 
     async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
         """Take the memory of `tags` again; the worker is ready when all tags are awake and its weights are whole."""
-        return await self._ask_status(_message(protocol.WakeUp, id=_new_id(), tags=tuple(tags)))
+        return await self._ask_status(message_of(protocol.WakeUp, id=new_id(), tags=tuple(tags)))
 
     async def invalidate_prefix_cache(self) -> protocol.Status:
         """Forget all cached prefixes; running requests keep their blocks."""
-        return await self._ask_status(protocol.Invalidate(id=_new_id()))
+        return await self._ask_status(protocol.Invalidate(id=new_id()))
 
     async def _ask_status(self, message: protocol.LifecycleCall) -> protocol.Status:
         reply = await self.ask(message)
@@ -419,7 +394,7 @@ class AsyncRolloutClient:
         """Tell the worker what is not waited for any more, and what has arrived."""
         for request in requests:
             if request.id in unfinished:
-                self._connection.notify(protocol.Abort(id=_new_id(), request_id=request.id, caller=request.caller))
+                self._connection.notify(protocol.Abort(id=new_id(), request_id=request.id, caller=request.caller))
         ids = list(finished)
         for start in range(0, len(ids), protocol.MAX_ACK_IDS):
             self._connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))
@@ -530,99 +505,6 @@ def _placed(error: TruerollError, where: str) -> TruerollError:
 
 async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tuple[int, SampleOutput] | None:
     return await anext(samples, None)
-
-
-def _generate_messages(
-    prompts: Prompts,
-    params: ParamsArg,
-    seed: int | None,
-    ids: Sequence[str] | None,
-    demand: dict[str, Any],
-    errors: str = "raise",
-) -> list[Any]:
-    """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message.
-
-    `demand`: `min_weight_version` and `wait_for_weights`.
-    """
-    if errors not in ("raise", "return"):
-        raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
-    given = _listed(prompts, "prompts")
-    count, made = len(given), []
-    fields = dict(caller=_new_id(), **demand)
-    all_params = _seeded(_one_each(SamplingParams() if params is None else params, count), params, seed)
-    all_ids = [_new_id() for _ in given] if ids is None else _checked_ids(ids, count)
-    for i, (tokens, id, own) in enumerate(zip(given, all_ids, all_params, strict=True)):
-        try:
-            array = protocol.tokens_to_bytes(tokens, f"prompts[{i}]")
-            made.append(_message(protocol.Generate, id=id, prompt_token_ids=array, params=own, **fields))
-        except InvalidRequestError as error:
-            if errors == "raise":
-                raise
-            made.append(error)
-    return made
-
-
-def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None) -> list[SamplingParams]:
-    """The parameters of each prompt, with its own seed, if the call has one."""
-    own = [params.seed for params in all_params if params.seed is not None]
-    if seed is None:
-        if own and isinstance(given, SamplingParams) and len(all_params) > 1:
-            raise InvalidRequestError(
-                f"params: expected no seed in those for {len(all_params)} prompts, as each would draw the same noise, "
-                f"found {given.seed}; give generate(..., seed={given.seed}), or a list of params"
-            )
-        return all_params
-    if own or type(seed) is not int or not 0 <= seed < 2**64:
-        found = f"one in params as well, {own[0]}" if own else brief(seed)
-        raise InvalidRequestError(f"seed: expected one integer in [0, 2**64) for the call, found {found}")
-    return [params.model_copy(update={"seed": derive_seed(seed, i)}) for i, params in enumerate(all_params)]
-
-
-def _checked_ids(ids: Sequence[str], count: int) -> list[str]:
-    all_ids = list(ids)
-    if len(all_ids) != count:
-        raise InvalidRequestError(f"request_ids: expected one for each of {count} prompts, found {len(all_ids)}")
-    for id in all_ids:
-        if not (isinstance(id, str) and 1 <= len(id) <= protocol.MAX_ID_CHARS):
-            raise InvalidRequestError(
-                f"request_ids: expected 1 to {protocol.MAX_ID_CHARS} characters, found {brief(id)}"
-            )
-    return all_ids
-
-
-def _message(kind: type[M], **fields: Any) -> M:
-    """A message made of what the caller gave. Raises InvalidRequestError."""
-    try:
-        return kind(**fields)
-    except ValidationError as error:
-        raise InvalidRequestError(describe_validation_error(error)) from None
-
-
-def _listed(sequences: Prompts, what: str) -> list[Sequence[int] | np.ndarray]:
-    """Raise InvalidRequestError for a table: padding in its rows would be taken for tokens."""
-    if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
-        raise InvalidRequestError(
-            f"{what}: expected a list of sequences of token ids without padding, found one {type(sequences).__name__}; "
-            "of padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]"
-        )
-    return list(sequences)
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence):
-        raise InvalidRequestError(f"params: expected SamplingParams, or a sequence of them, found {brief(params)}")
-    if len(params) != count:
-        raise InvalidRequestError(f"params: expected one, or one for each of {count} prompts, found {len(params)}")
-    for i, each in enumerate(params):
-        if not isinstance(each, SamplingParams):
-            raise InvalidRequestError(f"params[{i}]: expected SamplingParams, found {brief(each)}")
-    return list(params)
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex
 
 
 def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:

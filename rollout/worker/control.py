@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trueroll.errors import (
     DeadlineError,
@@ -39,6 +39,7 @@ from .engine_thread import Ran, Run, ServedEngine
 from .lifecycle import Lifecycle, Standing
 
 if TYPE_CHECKING:
+    from ...weight_sync.worker.assembly import Destination, StagingArea
     from ...weight_sync.worker.receiver import Receiver
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class _Push:
     begin: protocol.BeginPush
     receiver: Receiver
     calls: dict[str, float] = field(default_factory=dict)
-    staging: Any = None
+    staging: StagingArea | None = None
 
     def expect(self, id: str, seconds: float) -> None:
         """The call waits for the thread from now on, which has so long to answer."""
@@ -126,7 +127,7 @@ class _Push:
 class PushNews:
     """An event of the thread that receives `push`."""
 
-    push: Any
+    push: _Push
     event: PushEvent
 
 
@@ -143,7 +144,7 @@ class Control:
         self._calls = calls
         self._timings = timings
         self._policy = policy
-        self._weights: Any = None
+        self._loaded: Destination | None = None
         self._device = "cpu"
         self._gpu: str | None = None
         self._served_push: str | None = None
@@ -159,6 +160,11 @@ class Control:
         return self.lifecycle.state in ("loading", "ready") and self._operation is None
 
     @property
+    def _weights(self) -> Destination:
+        assert self._loaded is not None, "no call comes past `_check` before the model has loaded"
+        return self._loaded
+
+    @property
     def deadline(self) -> float:
         """When (monotonic seconds) `follow` has something to do at the latest."""
         operation = float("inf") if self._operation is None or self._operation.run else self._operation.deadline
@@ -171,11 +177,11 @@ class Control:
         staging = push and (push.staging or push.receiver.staging)
         return 0 if staging is None else staging.num_bytes
 
-    def finish_loading(self, weights: Any, device: str) -> None:
+    def finish_loading(self, weights: Destination, device: str) -> None:
         """The engine stands; `weights` is where pushes go, on `device`."""
         from ...weight_sync.transports.gpu import gpu_of
 
-        self._weights, self._device, self._gpu = weights, device, gpu_of(device)
+        self._loaded, self._device, self._gpu = weights, device, gpu_of(device)
         self.lifecycle.finish_loading()
 
     def progress(self) -> protocol.PushProgress | None:
@@ -217,7 +223,7 @@ class Control:
             self.follow()
 
     def _check(self, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        if self._weights is None:
+        if self._loaded is None:
             raise IllegalStateError(
                 f"{call.type}: expected a model that has loaded, found state {self.lifecycle.state}; wait for ready"
             )
@@ -264,8 +270,8 @@ class Control:
         return protocol.Weights(
             id=call.id,
             dtype=self._weights.dtype,
-            shapes=self._weights.shapes,
-            tied=self._weights.tied,
+            shapes=dict(self._weights.shapes),
+            tied=dict(self._weights.tied),
             ignored=tuple(sorted(self._weights.ignored)),
             weight_version=self._host.weight_version(),
             push_id=self._served_push,

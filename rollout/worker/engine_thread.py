@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from trueroll.errors import TruerollError
 
 from ...engine.request import InFlight, Output, Request, Tag
 from ..monitoring.timings import Histogram
+
+if TYPE_CHECKING:
+    from ...weight_sync.worker.assembly import Destination
 
 
 class ServedEngine(Protocol):
@@ -28,9 +31,7 @@ class ServedEngine(Protocol):
     """A dataclass that says what the engine is, with `backend` and `backend_note`."""
 
     @property
-    def weights(self) -> Any:
-        """The `Destination` of pushes."""
-        ...
+    def weights(self) -> Destination: ...
 
     @property
     def weight_version(self) -> int: ...
@@ -46,7 +47,9 @@ class ServedEngine(Protocol):
 
     def settle(self) -> list[Output]: ...
 
-    def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]: ...
+    def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
+        """`staging`: what `new_staging` of its own `weights` has made, and no other `StagingArea`."""
+        ...
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
 
@@ -101,10 +104,10 @@ class Stop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine stands. `info`: its EngineInfo as a dictionary. `weights`: its `Destination` of pushes."""
+    """The engine stands. `info`: its EngineInfo as a dictionary."""
 
     info: dict[str, Any]
-    weights: Any
+    weights: Destination
 
 
 @dataclass(frozen=True)

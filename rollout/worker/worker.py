@@ -20,7 +20,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -65,6 +65,9 @@ from .engine_thread import (
 from .ledger import Entry, Ledger, num_bytes_of, num_bytes_to_name
 from .users import salt_of, scoped
 from .waiting_room import Waiting, WaitingRoom, serves, too_old
+
+if TYPE_CHECKING:
+    from ...weight_sync.worker.assembly import Destination
 
 MOST_CALLS = 1024
 """Calls to control the worker that may be under way, and times that one of them may be asked for."""
@@ -527,7 +530,7 @@ class Worker:
             case _:
                 self._control.handle_push_news(event)
 
-    def _finish_loading(self, info: dict[str, Any], weights: Any) -> None:
+    def _finish_loading(self, info: dict[str, Any], weights: Destination) -> None:
         self._info = info
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
