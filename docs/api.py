@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pdoc
 
-MODULES = ("trueroll.rollout", "trueroll.weight_sync", "trueroll.kernels.training")
+MODULES = ("trueroll.rollout", "trueroll.kernels.training")
 
 
 def build(folder: Path) -> None:

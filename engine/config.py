@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import ConfigError
+from trueroll.errors import ConfigError
+
 from .request import describe_validation_error
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueroll.errors import InvalidRequestError, UnknownRequestError
+
 from ..kernels.transfer import HostCopy, to_device
 from .config import EngineConfig
-from .errors import InvalidRequestError, UnknownRequestError
 from .graphs import DecodeGraphs
 from .loading import LoadedModel, describe, load_model
 from .model_runner import ModelRunner

@@ -7,14 +7,13 @@ torch, so that clients share these types with the engine.
 from __future__ import annotations
 
 import hashlib
-import reprlib
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 
-from .errors import ConfigError, InvalidRequestError
+from trueroll.errors import ConfigError, InvalidRequestError, brief
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
@@ -172,32 +171,6 @@ def _describe_fault(fault: Any) -> str:
     if fault["type"] == "value_error":
         return str(fault["ctx"]["error"])
     return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {brief(fault['input'])}"
-
-
-class _Brief(reprlib.Repr):
-    """Python's own `repr` walks through all of a value, however long, and raises where it is deep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxstring = self.maxother = 80
-
-    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
-        return f"a map of {len(value)}"
-
-    def repr_bytes(self, value: bytes, level: int) -> str:
-        return repr(value[: self.maxother])
-
-    def repr_int(self, value: int, level: int) -> str:
-        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
-
-
-_BRIEF = _Brief()
-
-
-def brief(value: object) -> str:
-    """What was found, for the text of an error: at most 80 characters of any value."""
-    return _BRIEF.repr(value)[:80]
 
 
 @dataclass(frozen=True)

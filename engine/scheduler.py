@@ -21,7 +21,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from .errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError
+
 from .prefix_cache import Entry, PrefixCache
 from .sequence import Chunk, Sequence
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from .errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError
 
 # The last bytes of a text may belong to a character that is not complete: at most three, in as many tokens.
 _MOST_INCOMPLETE = 3

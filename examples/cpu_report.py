@@ -25,7 +25,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.kernels.ops import AttentionBatch, run_layers
-from trueroll.rollout.bench import WORKLOADS, Workload
+from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
 OPS = ("embedding", "rotation", "qkv", "paged_attention", "linear_add", "gate_up", "rmsnorm", "next_tokens")
 

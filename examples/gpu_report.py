@@ -34,7 +34,7 @@ from torch import Tensor
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.loading import load_dummy
 from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, run_layers, select_backend
-from trueroll.rollout.bench import EngineSystem, Workload
+from trueroll.rollout.tools.bench import EngineSystem, Workload
 
 Row = dict[str, Any]
 

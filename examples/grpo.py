@@ -38,12 +38,12 @@ from trueroll.rollout import (
     RolloutClient,
     SamplingParams,
     TruerollError,
+    WeightPublisher,
     WorkerFailedError,
     WorkerLostError,
     launch_worker,
     resolve_model,
 )
-from trueroll.weight_sync import WeightPublisher
 
 GROUP_SIZE = 8
 MAX_TOKENS = 12

@@ -21,8 +21,15 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker, resolve_model
-from trueroll.weight_sync import PushResult, WeightPublisher
+from trueroll.rollout import (
+    PushResult,
+    RolloutClient,
+    SamplingParams,
+    WeightPublisher,
+    WorkerProcess,
+    launch_worker,
+    resolve_model,
+)
 
 REPEATS = 9
 CYCLES = 10

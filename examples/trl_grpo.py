@@ -12,9 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the trainer's threads giv
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from trueroll.rollout import RolloutClient, launch_worker, resolve_model
+from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 from trueroll.rollout.integrations.trl import trueroll_generation
-from trueroll.weight_sync import WeightPublisher
 
 model = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 

@@ -8,7 +8,8 @@ from typing import cast
 
 import torch
 
-from ..errors import ConfigError
+from trueroll.errors import ConfigError
+
 from .contract import Backend
 from .specs import LayerSpec
 

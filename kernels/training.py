@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..errors import ModelError, TruerollError
+from trueroll.errors import ModelError, TruerollError
+
 from .autograd import GradientOps, Packed
 from .contract import AttentionWeights, Rotation, TokenStatistics
 from .families import describe, families

@@ -6,13 +6,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..engine.errors import (
+    from trueroll.errors import (
         ConfigError,
+        DeadlineError,
+        ForbiddenError,
+        IdConflictError,
+        IllegalStateError,
         InvalidRequestError,
+        MessageTooLargeError,
         ModelError,
+        ProtocolError,
+        PushError,
+        QueueFullError,
+        RequestAbortedError,
+        StaleWeightsError,
         TruerollError,
+        UnavailableError,
         UnknownRequestError,
+        UnreadError,
+        VersionGapError,
+        WorkerFailedError,
+        WorkerLostError,
     )
+
     from ..engine.models.loader import (
         resolve_model,
     )
@@ -24,29 +40,15 @@ if TYPE_CHECKING:
         WeightSpan,
         derive_seed,
     )
-    from .client import (
+    from ..weight_sync.trainer.outcome import (
+        PushResult,
+    )
+    from .client.client import (
         AsyncRolloutClient,
         Group,
         RolloutClient,
     )
-    from .errors import (
-        DeadlineError,
-        ForbiddenError,
-        IdConflictError,
-        IllegalStateError,
-        MessageTooLargeError,
-        ProtocolError,
-        PushError,
-        QueueFullError,
-        RequestAbortedError,
-        StaleWeightsError,
-        UnavailableError,
-        UnreadError,
-        VersionGapError,
-        WorkerFailedError,
-        WorkerLostError,
-    )
-    from .launch import (
+    from .client.local_worker import (
         WorkerProcess,
         launch_worker,
     )
@@ -55,9 +57,11 @@ if TYPE_CHECKING:
         Stats,
         Status,
     )
+    from .publisher.publisher import (
+        WeightPublisher,
+    )
 
 _NAMES = {
-    "..engine.errors": ["ConfigError", "InvalidRequestError", "ModelError", "TruerollError", "UnknownRequestError"],
     "..engine.models.loader": ["resolve_model"],
     "..engine.request": [
         "Distribution",
@@ -67,26 +71,33 @@ _NAMES = {
         "WeightSpan",
         "derive_seed",
     ],
-    ".client": ["AsyncRolloutClient", "Group", "RolloutClient"],
-    ".errors": [
+    "..errors": [
+        "ConfigError",
         "DeadlineError",
         "ForbiddenError",
         "IdConflictError",
         "IllegalStateError",
+        "InvalidRequestError",
         "MessageTooLargeError",
+        "ModelError",
         "ProtocolError",
         "PushError",
         "QueueFullError",
         "RequestAbortedError",
         "StaleWeightsError",
+        "TruerollError",
         "UnavailableError",
+        "UnknownRequestError",
         "UnreadError",
         "VersionGapError",
         "WorkerFailedError",
         "WorkerLostError",
     ],
+    "..weight_sync.trainer.outcome": ["PushResult"],
+    ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
+    ".client.local_worker": ["WorkerProcess", "launch_worker"],
     ".protocol": ["Health", "Stats", "Status"],
-    ".launch": ["WorkerProcess", "launch_worker"],
+    ".publisher.publisher": ["WeightPublisher"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
@@ -105,6 +116,7 @@ __all__ = [
     "ModelError",
     "ProtocolError",
     "PushError",
+    "PushResult",
     "QueueFullError",
     "RequestAbortedError",
     "RolloutClient",
@@ -119,6 +131,7 @@ __all__ = [
     "UnknownRequestError",
     "UnreadError",
     "VersionGapError",
+    "WeightPublisher",
     "WeightSpan",
     "WorkerFailedError",
     "WorkerLostError",

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..engine.errors import ConfigError
-from ..engine.request import brief, describe_validation_error
+from trueroll.errors import ConfigError, brief
+
+from ..engine.request import describe_validation_error
 
 
 class WorkerConfig(BaseModel):

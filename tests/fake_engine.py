@@ -18,18 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueroll.engine.errors import InvalidRequestError, UnknownRequestError
-from trueroll.engine.request import (
-    GenerateRequest,
-    Output,
-    Request,
-    SampleOutput,
-    ScoreOutput,
-    WeightSpan,
-    derive_seed,
-)
-from trueroll.weight_sync.manifest import checksum
-from trueroll.weight_sync.tensors import raw_bytes
+from trueroll.engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, WeightSpan, derive_seed
+from trueroll.errors import InvalidRequestError, UnknownRequestError
+from trueroll.weight_sync.payload.manifest import checksum
+from trueroll.weight_sync.payload.tensors import raw_bytes
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 500

@@ -7,8 +7,8 @@ import time
 from fake_engine import FakeEngine
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.errors import ModelError
-from trueroll.rollout.process import run_as_child
+from trueroll.errors import ModelError
+from trueroll.rollout.worker.process import run_as_child
 
 
 def load(config: EngineConfig) -> FakeEngine:

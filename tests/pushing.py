@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from serving import RawClient
 
-from trueroll.weight_sync.manifest import ALIGNMENT, checksum
-from trueroll.weight_sync.shared import SharedSlots
+from trueroll.weight_sync.payload.manifest import ALIGNMENT, checksum
+from trueroll.weight_sync.transports.shared import SharedSlots
 
 SLOT_BYTES = 1 << 20
 _ids = (f"call-{number}" for number in itertools.count())

@@ -16,13 +16,13 @@ import zmq
 from fake_engine import FakeEngine, expected_tokens
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.errors import TruerollError
+from trueroll.errors import TruerollError
 from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.engine_thread import Engine
-from trueroll.rollout.keys import client_keys, use_curve
-from trueroll.rollout.router import Peer
-from trueroll.rollout.worker import Worker
+from trueroll.rollout.network.keys import client_keys, use_curve
+from trueroll.rollout.network.router import Peer
+from trueroll.rollout.worker.engine_thread import ServedEngine
+from trueroll.rollout.worker.worker import Worker
 
 RECEIVE_MS = 20_000
 
@@ -30,7 +30,7 @@ RECEIVE_MS = 20_000
 class WorkerOnThread:
     """A worker that runs on a thread of this process. `error`: what `run` raised."""
 
-    def __init__(self, config: WorkerConfig, make_engine: Callable[[], Engine]) -> None:
+    def __init__(self, config: WorkerConfig, make_engine: Callable[[], ServedEngine]) -> None:
         self.worker = Worker(config, make_engine)
         self.address = self.worker.address
         self.error: BaseException | None = None

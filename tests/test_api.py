@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import trueroll.rollout
-from trueroll.rollout.errors import SENT_ERRORS
+from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "api.py"
-MODULES = ("trueroll.rollout", "trueroll.weight_sync", "trueroll.kernels.training")
+MODULES = ("trueroll.rollout", "trueroll.kernels.training")
 
 
 def public_members(kind: type) -> Iterator[tuple[str, Any]]:

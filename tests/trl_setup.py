@@ -19,9 +19,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.rollout import RolloutClient
+from trueroll.rollout import RolloutClient, WeightPublisher
 from trueroll.rollout.config import WorkerConfig
-from trueroll.weight_sync import WeightPublisher
 
 MAX_STALENESS = 2
 

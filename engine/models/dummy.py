@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from trueroll.errors import ModelError
+
 from ...kernels.contract import Weight
 from ...kernels.specs import NormSpec
-from ..errors import ModelError
 from .files import local_path
 
 CONFIG_FILE = "config.json"

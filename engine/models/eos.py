@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
-from ..request import brief
+from trueroll.errors import ModelError, brief
+
 from .files import MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES, read_json
 
 MAX_EOS_TOKENS = 256

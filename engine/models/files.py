@@ -12,13 +12,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelError
+from trueroll.errors import ModelError
 
 MAX_SETTINGS_BYTES = 2**20
 """Of a file of settings, such as config.json. Real ones have some kilobytes."""
 MAX_TOKENIZER_BYTES = 2**26
 """Of one file that a tokenizer may read. The largest tokenizer.json in wide use has 34 MB."""
-_MAX_CAUSE_CHARS = 300
 
 
 def local_path(name: str) -> Path | None:
@@ -31,12 +30,6 @@ def local_path(name: str) -> Path | None:
     except (OSError, ValueError, RuntimeError):  # of a NUL, and of an unknown home
         return None
     return path
-
-
-def said(cause: object) -> str:
-    """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
-    line = " ".join(str(cause).split())[:_MAX_CAUSE_CHARS]
-    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def list_names(folder: Path) -> list[str]:

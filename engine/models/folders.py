@@ -10,8 +10,8 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import ModelError
-from ..request import brief
+from trueroll.errors import ModelError, brief
+
 from .files import list_names, read_json
 
 SINGLE_FILE = "model.safetensors"

@@ -20,10 +20,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
+from trueroll.errors import ModelError, brief, said
+
 from ...kernels.contract import Weight
-from ..errors import ModelError
-from ..request import brief
-from .files import check_file, local_path, read_json, said
+from .files import check_file, local_path, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .smollm2 import smollm2_folder
 

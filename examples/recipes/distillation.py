@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
-from trueroll.weight_sync import WeightPublisher
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, derive_seed, launch_worker, resolve_model
 
 RUN_SEED = 1
 STEPS = 3

@@ -9,8 +9,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
-from trueroll.weight_sync import WeightPublisher
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, derive_seed, launch_worker, resolve_model
 
 RUN_SEED = 1
 STEPS = 2

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from trueroll.kernels.training import align, token_log_probs
-from trueroll.rollout import RolloutClient, SamplingParams, derive_seed, launch_worker, resolve_model
-from trueroll.weight_sync import WeightPublisher
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, derive_seed, launch_worker, resolve_model
 
 RUN_SEED, STEPS, CLIP = 1, 3, 0.2
 prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

@@ -19,12 +19,12 @@ from trueroll.rollout import (
     RolloutClient,
     SamplingParams,
     StaleWeightsError,
+    WeightPublisher,
     WorkerLostError,
     derive_seed,
     launch_worker,
     resolve_model,
 )
-from trueroll.weight_sync import WeightPublisher
 
 RUN_SEED, STEP, VERSION = 1, 5, 5
 prompts = [[1, 2, 3], [4, 5]]

@@ -12,7 +12,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, TypeAlias
 
-from ...errors import ModelError, brief
+from trueroll.errors import ModelError, brief
+
 from ..specs import DecoderSpec
 
 Describe: TypeAlias = Callable[[dict[str, Any], str], DecoderSpec]

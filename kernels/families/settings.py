@@ -17,7 +17,8 @@ from huggingface_hub.dataclasses import strict, validated_field
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ...errors import ModelError, brief, said
+from trueroll.errors import ModelError, brief, said
+
 from ..specs import AttentionSpec, DecoderSpec, LayerSpec, RotationSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -1,7 +1,7 @@
 """trueroll: a rollout generation service for reinforcement learning, in which the same request gives the same bits.
 
-`trueroll.rollout` has the clients and the worker, `trueroll.weight_sync` the publisher of weights, and
-`trueroll.kernels.training` what a trainer computes with.
+`trueroll.rollout` has the clients, the worker and the publisher of weights, `trueroll.kernels.training` what a trainer
+computes with, and `trueroll.errors` all errors.
 """
 
 from importlib.metadata import version

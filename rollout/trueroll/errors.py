@@ -1,23 +1,168 @@
-"""PLACEHOLDER"""
-from reprlib import Repr
+"""The one tree of exceptions: whatever trueroll raises on purpose, in whichever folder, is a `TruerollError`.
+
+Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what was
+expected, what was found and what to do, and what it quotes is short: `brief`, `said`. Imports the standard library
+alone, so that each folder, and a client without torch, can use it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
 
 
 class TruerollError(Exception):
+    """Root of every error that trueroll raises on purpose."""
+
     code = "internal"
 
 
 class ConfigError(TruerollError):
+    """A configuration value, or a combination of them, cannot work."""
+
     code = "invalid_config"
 
 
 class ModelError(TruerollError):
+    """A model folder is missing, incomplete, inconsistent or of an unsupported architecture."""
+
     code = "invalid_model"
 
 
-def brief(value):
-    return Repr().repr(value)[:80]
+class InvalidRequestError(TruerollError):
+    """A request can never be served as it stands; nothing was started for it."""
+
+    code = "invalid_request"
 
 
-def said(cause):
-    line = " ".join(str(cause).split())[:300]
+class UnknownRequestError(TruerollError):
+    """A request id, or a sample index of it, names nothing that is running."""
+
+    code = "unknown_request"
+
+
+class ProtocolError(TruerollError):
+    """A message is not what the protocol prescribes: frames, MessagePack, type, version or fields."""
+
+    code = "invalid_message"
+
+
+class MessageTooLargeError(TruerollError):
+    """A message is longer than the worker accepts."""
+
+    code = "message_too_large"
+
+
+class IdConflictError(TruerollError):
+    """A request id is in use for a request with other content."""
+
+    code = "id_conflict"
+
+
+class QueueFullError(TruerollError):
+    """The worker holds as much unfinished work as it accepts: requests, their samples or bytes, calls, or who waits."""
+
+    code = "queue_full"
+
+
+class UnreadError(TruerollError):
+    """The client did not read its replies, and the worker gave them up; ask again."""
+
+    code = "unread"
+
+
+class ForbiddenError(TruerollError):
+    """The client's role or its connection does not allow this call, its key is unknown, or the worker is another
+    user's.
+    """
+
+    code = "forbidden"
+
+
+class UnavailableError(TruerollError):
+    """The worker is in a state in which it accepts no new requests."""
+
+    code = "unavailable"
+
+
+class WorkerFailedError(TruerollError):
+    """The worker's engine failed; the request was not finished, and the process is ending."""
+
+    code = "worker_failed"
+
+
+class IllegalStateError(TruerollError):
+    """The worker is in a state in which this call makes no sense; the text names it."""
+
+    code = "illegal_state"
+
+
+class DeadlineError(TruerollError):
+    """Something did not happen within the time it was given."""
+
+    code = "deadline_exceeded"
+
+
+class PushError(TruerollError):
+    """A push of weights was refused or broke off; the text says what was wrong, and with which tensor."""
+
+    code = "push_failed"
+
+
+class StaleWeightsError(TruerollError):
+    """The worker serves older weights than the request demands, as one does that was started anew; push again."""
+
+    code = "stale_weights"
+
+
+class VersionGapError(PushError):
+    """A push of changed elements refers to weights that the worker does not serve; push every tensor whole."""
+
+    code = "version_gap"
+
+
+class WorkerLostError(TruerollError):
+    """Nothing answers at the worker's address, or another process does. Raised by the client, never sent."""
+
+    code = "worker_lost"
+
+
+class RequestAbortedError(TruerollError):
+    """A score request was aborted before it had a result. Raised by the client, never sent."""
+
+    code = "aborted"
+
+
+_MAX_SAID_CHARS = 300
+
+
+class _Brief(reprlib.Repr):
+    """Python's own `repr` walks through all of a value, however long, and raises where it is deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = 80
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        return f"a map of {len(value)}"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[: self.maxother])
+
+    def repr_int(self, value: int, level: int) -> str:
+        return repr(value) if value.bit_length() <= 128 else f"an integer of {value.bit_length()} bits"
+
+
+_BRIEF = _Brief()
+
+
+def brief(value: object) -> str:
+    """What was found, for the text of an error: at most 80 characters of any value."""
+    return _BRIEF.repr(value)[:80]
+
+
+def said(cause: object) -> str:
+    """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
+    line = " ".join(str(cause).split())[:_MAX_SAID_CHARS]
     return "".join(character if character.isprintable() else "?" for character in line)

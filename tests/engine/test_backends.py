@@ -10,7 +10,7 @@ import pytest
 
 from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
-from trueroll.engine.errors import ConfigError
+from trueroll.errors import ConfigError
 from trueroll.kernels.cpu import library as native
 from trueroll.kernels.cpu.library import Library, load_library
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trueroll.engine.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 from trueroll.engine.request import Distribution, ScoreOutput, ScoreRequest, derive_seed
+from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
 from .drive import bits, drain, generate, make_engine, run, score, tokens, top_bits
 

@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from trueroll.engine.errors import InvalidRequestError
 from trueroll.engine.prefix_cache import PrefixCache
 from trueroll.engine.scheduler import Scheduler
 from trueroll.engine.sequence import Chunk, Sequence
+from trueroll.errors import InvalidRequestError
 
 from .caches import CollidingCache, CountingCache
 

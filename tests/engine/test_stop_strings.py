@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from trueroll.engine import stop_strings
-from trueroll.engine.errors import InvalidRequestError
 from trueroll.engine.stop_strings import StopStrings, Vocabulary, load_vocabulary
+from trueroll.errors import InvalidRequestError
 
 from .drive import bits, generate, make_engine, run, tokens
 

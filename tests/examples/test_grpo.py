@@ -20,10 +20,9 @@ import torch
 import typer
 
 from tiny import make_tiny_model
-from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
-from trueroll.rollout.errors import WorkerFailedError, WorkerLostError
-from trueroll.weight_sync import WeightPublisher
-from trueroll.weight_sync.transaction import Transaction
+from trueroll.errors import WorkerFailedError, WorkerLostError
+from trueroll.rollout import RolloutClient, WeightPublisher, WorkerProcess, launch_worker
+from trueroll.weight_sync.trainer.transaction import Transaction
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 Run: TypeAlias = Callable[..., list[dict[str, str]]]

@@ -17,8 +17,7 @@ from transformers import AutoTokenizer
 
 import trueroll.rollout
 from tiny import make_tiny_model
-from trueroll.rollout import WorkerProcess, launch_worker
-from trueroll.weight_sync import WeightPublisher
+from trueroll.rollout import WeightPublisher, WorkerProcess, launch_worker
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"

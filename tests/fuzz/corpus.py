@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from fuzz.trees import unpack
 
-from trueroll.weight_sync.manifest import checksum
-from trueroll.weight_sync.shared import SharedSlots
+from trueroll.weight_sync.payload.manifest import checksum
+from trueroll.weight_sync.transports.shared import SharedSlots
 
 MAX_TOKEN = 500
 """Below the vocabulary of every model that is attacked."""

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_engine import FakeEngine  # noqa: E402
 
-from trueroll.rollout import process  # noqa: E402
-from trueroll.rollout.worker import Worker  # noqa: E402
+from trueroll.rollout.worker import process  # noqa: E402
+from trueroll.rollout.worker.worker import Worker  # noqa: E402
 
 LATE = 300
 """Replies after which faults begin: the quiet results were right."""

@@ -20,10 +20,9 @@ from fuzz.attack import dealer
 from fuzz.corpus import MAX_TOKEN
 from fuzz.violation import Violation
 
-from trueroll.engine.errors import TruerollError
 from trueroll.engine.request import SampleOutput
+from trueroll.errors import QueueFullError, TruerollError
 from trueroll.rollout import RolloutClient, SamplingParams
-from trueroll.rollout.errors import QueueFullError
 
 Result: TypeAlias = tuple[Any, ...]
 """Token ids and log-probs as bytes, so that equal means equal bits, and why each sample ended."""

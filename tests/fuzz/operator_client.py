@@ -19,8 +19,8 @@ from fuzz.attack import dealer
 from fuzz.corpus import CLOSED_PORT, SECONDS
 from fuzz.violation import Violation
 
-from trueroll.engine.errors import TruerollError
-from trueroll.weight_sync import WeightPublisher
+from trueroll.errors import TruerollError
+from trueroll.rollout import WeightPublisher
 
 
 class Operator:

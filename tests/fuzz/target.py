@@ -17,10 +17,10 @@ from fuzz.violation import Violation
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.errors import TruerollError
+from trueroll.errors import TruerollError
 from trueroll.rollout import WorkerProcess
+from trueroll.rollout.client.local_worker import WORKER_COMMAND
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.launch import WORKER_COMMAND
 
 Show: TypeAlias = Callable[[Numbers], None]
 LIMITS: dict[str, Any] = dict(

@@ -19,7 +19,7 @@ from fuzz.trees import pack, tree
 from fuzz.violation import Trace, Violation, read_trace
 
 from trueroll.rollout import protocol
-from trueroll.rollout.errors import SENT_ERRORS
+from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
 FAKE_TENSORS = FakeWeights(SHAPES, "float32").live
 COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("faulty_worker.py")))

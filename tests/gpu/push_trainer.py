@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from push_worker import trainer_tensors  # noqa: E402
 
-from trueroll.weight_sync import WeightPublisher  # noqa: E402
-from trueroll.weight_sync.transaction import Transaction  # noqa: E402
+from trueroll.rollout import WeightPublisher  # noqa: E402
+from trueroll.weight_sync.trainer.transaction import Transaction  # noqa: E402
 
 
 def main(address: str, transport: Any, device: str, timeout: str) -> None:

@@ -14,9 +14,9 @@ from fake_engine import FakeEngine, FakeInfo, FakeWeights  # noqa: E402
 from trueroll.engine.config import EngineConfig  # noqa: E402
 from trueroll.rollout import WorkerProcess  # noqa: E402
 from trueroll.rollout.config import WorkerConfig  # noqa: E402
-from trueroll.rollout.process import run_as_child  # noqa: E402
-from trueroll.weight_sync.manifest import checksum  # noqa: E402
-from trueroll.weight_sync.tensors import raw_bytes  # noqa: E402
+from trueroll.rollout.worker.process import run_as_child  # noqa: E402
+from trueroll.weight_sync.payload.manifest import checksum  # noqa: E402
+from trueroll.weight_sync.payload.tensors import raw_bytes  # noqa: E402
 
 SHAPES = {"embed.weight": (40_000, 1000), "layer.weight": (2048, 1001), "norm.weight": (1001,), "last": (1,)}
 """More than one bucket, and sizes that no word divides."""

@@ -19,7 +19,7 @@ from trueroll.engine.models.dummy import find_config
 from trueroll.engine.request import Distribution, Request, ScoreRequest, Tag
 from trueroll.engine.sequence import Chunk
 from trueroll.kernels.training import align, token_log_probs
-from trueroll.rollout import verify
+from trueroll.rollout.tools import verify
 
 from ..engine.checkpoints import stage
 from ..engine.drive import bits, generate, run, tokens

@@ -16,11 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tiny import make_tiny_model
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
-from trueroll.rollout.errors import ConfigError, PushError
-from trueroll.weight_sync import WeightPublisher
-from trueroll.weight_sync import publisher as publisher_module
-from trueroll.weight_sync.tensors import word_sum
+from trueroll.errors import ConfigError, PushError
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
+from trueroll.weight_sync.payload.tensors import word_sum
+from trueroll.weight_sync.trainer import sender as sender_module
 
 from .push_worker import checksums_of, start_worker, trainer_tensors
 
@@ -28,7 +27,7 @@ SECONDS = 60.0
 SHORT = 3.0
 """For pushes that must fail: it is waited for."""
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that torch can use")
-LEAK = 2 * publisher_module.GPU_BUCKET_BYTES
+LEAK = 2 * sender_module.GPU_BUCKET_BYTES
 """Bytes: what a push would lose if its buckets were not freed."""
 TRAINER = Path(__file__).with_name("push_trainer.py")
 
@@ -98,7 +97,7 @@ def test_the_word_sum_is_that_of_the_cpu(size: int) -> None:
 
 def test_by_cuda_ipc_every_bit_arrives_and_all_memory_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with start_worker("cuda:0") as worker, publisher_to(worker, "shared") as publisher:
-        monkeypatch.setattr(publisher_module, "SharedSlots", None)  # which host memory would take
+        monkeypatch.setattr(sender_module, "SharedSlots", None)  # which host memory would take
         before = push_twice(worker, publisher)
         for version in range(3, 7):
             publisher.push(trainer_tensors(version, "cuda:0"), version)

@@ -18,16 +18,15 @@ from serving import RawClient, WorkerOnThread
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.errors import InvalidRequestError, ModelError, TruerollError
 from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.errors import InvalidRequestError, ModelError, TruerollError, WorkerFailedError
 from trueroll.kernels.contract import Backend
 from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.errors import WorkerFailedError
-from trueroll.rollout.worker import load_engine
+from trueroll.rollout.worker.process import load_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]

@@ -14,8 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tiny import make_tiny_model
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
-from trueroll.weight_sync import WeightPublisher
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
 PROMPTS = [[*range(3, 90), 200 + i] for i in range(4)]
 PARAMS = SamplingParams(n=2, max_tokens=12, ignore_eos=True)

@@ -23,9 +23,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 from trl_setup import async_settings, num_vowels
 
 from trueroll.engine.models.smollm2 import smollm2_folder
-from trueroll.rollout import AsyncRolloutClient, launch_worker
+from trueroll.rollout import AsyncRolloutClient, WeightPublisher, launch_worker
 from trueroll.rollout.integrations.trl import TruerollWeightTransfer, TruerollWorker
-from trueroll.weight_sync import WeightPublisher
 
 
 def varlen_attention(

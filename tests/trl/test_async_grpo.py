@@ -22,8 +22,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl_setup import MAX_STALENESS, ServedEngine, async_settings, num_vowels
 
 from trueroll.engine.request import SampleOutput, WeightSpan
+from trueroll.errors import ConfigError, DeadlineError
 from trueroll.rollout import AsyncRolloutClient
-from trueroll.rollout.errors import ConfigError, DeadlineError
 from trueroll.rollout.integrations.trl import TruerollWorker, WeightsError, async_grpo
 from trueroll.rollout.integrations.trl.scoring import Group, rollout_samples
 
@@ -53,7 +53,7 @@ def test_a_worker_that_is_killed_ends_the_training_with_an_error(smollm2: Path, 
     done = run_training(str(tmp_path), "--kill")
     assert done.returncode == 1
     assert "'ratio'" in done.stdout  # it had trained
-    assert done.stderr.splitlines()[-1].startswith("trueroll.rollout.errors.WorkerLostError: worker: no answer from")
+    assert done.stderr.splitlines()[-1].startswith("trueroll.errors.WorkerLostError: worker: no answer from")
 
 
 def settings(output: Path, **changes: Any) -> AsyncGRPOConfig:

@@ -21,12 +21,11 @@ from trl.trainer import grpo_trainer
 from trl_setup import CheckingPublisher, ServedEngine, grpo_settings, num_vowels
 
 from trueroll.engine.request import SampleOutput, WeightSpan
+from trueroll.errors import ConfigError, TruerollError
 from trueroll.kernels.training import align
-from trueroll.rollout import RolloutClient, launch_worker
-from trueroll.rollout.errors import ConfigError, TruerollError
+from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker
 from trueroll.rollout.integrations.trl import TruerollGeneration, WeightsError, rollout_func, trueroll_generation
 from trueroll.rollout.integrations.trl.common import check_samples
-from trueroll.weight_sync import WeightPublisher
 
 CHATS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]})
 TEXTS = Dataset.from_dict({"prompt": [f"{n} animals are" for n in range(2, 10)]})

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trueroll.errors import ConfigError, DeadlineError
+
 from ....engine.request import derive_seed
-from ....weight_sync import WeightPublisher
-from ...client import AsyncRolloutClient
-from ...errors import ConfigError, DeadlineError
+from ...client.client import AsyncRolloutClient
+from ...publisher.publisher import WeightPublisher
 from .common import check_samples, encode, sampling_params
 from .scoring import Group, RewardFunc, as_completion, call_reward, length_metrics, name_of, rollout_samples
 

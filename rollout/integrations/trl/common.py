@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from trueroll.errors import ConfigError, TruerollError
+
 from ....engine.request import SampleOutput, SamplingParams
-from ...errors import ConfigError, TruerollError
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or the messages of a conversation."""

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from trueroll.errors import ConfigError, TruerollError
+
 from ....engine.request import SampleOutput, SamplingParams
-from ....weight_sync import WeightPublisher
-from ...client import RolloutClient
-from ...errors import ConfigError, TruerollError
+from ...client.client import RolloutClient
+from ...publisher.publisher import WeightPublisher
 from .common import Prompt, check_samples, encode, logprobs, sampling_params
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from trueroll.errors import ConfigError
+
 from ....engine.request import SampleOutput
-from ...errors import ConfigError
 from .common import Prompt, logprobs_of
 
 if TYPE_CHECKING:

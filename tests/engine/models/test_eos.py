@@ -13,9 +13,9 @@ import pytest
 import transformers
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.errors import ModelError
 from trueroll.engine.loading import load_model
 from trueroll.engine.models.eos import find_eos_tokens
+from trueroll.errors import ModelError
 
 from ..drive import generate, make_engine, run, tokens
 

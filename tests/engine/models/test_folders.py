@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.errors import ModelError
 from trueroll.engine.loading import LoadedModel, load_dummy, load_model
 from trueroll.engine.models.folders import refuse_what_is_no_model
+from trueroll.errors import ModelError
 
 SINGLE = "model.safetensors"
 BASE = "org/base-7b"

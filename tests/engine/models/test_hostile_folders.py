@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from trueroll.engine import loading
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.errors import ModelError
 from trueroll.engine.models import loader
 from trueroll.engine.models.dense_config import DenseConfig
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
+from trueroll.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -12,14 +12,9 @@ import transformers
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from trueroll.engine.errors import ModelError
 from trueroll.engine.models import loader
-from trueroll.engine.models.loader import (
-    check_checkpoint,
-    copy_checkpoint,
-    read_config,
-    resolve_model,
-)
+from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config, resolve_model
+from trueroll.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 

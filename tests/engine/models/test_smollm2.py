@@ -14,11 +14,11 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from trueroll.engine.errors import ModelError
 from trueroll.engine.models import smollm2 as module
 from trueroll.engine.models.eos import find_eos_tokens
 from trueroll.engine.models.loader import read_config, resolve_model
 from trueroll.engine.models.smollm2 import make_folder_once, smollm2_folder
+from trueroll.errors import ModelError
 
 
 def test_the_folder_holds_a_bfloat16_llama_with_tied_embeddings(smollm2: Path) -> None:

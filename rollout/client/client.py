@@ -1,0 +1,537 @@
+"""The clients: prompts in, groups of samples out. `AsyncRolloutClient`, and `RolloutClient` for code without an event
+loop.
+
+Owns the meaning of the calls. The connection below owns sending, reconnecting and losing the worker; `protocol` owns
+the messages. Imports neither torch nor transformers.
+
+Promises: a call returns when all its requests have ended, or raises the first error that one of them met (unless it is
+to return errors), naming the prompt that it is about; then the others are given up, as they are when the call is
+cancelled, interrupted, or its stream closed early: the worker aborts what nobody else waits for. A worker that is lost,
+or whose replies are, is told nothing, so that requests can be asked for again. The worker is told when results have
+arrived, so that it keeps them no longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
+
+from trueroll.errors import (
+    IdConflictError,
+    InvalidRequestError,
+    MessageTooLargeError,
+    ProtocolError,
+    RequestAbortedError,
+    TruerollError,
+    UnknownRequestError,
+    UnreadError,
+    WorkerLostError,
+)
+
+from ...engine.request import (
+    Distribution,
+    InFlight,
+    SampleOutput,
+    SamplingParams,
+    ScoreOutput,
+    Tag,
+)
+from .. import protocol
+from ..network.keys import Key
+from .connection import Connection, Inbox
+from .continuation import joined
+from .loop_thread import LoopThread
+from .requests import (
+    ParamsArg,
+    Prompts,
+    Request,
+    continue_requests,
+    generate_requests,
+    message_of,
+    new_id,
+    score_requests,
+)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Position: TypeAlias = int
+
+_OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
+"""Errors that are about one request of a call, which their text then names."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All samples of one prompt, by index, and the parameters as the worker used them, seed included."""
+
+    id: str
+    samples: tuple[SampleOutput, ...]
+    params: SamplingParams
+    num_prompt_tokens: int
+
+
+class AsyncRolloutClient:
+    """A client of the worker at `address`, for one event loop in one process: those of its first call. Calls may run at
+    the same time.
+
+    It connects at the first call. `timeout`: after this many seconds without any sign of life from the worker, waiting
+    calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
+    `server_public_key` and `client_key` go together: the public key of a worker with named clients, and the secret key
+    of this one; each in Z85, or the file of `zmq.auth.create_certificates` with it (`.key`, `.key_secret`).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float = 30.0,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
+    ) -> None:
+        self._connection = Connection(address, timeout, server_public_key, client_key)
+        self._open: set[str] = set()
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["raise"] = "raise",
+        progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[Group]: ...
+
+    @overload
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["return"],
+        progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[Group | TruerollError]: ...
+
+    async def generate(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        progress: bool = False,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[Group] | list[Group | TruerollError]:
+        """Samples of every prompt, one Group each, in order.
+
+        `params`: one for all prompts, or a list with one for each; None: the defaults. `seed`: of the whole call;
+        prompt i gets `derive_seed(seed, i)`, so that each has noise of its own. For a seed that differs by step too,
+        give `derive_seed(seed_of_the_run, step)`. A seed in one `params` for several prompts is refused: they would
+        share their noise. `request_ids`: the ids to submit under, new ones if not given. Without any seed the id and
+        the prompt give it: asking again with the same id and content, of any worker with the same weights, gives the
+        same samples, also after a crash of either side. While the first asking is unfinished, or its end was lost,
+        nothing is computed twice. `errors`: `return` puts the error of a prompt that failed in its group's place, and
+        lets the others finish. `progress` shows a bar on a terminal. `min_weight_version`: begin with no older weights;
+        a worker that serves older ones, as after a restart, raises StaleWeightsError or, with `wait_for_weights`,
+        begins once a push has brought them. (Older ones that a push brings later, with `allow_older`, show in the
+        samples' spans.)
+        """
+        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        made = generate_requests(prompts, params, seed, request_ids, demand, errors)
+        total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
+        with _progress_bar(progress, total) as advance:
+            return await self._groups(made, errors, advance)
+
+    async def _groups(self, made: list[protocol.Generate | TruerollError], errors: str, advance: Any) -> list[Any]:
+        groups: list[Any] = list(made)
+        requests = {i: each for i, each in enumerate(made) if isinstance(each, protocol.Generate)}
+        samples: dict[int, dict[int, SampleOutput]] = {position: {} for position in requests}
+        async with aclosing(self._exchange(requests, "prompts", errors)) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.FinishedSample):
+                    samples[position][reply.index] = protocol.sample_output(reply)
+                    advance()
+                else:
+                    groups[position] = _group(reply, samples[position]) if isinstance(reply, protocol.Done) else reply
+        return groups
+
+    async def stream(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
+        """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
+        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        requests = dict(enumerate(generate_requests(prompts, params, seed, request_ids, demand)))
+        async with aclosing(self._exchange(requests, "prompts")) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.FinishedSample):
+                    yield position, protocol.sample_output(reply)
+
+    async def continue_samples(
+        self,
+        prompts: Prompts,
+        samples: Sequence[SampleOutput],
+        params: ParamsArg = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[SampleOutput]:
+        """Let unfinished samples go on: one for each prompt, whole, in order.
+
+        `samples`: what `generate` gave for these prompts, one sample each; those of finish reason `abort`, and those of
+        `length` that have fewer than `max_tokens` tokens, go on, the others are returned as they are. `params`: those
+        that they were asked for with, or their group's; `n` and the seed in them count for nothing, as each sample goes
+        on with its own noise. `max_tokens` and `min_tokens` count all of its tokens, and a stop string may begin in
+        those that are there. With the weights that it began with, the whole sample has the bits of one that was never
+        interrupted; with others, its version spans say which tokens came from which. `request_ids`,
+        `min_weight_version`, `wait_for_weights`: see `generate`; there is an id for each sample, also for those that
+        are returned as they are.
+        """
+        demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        requests = continue_requests(prompts, samples, params, request_ids, demand)
+        whole = list(samples)
+        async with aclosing(self._exchange(requests, "samples")) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.FinishedSample):
+                    whole[position] = joined(whole[position], protocol.sample_output(reply))
+        return whole
+
+    async def score(
+        self,
+        sequences: Prompts,
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        cache_salt: str | None = None,
+        top_logprobs: int | None = None,
+        *,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> list[ScoreOutput]:
+        """Log-probs of given tokens under a distribution, one ScoreOutput for each sequence, in order.
+
+        Entry i of its `logprobs`, float32 [num_tokens - 1], is the log-prob of token i + 1 given tokens [0, i + 1).
+        `top_logprobs`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`: see `generate`. Raises
+        RequestAbortedError if a score was aborted.
+        """
+        distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
+        fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        requests = score_requests(sequences, fields)
+        scores: dict[int, Any] = {}
+        async with aclosing(self._exchange(requests, "sequences")) as replies:
+            async for position, reply in replies:
+                if isinstance(reply, protocol.Scores):
+                    scores[position] = _scored(reply)
+        return [scores[position] for position in range(len(requests))]
+
+    async def abort(
+        self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
+    ) -> int:
+        """End requests, or of each the sample `index`, with what was generated so far; returns how many samples that
+        ended.
+
+        The samples arrive where the requests were made, with finish reason `abort`. Raises UnknownRequestError if there
+        is nothing unfinished of such a name, unless that is `missing_ok`; the other requests are ended all the same.
+        """
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        calls = [message_of(protocol.Abort, id=new_id(), request_id=id, index=index) for id in ids]
+        return sum(await asyncio.gather(*(self._abort(call, missing_ok) for call in calls)))
+
+    async def _abort(self, call: protocol.Abort, missing_ok: bool) -> int:
+        try:
+            reply = await self.ask(call)
+        except UnknownRequestError:
+            if not missing_ok:
+                raise
+            return 0
+        assert isinstance(reply, protocol.Aborted)
+        return reply.num_samples
+
+    async def abort_all(self) -> int:
+        """End all requests of this client, as `abort` does; returns how many samples that ended."""
+        return await self.abort(list(self._open), missing_ok=True)
+
+    async def health(self) -> protocol.Health:
+        """How the worker is; answered at once, also while it loads or computes."""
+        reply = await self.ask(protocol.GetHealth(id=new_id()))
+        assert isinstance(reply, protocol.Health)
+        return reply
+
+    async def stats(self) -> protocol.Stats:
+        """The lifetime counters of engine and service."""
+        reply = await self.ask(protocol.GetStats(id=new_id()))
+        assert isinstance(reply, protocol.Stats)
+        return reply
+
+    async def pause(self) -> protocol.Status:
+        """Generate nothing until `resume`; running requests keep what they have, new ones wait or are refused."""
+        return await self._ask_status(protocol.Pause(id=new_id()))
+
+    async def resume(self) -> protocol.Status:
+        """End a pause."""
+        return await self._ask_status(protocol.Resume(id=new_id()))
+
+    async def drain(self, timeout: float = 600.0) -> protocol.Status:
+        """Finish all requests accepted so far, then pause. Raises DeadlineError, and goes on generating, if that takes
+        more than `timeout` seconds.
+        """
+        return await self._ask_status(message_of(protocol.Drain, id=new_id(), timeout=timeout))
+
+    async def sleep(
+        self,
+        level: Literal[1, 2] = 1,
+        tags: Sequence[Tag] = protocol.ALL_TAGS,
+        *,
+        in_flight: InFlight = "recompute",
+        timeout: float = 600.0,
+    ) -> protocol.Status:
+        """Give the memory of `tags` back until `wake_up`. `level` 1 keeps the weights on the host; 2 drops them, and a
+        push must follow. `in_flight`: running requests are finished first (`drain`, for at most `timeout` seconds),
+        keep their tokens and go on later (`recompute`), or end with what they have (`abort`).
+        """
+        fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
+        return await self._ask_status(message_of(protocol.Sleep, id=new_id(), **fields))
+
+    async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
+        """Take the memory of `tags` again; the worker is ready when all tags are awake and its weights are whole."""
+        return await self._ask_status(message_of(protocol.WakeUp, id=new_id(), tags=tuple(tags)))
+
+    async def invalidate_prefix_cache(self) -> protocol.Status:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        return await self._ask_status(protocol.Invalidate(id=new_id()))
+
+    async def _ask_status(self, message: protocol.LifecycleCall) -> protocol.Status:
+        reply = await self.ask(message)
+        assert isinstance(reply, protocol.Status)
+        return reply
+
+    async def close(self) -> None:
+        """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
+        await self._connection.close()
+
+    async def __aenter__(self) -> AsyncRolloutClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def ask(self, message: protocol.Call) -> protocol.FromWorker:
+        """Send any call of the protocol that has a single reply, and return that. Raises the error it is, if it is."""
+        inbox: Inbox = asyncio.Queue()
+        self._connection.call(message, inbox)
+        try:
+            _, reply = await inbox.get()
+        finally:
+            self._connection.give_up([message.id])
+        if isinstance(reply, TruerollError):
+            raise reply
+        return reply
+
+    async def _exchange(
+        self, requests: Mapping[Position, Request], what: str, errors: str = "raise"
+    ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | TruerollError], None]:
+        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended.
+
+        An error names its place in `what` the caller gave. With `errors` `return` it is yielded.
+        """
+        self._check_ids([request.id for request in requests.values()])
+        inbox: Inbox = asyncio.Queue()
+        positions = {request.id: position for position, request in requests.items()}
+        unfinished, finished = set(positions), set()
+        seen: set[tuple[str, int]] = set()
+        is_lost = False
+        self._open |= unfinished
+        try:
+            for request in requests.values():
+                self._connection.call(request, inbox)
+            while unfinished:
+                id, reply = await inbox.get()
+                if isinstance(reply, TruerollError):
+                    unfinished.discard(id)
+                    is_lost = isinstance(reply, WorkerLostError | UnreadError)
+                    reply = _placed(reply, f"{what}[{positions[id]}]")
+                    if errors == "raise":
+                        raise reply
+                elif not isinstance(reply, protocol.FinishedSample):
+                    unfinished.discard(id)
+                    finished.add(id)
+                elif (id, reply.index) in seen:
+                    continue  # the worker repeats what it sent when a request is sent again after a reconnect
+                else:
+                    seen.add((id, reply.index))
+                yield positions[id], reply
+        finally:
+            self._open -= set(positions)
+            self._connection.give_up(unfinished)
+            if not is_lost:
+                self._settle(requests.values(), unfinished, finished)
+
+    def _settle(self, requests: Iterable[Request], unfinished: Collection[str], finished: Collection[str]) -> None:
+        """Tell the worker what is not waited for any more, and what has arrived."""
+        for request in requests:
+            if request.id in unfinished:
+                self._connection.notify(protocol.Abort(id=new_id(), request_id=request.id, caller=request.caller))
+        ids = list(finished)
+        for start in range(0, len(ids), protocol.MAX_ACK_IDS):
+            self._connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))
+
+    def _check_ids(self, ids: list[str]) -> None:
+        for id, count in Counter(ids).items():
+            if count > 1 or self._connection.knows(id):
+                raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
+
+
+def _blocking(
+    call: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RolloutClient, P], T]:
+    """A call of the asynchronous client as one that waits, with its signature and its docstring."""
+
+    @wraps(call)
+    def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._wait(call(self._client, *args, **kwargs))
+
+    return wait
+
+
+class RolloutClient:
+    """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
+
+    The asynchronous client runs on a thread of its own. Make the client in the process that uses it: in one that was
+    forked from that its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's requests.
+    Without `close` it is closed when nothing refers to it any more or the interpreter ends; that also gives up what its
+    streams left unfinished.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        timeout: float = 30.0,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
+    ) -> None:
+        self._client = AsyncRolloutClient(address, timeout, server_public_key, client_key)
+        self._thread = LoopThread("rollout-client")
+        self._abandon = weakref.finalize(self, _abandon, self._thread, self._client)
+
+    generate = _blocking(AsyncRolloutClient.generate)
+    score = _blocking(AsyncRolloutClient.score)
+    continue_samples = _blocking(AsyncRolloutClient.continue_samples)
+    abort = _blocking(AsyncRolloutClient.abort)
+    abort_all = _blocking(AsyncRolloutClient.abort_all)
+    health = _blocking(AsyncRolloutClient.health)
+    stats = _blocking(AsyncRolloutClient.stats)
+    pause = _blocking(AsyncRolloutClient.pause)
+    resume = _blocking(AsyncRolloutClient.resume)
+    drain = _blocking(AsyncRolloutClient.drain)
+    sleep = _blocking(AsyncRolloutClient.sleep)
+    wake_up = _blocking(AsyncRolloutClient.wake_up)
+    invalidate_prefix_cache = _blocking(AsyncRolloutClient.invalidate_prefix_cache)
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> Iterator[tuple[int, SampleOutput]]:
+        """See `AsyncRolloutClient.stream`."""
+        demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids, **demand)
+        try:
+            while (item := self._wait(_next(samples))) is not None:
+                yield item
+        finally:
+            # Not waited for: this also runs when the interpreter ends, and wherever the garbage collector does.
+            self._thread.submit(samples.aclose())
+
+    def close(self) -> None:
+        """Disconnect and end the thread. Calls of other threads that still wait raise TruerollError."""
+        self._thread.end(self._client.close)
+        self._abandon.detach()
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = self._thread.submit(coroutine)
+        try:
+            return future.result()
+        except CancelledError:
+            raise TruerollError("client: closed; make a new one") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
+    if thread.is_here:
+        thread.end(client.close, cancel=True)
+
+
+def _placed(error: TruerollError, where: str) -> TruerollError:
+    """An error that says which prompt of its call it is about, if it is about one."""
+    return type(error)(f"{where}: {error}") if isinstance(error, _OF_ONE_REQUEST) else error
+
+
+async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tuple[int, SampleOutput] | None:
+    return await anext(samples, None)
+
+
+def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
+    count = done.params.n
+    if len(samples) != count or max(samples) >= count:
+        raise ProtocolError(
+            f"request {done.id!r}: expected samples 0 to {count - 1}, found {len(samples)}, the last of them "
+            f"{max(samples, default=None)}; use the same release of trueroll on both sides"
+        )
+    ordered = tuple(samples[index] for index in range(count))
+    return Group(done.id, ordered, done.params, done.num_prompt_tokens)
+
+
+def _scored(reply: protocol.Scores) -> ScoreOutput:
+    if reply.finish_reason == "abort":
+        raise RequestAbortedError("score: aborted before it was computed; ask again if it is still needed")
+    return protocol.score_output(reply)
+
+
+@contextmanager
+def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
+    """Yields a function to call once for each finished sample."""
+    if not is_wanted:
+        yield lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,91 @@
+"""What it takes to let a sample go on that ended early: the request for the rest of it, and the whole of both parts.
+
+A token depends on the weights, the tokens before it, its position and the sample's own seed. So the rest of a sample is
+asked for as sample 0 of a request whose prompt ends in the tokens that are there, and whose seed gives the same noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError
+
+from ...engine.request import SampleOutput, SamplingParams, WeightSpan, seed_before
+from ..protocol import tokens_to_bytes
+
+
+def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
+    """Whether there is more to come of a sample."""
+    if sample.finish_reason == "length":
+        return params.max_tokens is not None and len(sample.token_ids) < params.max_tokens
+    return sample.finish_reason == "abort"
+
+
+def continuation(
+    position: int, prompt: Sequence[int] | np.ndarray, sample: SampleOutput, params: SamplingParams
+) -> dict[str, Any]:
+    """The content of the request for the rest of `sample`, the one at `position` of a call; `params` are those of the
+    whole. Raise InvalidRequestError.
+    """
+    num_prior = len(sample.token_ids)
+    if params.max_tokens is not None and params.max_tokens <= num_prior:
+        raise InvalidRequestError(
+            f"samples[{position}]: expected max_tokens above the {num_prior} tokens that it has, found "
+            f"{params.max_tokens}; give the parameters that it was asked for with"
+        )
+    if (params.logprobs is None) != (sample.logprobs is None):
+        raise InvalidRequestError(
+            f"samples[{position}]: expected log-probs in both parts or in none, found logprobs = {params.logprobs!r} "
+            "for the rest; give the parameters that it was asked for with"
+        )
+    top_logprobs = None if sample.top_token_ids is None else sample.top_token_ids.shape[1]
+    if params.top_logprobs != top_logprobs:
+        raise InvalidRequestError(
+            f"samples[{position}]: expected top_logprobs = {top_logprobs} for both parts, found {params.top_logprobs} "
+            "for the rest; give the parameters that it was asked for with"
+        )
+    prior = np.array(sample.token_ids, "<i4").tobytes()
+    rest = dict(
+        n=1,
+        seed=seed_before(sample.seed),
+        max_tokens=params.max_tokens and params.max_tokens - num_prior,
+        min_tokens=max(0, params.min_tokens - num_prior),
+    )
+    return dict(
+        prompt_token_ids=tokens_to_bytes(prompt, f"prompts[{position}]") + prior,
+        params=params.model_copy(update=rest),
+        num_prior_tokens=num_prior,
+    )
+
+
+def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
+    """The sample that two parts make. Where the seam lies within one version, so does a span."""
+    return replace(
+        first,
+        token_ids=first.token_ids + rest.token_ids,
+        logprobs=_joined(first.logprobs, rest.logprobs),
+        entropy=_joined(first.entropy, rest.entropy),
+        top_token_ids=_joined(first.top_token_ids, rest.top_token_ids),
+        top_logprobs=_joined(first.top_logprobs, rest.top_logprobs),
+        finish_reason=rest.finish_reason,
+        stop_reason=rest.stop_reason,
+        error=rest.error,
+        weight_versions=_joined_spans(first, rest),
+    )
+
+
+def _joined(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
+    return None if first is None or rest is None else np.concatenate((first, rest))
+
+
+def _joined_spans(first: SampleOutput, rest: SampleOutput) -> tuple[WeightSpan, ...]:
+    num_prior = len(first.token_ids)
+    moved = [replace(span, start=span.start + num_prior, end=span.end + num_prior) for span in rest.weight_versions]
+    spans = list(first.weight_versions)
+    if spans and moved and spans[-1].version == moved[0].version:
+        moved[0] = replace(moved[0], start=spans.pop().start)
+    return (*spans, *moved)

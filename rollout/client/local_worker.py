@@ -1,0 +1,136 @@
+"""Starts a worker process and ends it.
+
+Owns: the child process, and what a killed one leaves behind. The child reads its settings from a pipe that stays open:
+when the parent closes it or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trueroll.errors import WorkerFailedError
+
+from ...engine.config import EngineConfig
+from ..config import WorkerConfig
+from ..protocol.error_codes import error_from_code
+
+# -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "trueroll.rollout.worker.process")
+STOP_MARGIN_SECONDS = 10.0
+"""How long after its drain deadline a worker may take to abort what is left and to exit, before it is killed."""
+
+
+class WorkerProcess:
+    """A worker that runs as a child process: `address` to connect to, `pid`. As a context manager it stops at the end.
+
+    A process forked from this one holds the child's pipe open: then the child outlives this process until that one
+    ends.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerConfig,
+        engine: EngineConfig,
+        startup_timeout: float,
+        command: tuple[str, ...] = WORKER_COMMAND,
+    ) -> None:
+        """Start the child and wait until it is ready. Raises what kept it from that: ConfigError, ModelError,
+        WorkerFailedError.
+        """
+        self._folder: Path | None = None
+        self._drain_seconds = worker.drain_seconds
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, bufsize=0
+        )
+        try:
+            self._configure(worker, engine)
+            self.address = self._wait_until_ready(time.monotonic() + startup_timeout)
+            if worker.address is None:
+                self._folder = Path(self.address.removeprefix("ipc://")).parent
+        except BaseException:
+            self.close()  # it removes its folder, which is not known here yet
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Of the child process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process runs; negative if a signal ended it."""
+        return self._process.poll()
+
+    def close(self) -> None:
+        """Let the worker drain and exit; kill it if it does not within its deadline. Harmless if it has ended."""
+        self._process.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._drain_seconds + STOP_MARGIN_SECONDS)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the worker at once. Open requests are lost."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # a worker that was not killed has removed it itself
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _configure(self, worker: WorkerConfig, engine: EngineConfig) -> None:
+        settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: reading its outcome will tell how
+            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+
+    def _wait_until_ready(self, deadline: float) -> str:
+        outcome = json.loads(self._read_line(deadline))
+        if "address" not in outcome:
+            raise error_from_code(outcome["code"], outcome["message"])
+        return outcome["address"]
+
+    def _read_line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
+                raise WorkerFailedError(
+                    "worker: not ready within startup_timeout; raise it, or see the worker's log above"
+                )
+            part = os.read(self._process.stdout.fileno(), 4096)
+            if not part:
+                code = self._process.wait()
+                raise WorkerFailedError(f"worker: ended with exit code {code} while starting; see its log above")
+            line += part
+        return line
+
+
+def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any) -> WorkerProcess:
+    """Start a worker that serves `model`, and return when it is ready.
+
+    `settings` are those of EngineConfig and of WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
+    `address="tcp://127.0.0.1:5555"`. `startup_timeout` is in seconds. Raises ConfigError for an unknown setting or a
+    wrong value, ModelError if the model cannot be loaded, WorkerFailedError if the process ends early or is not ready
+    in time.
+    """
+    of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
+    return WorkerProcess(WorkerConfig(**of_worker), EngineConfig(model=model, **settings), startup_timeout)

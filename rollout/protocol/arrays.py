@@ -1,0 +1,130 @@
+"""Tokens, log-probs and the engine's results as the arrays of messages, and back.
+
+Arrays travel as raw little-endian bytes: int32 for tokens, float32 for log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError, TruerollError, brief
+
+from ...engine.request import SampleOutput, ScoreOutput, WeightSpan
+from .messages import Error, FinishedSample, Scores, Span, TopArrays
+
+MAX_ERROR_CHARS = 2000
+
+
+def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:
+    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming `what` it was for."""
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError:  # sequences of several lengths
+        tokens = np.empty((0, 0))
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise InvalidRequestError(f"{what}: expected a flat sequence of token ids, found {brief(token_ids)}")
+    if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
+        raise InvalidRequestError(
+            f"{what}: expected token ids that fit in 32 bits, found {tokens.min()}..{tokens.max()}"
+        )
+    return tokens.astype("<i4").tobytes()
+
+
+def bytes_to_tokens(data: bytes) -> np.ndarray:
+    """int32 [num_tokens], writable."""
+    return np.frombuffer(data, "<i4").astype(np.int32)
+
+
+def bytes_to_logprobs(data: bytes) -> np.ndarray:
+    """float32 [num_logprobs], writable."""
+    return np.frombuffer(data, "<f4").astype(np.float32)
+
+
+def sample_message(id: str, output: SampleOutput) -> FinishedSample:
+    """The message that carries a sample the engine finished of the request `id`."""
+    return FinishedSample(
+        id=id,
+        index=output.index,
+        token_ids=np.array(output.token_ids, "<i4").tobytes(),
+        logprobs=None if output.logprobs is None else output.logprobs.astype("<f4").tobytes(),
+        finish_reason=output.finish_reason,
+        seed=output.seed,
+        num_cached_tokens=output.num_cached_tokens,
+        weight_versions=_spans(output.weight_versions),
+        error=output.error,
+        stop_reason=output.stop_reason,
+        tops=_tops(output),
+    )
+
+
+def scores_message(id: str, output: ScoreOutput) -> Scores:
+    """The message that carries a score the engine finished of the request `id`."""
+    return Scores(
+        id=id,
+        logprobs=output.logprobs.astype("<f4").tobytes(),
+        finish_reason=output.finish_reason,
+        weight_versions=_spans(output.weight_versions),
+        tops=_tops(output),
+    )
+
+
+def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
+    """The message that says that `id` has no result."""
+    return Error(id=id, code=error.code, message=str(error)[:MAX_ERROR_CHARS], caller=caller)
+
+
+def sample_output(message: FinishedSample) -> SampleOutput:
+    """The sample in a message, as the engine gave it; its array is writable."""
+    return SampleOutput(
+        request_id=message.id,
+        index=message.index,
+        token_ids=bytes_to_tokens(message.token_ids).tolist(),
+        logprobs=None if message.logprobs is None else bytes_to_logprobs(message.logprobs),
+        finish_reason=message.finish_reason,
+        seed=message.seed,
+        num_cached_tokens=message.num_cached_tokens,
+        weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        error=message.error,
+        stop_reason=message.stop_reason,
+        **top_arrays(message.tops),
+    )
+
+
+def score_output(message: Scores) -> ScoreOutput:
+    """The scores in a message, as the engine gave them; arrays writable."""
+    return ScoreOutput(
+        request_id=message.id,
+        logprobs=bytes_to_logprobs(message.logprobs),
+        finish_reason=message.finish_reason,
+        weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        **top_arrays(message.tops),
+    )
+
+
+def top_arrays(tops: TopArrays | None) -> dict[str, np.ndarray]:
+    """`entropy`, `top_token_ids` and `top_logprobs`, as the engine gave them, arrays writable; nothing of None."""
+    if tops is None:
+        return {}
+    shape = len(tops.entropy) // 4, tops.k
+    return {
+        "entropy": bytes_to_logprobs(tops.entropy),
+        "top_token_ids": bytes_to_tokens(tops.token_ids).reshape(shape),
+        "top_logprobs": bytes_to_logprobs(tops.logprobs).reshape(shape),
+    }
+
+
+def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
+    return tuple((span.version, span.start, span.end) for span in versions)
+
+
+def _tops(output: SampleOutput | ScoreOutput) -> TopArrays | None:
+    if output.entropy is None or output.top_token_ids is None or output.top_logprobs is None:
+        return None
+    return TopArrays(
+        k=output.top_token_ids.shape[1],
+        entropy=output.entropy.astype("<f4").tobytes(),
+        token_ids=output.top_token_ids.astype("<i4").tobytes(),
+        logprobs=output.top_logprobs.astype("<f4").tobytes(),
+    )

@@ -1,0 +1,1 @@
+"""Weights from a trainer to the workers at some addresses."""

@@ -1,0 +1,263 @@
+"""The trainer's side: `WeightPublisher` pushes weights to workers, none of which commits them before all have verified.
+
+Owns: the connections to the workers, and what each of them was last known to serve. Does not own how weights travel
+(`WeightSender` does), nor the trainer's tensors. Promises: `push` returns when every worker that was not left out
+serves the new weights, or raises an error that says which worker failed and what each of the others serves: all of them
+the old weights, unless one failed at its commit; every wait for a worker has a deadline, but not what CUDA itself waits
+for behind a broadcast of NCCL's; after a failure the next push needs nothing restarted here; a worker that does not
+answer when a push begins costs it `ANSWER_SECONDS`, and the next ones `LOST_SECONDS` each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from trueroll.errors import ConfigError, DeadlineError, IllegalStateError, PushError, TruerollError, WorkerLostError
+
+from ...engine.request import InFlight
+from ...weight_sync.trainer.outcome import PushResult, push_on_all_ranks
+from ...weight_sync.trainer.sender import Transport, WeightSender
+from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors
+from ...weight_sync.trainer.transaction import PushSettings
+from ...weight_sync.transports.disk import read_manifest
+from .. import protocol
+from .workers import Key, Workers
+
+OnLost: TypeAlias = Literal["raise", "skip"]
+DEFAULT_HOST = "127.0.0.1"
+_LOST = (DeadlineError, WorkerLostError, IllegalStateError)
+"""What a greeting of a worker ends with that does not answer, loads its model or has failed."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Party:
+    """The workers of a push, what each of them wants, and the addresses of those that are left out."""
+
+    workers: Workers
+    replies: list[protocol.Weights]
+    left_out: list[str]
+
+    def where(self, holds: Callable[[str, protocol.Weights], bool]) -> _Party:
+        """The part of it for which that holds."""
+        told = enumerate(zip(self.workers.addresses, self.replies, strict=True))
+        chosen = [position for position, (address, reply) in told if holds(address, reply)]
+        return _Party(self.workers.at(chosen), [self.replies[position] for position in chosen], self.left_out)
+
+
+class WeightPublisher:
+    """Pushes weights by `transport`: `shared` memory of one machine, a `collective` process group over the network, or
+    safetensors on `disk`. Any thread may call it, one call at a time; during a push nothing may change the tensors or,
+    where they are sharded, use their process group.
+
+    Where tensors and workers are on GPUs, weights stay in their memory: with `shared` if all are on the same GPU (CUDA
+    IPC), with `collective` if each is on another one (NCCL; two on one GPU are refused). Otherwise, and with `sparse`,
+    they go through host memory, and `collective` uses gloo.
+
+    `timeout`: seconds that each wait may take; for `disk` that includes a worker's reading of the folder. `folder`: for
+    `disk`, where a folder for each push is written; older ones are removed. `host`: for `collective`, the address of
+    this machine that workers can reach, by default 127.0.0.1; what travels there is neither encrypted nor
+    authenticated. `sparse`: send only the elements that changed since the last push, where the workers still serve
+    that; this keeps a copy of the weights in the trainer. `in_flight`: what becomes of a worker's running requests:
+    they go on under the new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with
+    what they have (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a
+    push that fails then leaves a worker generating nothing until one succeeds. `reject_nonfinite`: refuse NaN and
+    infinities. `on_lost`: with a worker that does not answer when a push begins, or still loads its model, the push is
+    an error (`raise`), or goes on to the others (`skip`) and to that one again once it is back. `server_public_key`,
+    `client_key`: see `RolloutClient`; the client's role must be control.
+    """
+
+    def __init__(
+        self,
+        transport: Transport = "shared",
+        *,
+        timeout: float = 60.0,
+        folder: str | Path | None = None,
+        host: str | None = None,
+        sparse: bool = False,
+        in_flight: InFlight = "recompute",
+        in_place: bool = False,
+        reject_nonfinite: bool = True,
+        on_lost: OnLost = "raise",
+        drain_timeout: float = 600.0,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
+    ) -> None:
+        _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
+        _check(
+            in_flight in get_args(InFlight),
+            "in_flight",
+            f"one of {', '.join(get_args(InFlight))}",
+            in_flight,
+        )
+        _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
+        _check(0.0 < timeout <= 86400.0, "timeout", "seconds from 0 to 86400", timeout)
+        _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "seconds from 0 to 86400", drain_timeout)
+        _check((folder is None) == (transport != "disk"), "folder", "one for disk, none otherwise", folder)
+        _check(host is None or transport == "collective", "host", f"none for {transport}", host)
+        _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
+        _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
+        self._transport = transport
+        self._settings = PushSettings(timeout, in_flight, in_place, reject_nonfinite, drain_timeout)
+        self._on_lost = on_lost
+        self._sender = WeightSender(
+            transport,
+            self._settings,
+            folder=None if folder is None else Path(folder),
+            host=host or DEFAULT_HOST,
+            is_sparse=sparse,
+        )
+        self._keys = server_public_key, client_key
+        self._workers: Workers | None = None
+        self._latest: dict[str, str] = {}
+        """By address, the push that was committed there last."""
+        self._terms: tuple[int, bool] | None = None
+        """Version and `allow_older` of the last push."""
+        self._instances: dict[str, str] = {}
+        """By address, the process that was there when a push began last."""
+
+    def connect(self, addresses: Sequence[str]) -> None:
+        """Push to these workers from now on, and to no others. Sends nothing yet."""
+        workers = Workers(addresses, self._settings.timeout, self._keys)
+        self._disconnect()
+        self._workers = workers
+
+    def push(self, tensors: Tensors, version: int, *, allow_older: bool = False) -> PushResult:
+        """Make every worker serve these weights, as version `version`.
+
+        It must be later than the version that each serves, 0 at first and after a restart, unless `allow_older`: then
+        samples of two different weights may carry the same version.
+
+        `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
+        on any device. Where they are sharded (DTensor), every rank of the trainer calls this with the same names in the
+        same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
+        PushError if not all workers have committed; the next push then sends every tensor whole.
+        """
+        _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
+        result = push_on_all_ranks(
+            tensors, self._workers is not None, partial(self._push, version=version, allow_older=allow_older)
+        )
+        assert result is not None
+        return result
+
+    def stale_workers(self) -> list[str]:
+        """The addresses of workers that do not serve what this publisher committed there last, or do not answer."""
+        workers = self._connected()
+        replies = zip(workers.addresses, workers.greet(self._settings.timeout), strict=True)
+        return [address for address, reply in replies if self._is_stale(address, reply)]
+
+    def restore(self, tensors: Tensors) -> PushResult | None:
+        """Push the weights of the last push again, under its version, to the workers that do not serve them.
+
+        The other workers notice nothing. One that does not answer is an error or left out, as in a push (`on_lost`).
+        `tensors`: as for `push`; that they are those of the last push is not checked.
+        None if no worker needs them. Raise ConfigError for `disk`, where `push_folder` does this, and before the first
+        push; PushError as `push` does.
+        """
+        _check(self._transport != "disk", "restore", "a transport that keeps no folder; call push_folder", "disk")
+        return push_on_all_ranks(tensors, self._workers is not None, self._restore)
+
+    def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
+        """Push what an earlier push by `disk` wrote to the workers that do not serve it: thus one that was started anew
+        gets the weights that it had.
+
+        The other workers notice nothing. None if all serve it. `allow_older`, and what is raised: as for `push`.
+        """
+        path = Path(folder).absolute()
+        manifest = read_manifest(path)
+        party = self._meet()
+        in_need = party.where(lambda _, reply: reply.push_id != manifest.push_id)
+        result = None
+        if in_need.replies:
+            result = self._sender.send_folder(in_need.workers, in_need.replies, path, manifest, allow_older)
+            result = replace(result, left_out=party.left_out)
+        self._latest = dict.fromkeys(party.workers.addresses, manifest.push_id)
+        self._terms = manifest.weight_version, allow_older
+        return result
+
+    def close(self) -> None:
+        """Disconnect, and free what is held. The workers go on."""
+        self._disconnect()
+        self._sender.close()
+
+    def __enter__(self) -> WeightPublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _disconnect(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _push(self, tensors: TrainerTensors, version: int, allow_older: bool) -> PushResult:
+        party = self._meet()
+        result = self._push_to(party, tensors, version, allow_older)
+        self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
+        self._terms = version, allow_older
+        return result
+
+    def _restore(self, tensors: TrainerTensors) -> PushResult | None:
+        if self._terms is None:
+            raise ConfigError("restore: expected a push before, whose version it takes, found none; call push")
+        stale = self._meet().where(self._is_stale)
+        if not stale.replies:
+            return None
+        result = self._push_to(stale, tensors, *self._terms)
+        self._latest |= dict.fromkeys(stale.workers.addresses, result.push_id)
+        return result
+
+    def _is_stale(self, address: str, reply: protocol.Weights | TruerollError) -> bool:
+        found = reply.push_id if isinstance(reply, protocol.Weights) else None
+        return found is None or found != self._latest.get(address)
+
+    def _meet(self) -> _Party:
+        """Everybody who answers. Raise PushError if somebody does not, and is not to be left out."""
+        workers = self._connected()
+        replies = workers.greet(self._settings.timeout)
+        errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
+        are_lost = all(isinstance(error, _LOST) for error in errors.values())
+        if errors and not (self._on_lost == "skip" and are_lost and len(errors) < len(replies)):
+            failed = "; ".join(f"worker {workers.addresses[i]} failed: {error}" for i, error in errors.items())
+            advice = "; start it anew, connect to others, or have it left out with on_lost='skip'" if are_lost else ""
+            raise PushError(f"push: at the beginning, {failed}. Nothing was sent to any worker{advice}")
+        for i, error in errors.items():
+            log.warning(
+                "worker %s is left out of the push, and taken in once it is back: %s", workers.addresses[i], error
+            )
+        told = {i: reply for i, reply in enumerate(replies) if isinstance(reply, protocol.Weights)}
+        party = _Party(workers.at(told), list(told.values()), [workers.addresses[i] for i in errors])
+        self._note_instances(party)
+        return party
+
+    def _note_instances(self, party: _Party) -> None:
+        """Warn of workers that were started anew."""
+        for address, reply in zip(party.workers.addresses, party.replies, strict=True):
+            if self._instances.get(address, reply.instance) != reply.instance:
+                log.warning(
+                    "worker %s was started anew since the last push, and has served version %d since",
+                    address,
+                    reply.weight_version,
+                )
+            self._instances[address] = reply.instance
+
+    def _push_to(self, party: _Party, tensors: TrainerTensors, version: int, allow_older: bool) -> PushResult:
+        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older)
+        return replace(result, left_out=party.left_out)
+
+    def _connected(self) -> Workers:
+        if self._workers is None or not self._workers.addresses:
+            raise ConfigError("workers: expected some, found none; call connect with their addresses first")
+        return self._workers
+
+
+def _check(holds: bool, name: str, expected: str, found: object) -> None:
+    if not holds:
+        raise ConfigError(f"{name}: expected {expected}, found {found!r}; correct it")

@@ -1,0 +1,287 @@
+"""Measures how fast a model is served, in this process, and how fast transformers' `generate` does the same work.
+
+Owns the workloads. Every figure comes from one run after one that is not counted; how noisy the machine is, it does not
+say.
+Promises that both sides do the same: model, dtype, threads, prompts, samples, number of new tokens, temperature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trueroll.errors import ConfigError
+
+from ...engine.config import EngineConfig
+from ...engine.engine import Engine
+from ...engine.loading import LoadedModel, load_dummy, load_model
+from ...engine.request import GenerateRequest, SampleOutput, SamplingParams
+
+NOTE = (
+    "first token: mean time from submission to a request's first token, in a second run of the same prompts that ends "
+    "there. hit rate: prompt tokens found in the cache or shared with a running request, of all prompt tokens."
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`num_prompts` random prompts of `shared` tokens that all have and `own` ones; `n` samples of `max_tokens`."""
+
+    name: str
+    num_prompts: int
+    shared: int
+    own: int
+    n: int
+    max_tokens: int
+    temperature: float
+
+    def prompts(self, vocab_size: int) -> np.ndarray:
+        """int32 [num_prompts, shared + own], the same at every call."""
+        generator = np.random.default_rng(0)
+        shared = generator.integers(0, vocab_size, (1, self.shared), np.int32)
+        own = generator.integers(0, vocab_size, (self.num_prompts, self.own), np.int32)
+        return np.concatenate([shared.repeat(self.num_prompts, 0), own], axis=1)
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.n
+
+
+WORKLOADS = {
+    "group": (Workload("group", 8, 0, 128, 8, 128, 1.0),),
+    "shared": (
+        Workload("shared-8", 32, 1024, 64, 1, 8, 0.0),
+        Workload("shared-128", 32, 1024, 64, 1, 128, 0.0),
+    ),
+    "single": (Workload("single", 1, 0, 128, 1, 128, 0.0),),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one system (`cache on`, `cache off` or `hf`) did on one workload; `hit_rate` None: it has no cache."""
+
+    workload: str
+    system: str
+    seconds: float
+    tokens_per_second: float
+    requests_per_second: float
+    hit_rate: float | None
+    first_token_seconds: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One run: its length, and when each request had its first sample."""
+
+    seconds: float
+    arrivals: list[float]
+    hit_rate: float | None = None
+
+
+def measure(workload: Workload, system: str, run: Callable[[Workload], Timing]) -> Measurement:
+    """Runs the workload twice, as the first time is slower: memory is new. Then once more, to the first token."""
+    run(workload)
+    timing = run(workload)
+    first = run(dataclasses.replace(workload, max_tokens=1))
+    return Measurement(
+        workload.name,
+        system,
+        seconds=timing.seconds,
+        tokens_per_second=workload.num_samples * workload.max_tokens / timing.seconds,
+        requests_per_second=workload.num_prompts / timing.seconds,
+        hit_rate=timing.hit_rate,
+        first_token_seconds=sum(first.arrivals) / len(first.arrivals),
+    )
+
+
+class EngineSystem:
+    """The engine with its prefix cache on or off; the cache is empty when a run begins."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        self.engine = Engine(config, loaded)
+
+    def __call__(self, workload: Workload) -> Timing:
+        engine = self.engine
+        engine.invalidate_prefix_cache()
+        before, start = engine.stats(), time.perf_counter()
+        for request in _requests(workload, engine.info.vocab_size):
+            engine.add(request)
+        arrivals: dict[str, float] = {}
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert isinstance(output, SampleOutput)
+                arrivals.setdefault(output.request_id, time.perf_counter() - start)
+        seconds, after = time.perf_counter() - start, engine.stats()
+        hits, queries = after.prefix_hits - before.prefix_hits, after.prefix_queries - before.prefix_queries
+        return Timing(seconds, list(arrivals.values()), hits / queries)
+
+
+def _requests(workload: Workload, vocab_size: int) -> list[GenerateRequest]:
+    params = SamplingParams(
+        n=workload.n, max_tokens=workload.max_tokens, temperature=workload.temperature, seed=0, ignore_eos=True
+    )
+    return [GenerateRequest(str(i), prompt, params) for i, prompt in enumerate(workload.prompts(vocab_size))]
+
+
+class TransformersSystem:
+    """transformers' `generate`, all prompts of a workload in one batch, its first tokens all at the same time."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.vocab_size = loaded.model.spec.vocab_size
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            loaded.folder, dtype=loaded.model.dtype, trust_remote_code=False, local_files_only=True
+        )
+        self.model = model.to(loaded.model.device)
+
+    def __call__(self, workload: Workload) -> Timing:
+        prompts = torch.from_numpy(workload.prompts(self.vocab_size)).long().to(self.model.device)
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        out = self.model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), generation_config=_generation_config(workload)
+        )
+        seconds = time.perf_counter() - start
+        assert out.shape == (workload.num_samples, prompts.shape[1] + workload.max_tokens)
+        return Timing(seconds, [seconds] * workload.num_prompts)
+
+
+def _generation_config(workload: Workload) -> Any:
+    from transformers import GenerationConfig
+
+    sampling = dict(do_sample=True, temperature=workload.temperature, top_k=0, top_p=1.0)
+    return GenerationConfig(
+        max_new_tokens=workload.max_tokens,
+        min_new_tokens=workload.max_tokens,
+        num_return_sequences=workload.n,
+        pad_token_id=0,
+        **(sampling if workload.temperature > 0 else dict(do_sample=False)),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and where to write it.
+
+    `caches`: whether the prefix cache is on, for each engine. `dummy_weights`: the model's name is that of a
+    configuration, its weights are random; not with `with_hf`.
+    """
+
+    workloads: Sequence[Workload]
+    caches: Sequence[bool] = (True, False)
+    with_hf: bool = False
+    json_file: Path | None = None
+    plot_file: Path | None = None
+    dummy_weights: bool = False
+
+
+def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measurement]:
+    """Measures every workload with every system, prints a table, writes what `plan` asks for.
+
+    Raise ConfigError or ModelError if the model cannot be loaded, ConfigError if a plot is wanted without matplotlib.
+    """
+    if plan.plot_file is not None:
+        _check_can_plot()
+    loaded = load_dummy(config) if plan.dummy_weights else load_model(config)
+    systems = _make_systems(config, plan, loaded)
+    gc.freeze()  # as a worker does
+    measurements = []
+    for workload in plan.workloads:
+        for name, system in systems.items():
+            with console.status(f"{workload.name}: {name}"):
+                measurements.append(measure(workload, name, system))
+    setting = _describe_setting(config, plan, loaded)
+    console.print(make_table(measurements, ", ".join(f"{value}" for value in setting.values())))
+    console.print(NOTE)
+    if plan.json_file is not None:
+        report = {"setting": setting, "measurements": [dataclasses.asdict(m) for m in measurements]}
+        plan.json_file.write_text(json.dumps(report, indent=2))
+    if plan.plot_file is not None:
+        plot(measurements, plan.plot_file)
+    return measurements
+
+
+def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, Callable[[Workload], Timing]]:
+    systems: dict[str, Callable[[Workload], Timing]] = {}
+    for is_on in plan.caches:
+        cached = config.model_copy(update={"enable_prefix_caching": is_on})
+        systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, loaded)
+    if plan.with_hf:
+        systems["hf"] = TransformersSystem(loaded)
+    return systems
+
+
+def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, str]:
+    return {
+        "model": f"{config.model} with random weights" if plan.dummy_weights else config.model,
+        "dtype": loaded.dtype_name,
+        "device": str(loaded.model.device),
+        "backend": f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})",
+        "threads": f"{torch.get_num_threads()} threads",
+    }
+
+
+def make_table(measurements: Sequence[Measurement], title: str) -> Table:
+    """One row for each measurement; where `hf` was measured, also speed and time to first token as multiples of its."""
+    hf = {m.workload: m for m in measurements if m.system == "hf"}
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    for header in ("workload", "system"):
+        table.add_column(header, no_wrap=True)
+    for header in ("seconds", "tokens\n/s", "reqs\n/s", "hit\nrate", "first\ntoken s"):
+        table.add_column(header, justify="right")
+    for header in ("speed\nvs hf", "first\nvs hf") if hf else ():
+        table.add_column(header, justify="right")
+    for m in measurements:
+        speeds = [f"{x:.2f}" for x in (m.seconds, m.tokens_per_second, m.requests_per_second)]
+        hit_rate = "-" if m.hit_rate is None else f"{m.hit_rate:.0%}"
+        ratios = _ratios(m, hf[m.workload]) if hf else []
+        table.add_row(m.workload, m.system, *speeds, hit_rate, f"{m.first_token_seconds:.2f}", *ratios)
+    return table
+
+
+def _ratios(measurement: Measurement, hf: Measurement) -> list[str]:
+    speed = measurement.tokens_per_second / hf.tokens_per_second
+    return [f"{speed:.2f}x", f"{measurement.first_token_seconds / hf.first_token_seconds:.2f}x"]
+
+
+def _check_can_plot() -> None:
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise ConfigError(
+            "plot: expected matplotlib to be installed, found none; run pip install 'trueroll[plot]'"
+        ) from None
+
+
+def plot(measurements: Sequence[Measurement], file: Path) -> None:
+    """Writes a PNG with one group of bars for each workload: tokens/s by system."""
+    from matplotlib.figure import Figure
+
+    workloads = list(dict.fromkeys(m.workload for m in measurements))
+    systems = list(dict.fromkeys(m.system for m in measurements))
+    speeds = {(m.system, m.workload): m.tokens_per_second for m in measurements}
+    figure = Figure(figsize=(2 + 2 * len(workloads), 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(systems)
+    for i, system in enumerate(systems):
+        places = [x + (i - (len(systems) - 1) / 2) * width for x in range(len(workloads))]
+        axes.bar(places, [speeds[system, workload] for workload in workloads], width, label=system)
+    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_ylabel("generated tokens per second")
+    axes.legend()
+    figure.savefig(file, format="png")

@@ -1,0 +1,217 @@
+"""`trueroll top`: what a worker does, in a terminal, from its health and stats.
+
+Speeds and rates are differences between two looks; everything else is as of the last one. Promises that a worker's
+words are never read as markup, and that a counter shown here which is missing or mistyped is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trueroll.errors import ProtocolError
+
+from ...engine.request import describe_validation_error
+from .. import protocol
+from ..client.client import RolloutClient
+
+SILENCE_SECONDS = 10.0
+"""Without a sign of life for so long, the worker counts as lost."""
+BAR_CHARS = 30
+STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", "failed": "red"}
+
+
+class _Shown(BaseModel):
+    """What is shown of a map that the protocol leaves open."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class _Model(_Shown):
+    model: str
+    backend: str
+
+
+class _Service(_Shown):
+    finished: int
+    failed: int
+
+
+class _Engine(_Shown):
+    computed_tokens: int
+    computed_prompt_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_empty: int
+    samples_finished: dict[str, int]
+
+
+S = TypeVar("S", bound=_Shown)
+Row: TypeAlias = tuple[str, str | Text]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the worker told at `seconds` of the monotonic clock. `model`, `engine`: None while it loads."""
+
+    seconds: float
+    health: protocol.Health
+    model: _Model | None
+    engine: _Engine | None
+    service: _Service
+
+
+def top(client: RolloutClient, interval: float, console: Console) -> None:
+    """Show the client's worker every `interval` seconds until interrupted; once if the console is no terminal.
+
+    Raises what the client raises, such as WorkerLostError.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        views = _views(client, interval)
+        if not console.is_terminal:
+            console.print(next(views))
+            return
+        with Live(console=console, auto_refresh=False) as live:
+            for view in views:
+                live.update(view, refresh=True)
+
+
+def _views(client: RolloutClient, interval: float) -> Iterator[RenderableType]:
+    before = _look(client)
+    while True:
+        time.sleep(interval)
+        now = _look(client)
+        yield view(before, now)
+        before = now
+
+
+def _look(client: RolloutClient) -> Look:
+    return look_of(time.monotonic(), client.health(), client.stats())
+
+
+def look_of(seconds: float, health: protocol.Health, stats: protocol.Stats) -> Look:
+    """Raises ProtocolError if something is missing that is shown."""
+    model = _shown(_Model, health.engine) if health.engine else None
+    engine = _shown(_Engine, stats.engine) if stats.engine else None
+    return Look(seconds, health, model, engine, _shown(_Service, stats.service))
+
+
+def _shown(kind: type[S], values: dict[str, Any]) -> S:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        found = describe_validation_error(error)
+        raise ProtocolError(f"worker: {found}; use the same release of trueroll on both sides") from None
+
+
+def view(before: Look, now: Look) -> RenderableType:
+    """All rows of one moment. What the worker does not know yet, as while it loads, is left out."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    for name, value in _rows(before, now):
+        grid.add_row(name, Text.assemble(value))
+    return grid
+
+
+def _rows(before: Look, now: Look) -> Iterator[Row]:
+    health, service = now.health, now.service
+    yield "worker", _worker(health)
+    if now.model:
+        yield "model", f"{now.model.model}, backend {now.model.backend}"
+    yield "state", _state(health)
+    yield "requests", _numbers({**health.requests, "finished": service.finished, "failed": service.failed})
+    if now.engine and before.engine and before.health.instance == health.instance:
+        yield from _engine_rows(now.engine, _Rates(before.engine, now.engine, now.seconds - before.seconds))
+    yield "memory", _memory(health)
+    if health.push is not None:
+        yield "push", _push(health.push)
+
+
+def _engine_rows(engine: _Engine, rates: _Rates) -> Iterator[Row]:
+    prompt = rates.per_second("computed_prompt_tokens")
+    yield "tokens/s", f"decode {rates.per_second('computed_tokens') - prompt:,.0f}  prompt {prompt:,.0f}"
+    yield "prefix hits", f"now {rates.share('prefix_hits', 'prefix_queries')}  ever {_ever(engine)}"
+    yield "samples", _numbers(engine.samples_finished) or "none finished"
+    yield "blocks", _blocks(engine)
+    yield "preempted", f"{engine.preemptions:,}"
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Differences of the engine's lifetime counters between two looks, `seconds` apart."""
+
+    before: _Engine
+    now: _Engine
+    seconds: float
+
+    def growth(self, key: str) -> int:
+        return getattr(self.now, key) - getattr(self.before, key)
+
+    def per_second(self, key: str) -> float:
+        return self.growth(key) / self.seconds
+
+    def share(self, part: str, whole: str) -> str:
+        return _percent(self.growth(part), self.growth(whole))
+
+
+def _ever(engine: _Engine) -> str:
+    return _percent(engine.prefix_hits, engine.prefix_queries)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _worker(health: protocol.Health) -> str:
+    version = "-" if health.weight_version is None else health.weight_version
+    return f"{health.instance}  weight version {version}"
+
+
+def _state(health: protocol.Health) -> Text:
+    text = Text(health.state, STATE_STYLES.get(health.state, "cyan"))
+    if health.sleeping:
+        text.append(f"  asleep: {', '.join(health.sleeping)}", "default")
+    if health.seconds_since_progress is not None:
+        text.append(f"  last progress {health.seconds_since_progress:.1f} s ago", "default")
+    return text
+
+
+def _numbers(values: Mapping[str, int]) -> str:
+    return "  ".join(f"{name} {value:,}" for name, value in values.items())
+
+
+def _memory(health: protocol.Health) -> str:
+    return "  ".join(f"{tag} {decimal(size)}" for tag, size in health.memory.items())
+
+
+def _push(push: protocol.PushProgress) -> str:
+    way = f"{push.transport}, in place" if push.in_place else push.transport
+    done = f"{push.phase}, {decimal(push.bytes_staged)} staged in {push.seconds:.1f} s"
+    return f"version {push.weight_version} by {way}: {done}"
+
+
+def _blocks(engine: _Engine) -> Text:
+    in_use, cached, empty = engine.blocks_in_use, engine.blocks_cached, engine.blocks_empty
+    total = in_use + cached + empty
+    used = _chars(in_use, total)
+    reusable = _chars(in_use + cached, total) - used
+    bar = Text.assemble(("█" * used, "green"), ("▒" * reusable, "cyan"), ("░" * (BAR_CHARS - used - reusable), "dim"))
+    return bar.append(f"  in use {in_use:,}  cached {cached:,}  empty {empty:,}", "default")
+
+
+def _chars(count: int, total: int) -> int:
+    return round(BAR_CHARS * count / total) if total else 0

@@ -1,0 +1,1 @@
+"""The worker: requests and control calls in front of one engine."""

@@ -1,0 +1,257 @@
+"""The thread that owns the engine: it alone builds, feeds and steps it.
+
+Commands come in through one queue and events go out through another, so nothing here is locked and nothing of the
+engine is shared. A command waits at most one step. Between steps the thread leaves a `Snapshot` for whoever asks how
+things are. Promises: every command is applied in order, and whatever the engine raises comes out as an event.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from trueroll.errors import TruerollError
+
+from ...engine.request import InFlight, Output, Request, Tag
+from ..monitoring.timings import Histogram
+
+if TYPE_CHECKING:
+    from ...weight_sync.worker.assembly import Destination
+
+
+class ServedEngine(Protocol):
+    """What the service needs of an engine; `trueroll.engine.engine.Engine` is the real one."""
+
+    info: Any
+    """A dataclass that says what the engine is, with `backend` and `backend_note`."""
+
+    @property
+    def weights(self) -> Destination: ...
+
+    @property
+    def weight_version(self) -> int: ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Output]: ...
+
+    def step(self) -> list[Output]: ...
+
+    def settle(self) -> list[Output]: ...
+
+    def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
+        """`staging`: what `new_staging` of its own `weights` has made, and no other `StagingArea`."""
+        ...
+
+    def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
+
+    def wake_up(self, tags: Collection[Tag]) -> None: ...
+
+    def interrupt(self, in_flight: InFlight) -> list[Output]: ...
+
+    def invalidate_prefix_cache(self) -> None: ...
+
+    def stats(self) -> Any:
+        """A dataclass of counters, `computed_tokens`, `num_running` and `num_waiting` among them."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Bytes held now, by tag."""
+        ...
+
+
+@dataclass(frozen=True)
+class Add:
+    """Give the engine a request, without the samples that have `ended` before. Answered by its outputs, or by
+    `Refused`.
+    """
+
+    request: Request
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """End the unfinished samples of a request (or one of them). Answered by `Ended`. `tag` is for the asker's own
+    use.
+    """
+
+    request_id: str
+    index: int | None
+    tag: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """Do something with the engine between two steps; after it, step only unless `hold`. Answered by `Ran`."""
+
+    action: Callable[[ServedEngine], list[Output]]
+    hold: bool
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Leave the loop, whatever is unfinished. Answered by nothing."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The engine stands. `info`: its EngineInfo as a dictionary."""
+
+    info: dict[str, Any]
+    weights: Destination
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Samples and scores that a step finished."""
+
+    outputs: list[Output]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The engine did not take a request."""
+
+    request_id: str
+    error: TruerollError
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What an `End` ended, or the error if there was nothing to end."""
+
+    command: End
+    outputs: list[Output]
+    error: TruerollError | None = None
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a `Run` finished, and how many seconds it kept the engine from stepping."""
+
+    command: Run
+    outputs: list[Output]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine could not be built, or raised something fatal; the thread is over."""
+
+    error: BaseException
+
+
+Command: TypeAlias = Add | End | Run | Stop
+Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """How the engine was after its last step: its lifetime counters, bytes of memory by tag, and when (monotonic
+    seconds) it last got on.
+    """
+
+    stats: dict[str, Any]
+    memory: dict[str, int]
+    weight_version: int
+    progress_at: float
+
+
+class EngineThread(threading.Thread):
+    """Builds the engine, then applies commands and steps until told to stop. Put `Command`s into `commands`.
+
+    `publish` is called on this thread with every event, and `step_seconds` observes every step. `snapshot` is None
+    until the engine stands.
+    """
+
+    def __init__(
+        self, make_engine: Callable[[], ServedEngine], publish: Callable[[Event], None], step_seconds: Histogram
+    ) -> None:
+        super().__init__(name="engine", daemon=True)
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.snapshot: Snapshot | None = None
+        self._make_engine = make_engine
+        self._publish = publish
+        self._step_seconds = step_seconds
+        self._is_held = False
+
+    def run(self) -> None:
+        try:
+            engine = self._make_engine()
+            self._take_snapshot(engine, made_progress=True)
+            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
+            self._loop(engine)
+        except BaseException as error:  # the thread's last word: whoever reads the events must learn of any end
+            self._publish(Failed(error))
+
+    def _loop(self, engine: ServedEngine) -> None:
+        while self._apply_commands(engine):
+            if self._has_work(engine):
+                started = time.monotonic()
+                outputs = engine.step()
+                self._step_seconds.observe(time.monotonic() - started)
+                self._take_snapshot(engine, made_progress=bool(outputs))
+                if outputs:
+                    self._publish(Finished(outputs))
+
+    def _has_work(self, engine: ServedEngine) -> bool:
+        return engine.has_unfinished and not self._is_held
+
+    def _apply_commands(self, engine: ServedEngine) -> bool:
+        """Apply all that wait; with nothing to step, wait for one. False once told to stop."""
+        while True:
+            is_idle = not self._has_work(engine)
+            try:
+                command = self.commands.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if isinstance(command, Stop):
+                return False
+            self._apply(engine, command)
+            if is_idle or not self._has_work(engine):
+                self._take_snapshot(engine, made_progress=True)
+
+    def _apply(self, engine: ServedEngine, command: Add | End | Run) -> None:
+        match command:
+            case Add(request, ended):
+                try:
+                    engine.add(request)
+                    for index in ended:
+                        engine.abort(request.id, index)
+                except TruerollError as error:
+                    self._publish(Refused(request.id, error))
+            case End(request_id, index):
+                try:
+                    outputs = engine.abort(request_id, index)
+                except TruerollError as error:
+                    self._publish(Ended(command, [], error))
+                else:
+                    self._publish(Ended(command, outputs))
+            case Run():
+                self._run_between_steps(engine, command)
+
+    def _run_between_steps(self, engine: ServedEngine, command: Run) -> None:
+        started = time.monotonic()
+        outputs = command.action(engine)
+        self._is_held = command.hold
+        seconds = time.monotonic() - started
+        self._take_snapshot(engine, made_progress=True)
+        self._publish(Ran(command, outputs, seconds))
+
+    def _take_snapshot(self, engine: ServedEngine, made_progress: bool) -> None:
+        stats = dataclasses.asdict(engine.stats())
+        before = self.snapshot
+        if before is None or made_progress or stats["computed_tokens"] > before.stats["computed_tokens"]:
+            progress_at = time.monotonic()
+        else:
+            progress_at = before.progress_at
+        self.snapshot = Snapshot(stats, engine.memory(), engine.weight_version, progress_at)

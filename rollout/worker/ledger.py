@@ -1,0 +1,315 @@
+"""The worker's record of requests: what makes submission idempotent and results survive a lost connection.
+
+Owns: which request ids of which users are in use, for which content, who waits for them, and what was replied so far.
+Does not own: sockets, the engine, or the decision to accept. It holds replies as encoded frames and sends none.
+
+Promises: an id stands for one content for as long as it is known. An open entry is never dropped. Finished entries are
+kept, in the order in which they finished, until acknowledged or until the bounds push the oldest out. What was aborted
+goes to those alone who had asked for it by then. What a connection waits for is found without a look at anything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from trueroll.errors import IdConflictError
+
+from ...engine.request import FinishReason, SamplingParams
+from ..protocol import Generate, GetScores
+from .users import scoped
+
+FIXED_BYTES = 4096
+"""Of a request beside its tokens."""
+INT_BYTES = 36
+"""Of a number in memory, with its place in a tuple."""
+NAME_BYTES = 256
+"""Of a submission that waits, or of a caller who is remembered, beside its name."""
+Subscriber: TypeAlias = tuple[bytes, str | None]
+"""Whom replies are sent to: the identity of a connection, and the caller behind it."""
+
+
+def num_bytes_of(message: Generate | GetScores) -> int:
+    """What the content of a request takes, about: its tokens as bytes, and as an array."""
+    if isinstance(message, GetScores):
+        return FIXED_BYTES + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
+    params = message.params
+    num_bytes = FIXED_BYTES + 2 * len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
+    return num_bytes + _text_bytes(message.id, params.cache_salt, *params.stop)
+
+
+def num_bytes_to_name(caller: str | None) -> int:
+    """What a submission by `caller` takes while it waits, about."""
+    return NAME_BYTES + _text_bytes(caller)
+
+
+def _text_bytes(*texts: str | None) -> int:
+    """At most, as they may be kept as UTF-8 too: `sys.getsizeof` would tell another number once they are."""
+    return sum(len(text) if text.isascii() else 8 * len(text) for text in texts if text)
+
+
+class Submissions:
+    """Those of one request that wait, by connection. `num_bytes`: what they take, about."""
+
+    def __init__(self) -> None:
+        self._callers: dict[bytes, list[str | None]] = {}
+        self._count = 0
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Subscriber]:
+        """As they are now, whatever changes meanwhile."""
+        return iter([(identity, caller) for identity, callers in self._callers.items() for caller in callers])
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._callers
+
+    def add(self, identity: bytes, caller: str | None) -> None:
+        self._callers.setdefault(identity, []).append(caller)
+        self._count += 1
+        self.num_bytes += num_bytes_to_name(caller)
+
+    def take(self, identity: bytes) -> list[str | None]:
+        """Let a connection's go. Returns who they were by."""
+        callers = self._callers.pop(identity, [])
+        self._count -= len(callers)
+        self.num_bytes -= sum(map(num_bytes_to_name, callers))
+        return callers
+
+    def withdraw(self, caller: str) -> None:
+        """Let those by `caller` go."""
+        for identity, by in list(self._callers.items()):
+            if caller in by:
+                for other in self.take(identity):
+                    if other != caller:
+                        self.add(identity, other)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One request: its content as submitted, who waits for it, and the frames sent for it so far, in order.
+
+    `user`: whose it is; `key`: what it is called among those of all users. `subscribers` has one for each submission,
+    as each is owed its own replies. `params` are as resolved, None for a score. `num_unfinished` counts samples still
+    to come. `num_bytes_asked`: of the content. `callers`: all that asked for it, and of an open one how many
+    submissions of each wait; `num_aborts`: aborts that the engine has not answered. `successors`: who is not to get
+    what is aborted, and waits until it has ended.
+    """
+
+    user: str | None
+    message: Generate | GetScores
+    params: SamplingParams | None
+    num_unfinished: int
+    num_bytes_asked: int
+    subscribers: Submissions = field(default_factory=Submissions)
+    callers: Counter[str | None] = field(default_factory=Counter)
+    replies: list[bytes] = field(default_factory=list)
+    finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
+    num_aborts: int = 0
+    successors: Submissions = field(default_factory=Submissions)
+    is_wanted: bool = True
+
+    @property
+    def key(self) -> str:
+        return scoped(self.user, self.message.id)
+
+    @property
+    def num_bytes(self) -> int:
+        """What its content, its replies and its callers take, about."""
+        return self.num_bytes_asked + sum(map(len, self.replies)) + sum(map(num_bytes_to_name, self.callers))
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether some of it was aborted, or is to be."""
+        return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
+
+    def serves(self, caller: str | None) -> bool:
+        """Whether a submission by `caller` may join: an abort is only for those who had asked before it came."""
+        return caller in self.callers or not self.is_aborted
+
+    @property
+    def num_bytes_waiting(self) -> int:
+        """What the submissions that wait for it take, about."""
+        return self.subscribers.num_bytes + self.successors.num_bytes
+
+    def withdraw(self, caller: str) -> None:
+        """`caller` waits no more."""
+        del self.callers[caller]
+        self.subscribers.withdraw(caller)
+        self.successors.withdraw(caller)
+        self.is_wanted = self.is_wanted and bool(self.subscribers)
+
+    def lose(self, identity: bytes) -> None:
+        """A connection is gone. Should its callers come back, what was aborted meanwhile is not for them."""
+        for caller in self.subscribers.take(identity):
+            self.callers[caller] -= 1
+            if not self.callers[caller]:
+                del self.callers[caller]
+        self.successors.take(identity)
+
+
+@dataclass
+class ServiceStats:
+    """Lifetime counters of requests: `accepted` ones, `joined` ones that named a request already known, `finished` and
+    `failed` (answered with an error) ones of the accepted, and kept results `dropped` for want of room.
+    """
+
+    accepted: int = 0
+    joined: int = 0
+    finished: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+
+class Ledger:
+    """Requests by key: `open` ones and `kept` ones. `num_samples_left` counts the samples of the open ones to come,
+    `num_bytes_open` what was asked for in them, `num_bytes_waiting` the submissions that wait for them.
+    """
+
+    def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
+        self.open: dict[str, Entry] = {}
+        self.kept: dict[str, Entry] = {}
+        self.num_samples_left = 0
+        self.num_bytes_open = 0
+        self.num_bytes_waiting = 0
+        self._awaited: defaultdict[bytes, set[Entry]] = defaultdict(set)
+        self.stats = ServiceStats()
+        self._max_kept_results = max_kept_results
+        self._max_kept_bytes = max_kept_bytes
+        self._kept_bytes = 0
+
+    def find(self, user: str | None, message: Generate | GetScores) -> Entry | None:
+        """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
+        key = scoped(user, message.id)
+        entry = self.open.get(key) or self.kept.get(key)
+        if entry is not None and entry.message != message.model_copy(update={"caller": entry.message.caller}):
+            raise IdConflictError(
+                f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
+            )
+        return entry
+
+    def add(self, user: str | None, message: Generate | GetScores, params: SamplingParams | None) -> Entry:
+        """Open an entry for a new id, or in the place of a kept one."""
+        entry = Entry(user, message, params, 1 if params is None else params.n, num_bytes_of(message))
+        if entry.key in self.kept:
+            self.forget(entry.key)
+        self.stats.accepted += 1
+        self.num_samples_left += entry.num_unfinished
+        self.num_bytes_open += entry.num_bytes_asked
+        self.open[entry.key] = entry
+        return entry
+
+    def join(self, entry: Entry) -> None:
+        """Somebody else asks for a known request."""
+        self.stats.joined += 1
+        entry.is_wanted = True
+
+    def subscribe(self, entry: Entry, identity: bytes, caller: str | None) -> None:
+        """A submission gets the replies of an entry: of an open one those to come, too."""
+        if entry.key in self.open:
+            entry.callers[caller] += 1
+            self._wait(entry, entry.subscribers, identity, caller)
+        elif caller not in entry.callers:
+            entry.callers[caller] = 1
+            self._kept_bytes += num_bytes_to_name(caller)
+            self._push_out()
+
+    def wait_for_end(self, entry: Entry, identity: bytes, caller: str | None) -> None:
+        """A submission waits for the end of an open entry."""
+        self._wait(entry, entry.successors, identity, caller)
+
+    def _wait(self, entry: Entry, submissions: Submissions, identity: bytes, caller: str | None) -> None:
+        submissions.add(identity, caller)
+        self.num_bytes_waiting += num_bytes_to_name(caller)
+        self._awaited[identity].add(entry)
+
+    def release(self, entry: Entry, submissions: Submissions) -> list[Subscriber]:
+        """Those of the entry's subscribers or successors, who wait no more."""
+        released = list(submissions)
+        self.num_bytes_waiting -= submissions.num_bytes
+        for identity, _ in released:
+            submissions.take(identity)
+            self._tidy(entry, identity)
+        return released
+
+    def _tidy(self, entry: Entry, identity: bytes) -> None:
+        if identity not in entry.subscribers and identity not in entry.successors:
+            self._awaited[identity].discard(entry)
+            if not self._awaited[identity]:
+                del self._awaited[identity]
+
+    def lose(self, identity: bytes) -> list[Entry]:
+        """A connection gets no more replies. Returns the entries that nobody waits for any more."""
+        lost = list(self._awaited.pop(identity, ()))
+        for entry in lost:
+            before = entry.num_bytes_waiting
+            entry.lose(identity)
+            self.num_bytes_waiting += entry.num_bytes_waiting - before
+        return [entry for entry in lost if not entry.subscribers and not entry.successors]
+
+    def withdraw(self, key: str, caller: str) -> bool:
+        """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
+        if entry := self.open.get(key):
+            waiting = [*entry.subscribers, *entry.successors]
+            before, identities = entry.num_bytes_waiting, {identity for identity, by in waiting if by == caller}
+            entry.withdraw(caller)
+            self.num_bytes_waiting += entry.num_bytes_waiting - before
+            for identity in identities:
+                self._tidy(entry, identity)
+            return bool(entry.subscribers)
+        if entry := self.kept.get(key):
+            if entry.callers.pop(caller, None):
+                self._kept_bytes -= num_bytes_to_name(caller)
+            if not entry.callers:
+                self.forget(key)
+        return entry is not None
+
+    def end_sample(self, entry: Entry, reason: FinishReason) -> None:
+        """One sample (or the score) of an open entry has ended."""
+        entry.finish_reasons[reason] += 1
+        entry.num_unfinished -= 1
+        self.num_samples_left -= 1
+
+    def fail(self, key: str) -> Entry:
+        """Close an open entry that gets no result; its id is free again."""
+        self.stats.failed += 1
+        entry = self._close(key)
+        self.num_samples_left -= entry.num_unfinished
+        return entry
+
+    def _close(self, key: str) -> Entry:
+        entry = self.open.pop(key)
+        self.num_bytes_open -= entry.num_bytes_asked
+        return entry
+
+    def finish(self, key: str) -> None:
+        """Move an open entry to the kept ones, and push out the oldest of those while the bounds are exceeded."""
+        entry = self._close(key)
+        self.release(entry, entry.subscribers)
+        self.stats.finished += 1
+        if entry.is_wanted:
+            self.kept[key] = entry
+            self._kept_bytes += entry.num_bytes
+        self._push_out()
+
+    def _push_out(self) -> None:
+        while len(self.kept) > self._max_kept_results or self._kept_bytes > self._max_kept_bytes:
+            self.forget(next(iter(self.kept)))
+            self.stats.dropped += 1
+
+    def acknowledge(self, key: str) -> None:
+        """Drop a kept result. An open request goes on, but its result will not be kept. An unknown key changes
+        nothing.
+        """
+        if key in self.kept:
+            self.forget(key)
+        elif key in self.open:
+            self.open[key].is_wanted = False
+
+    def forget(self, key: str) -> None:
+        """Drop a kept result."""
+        self._kept_bytes -= self.kept.pop(key).num_bytes

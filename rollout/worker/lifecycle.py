@@ -1,0 +1,166 @@
+"""The states of a worker: which moves are legal, which calls a state allows, and what the state follows from.
+
+Does nothing by itself: the worker acts, then tells what has become true. A call that a state does not allow raises
+IllegalStateError, which names the state; a move that is not in the table is a bug and raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from trueroll.errors import IllegalStateError
+
+from ...engine.request import Tag
+from ..protocol import ALL_TAGS, State
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    "loading": frozenset({"ready", "draining", "failed"}),
+    "ready": frozenset({"paused", "draining", "updating", "failed"}),
+    "paused": frozenset({"ready", "draining", "updating", "failed"}),
+    "draining": frozenset({"ready", "paused", "asleep", "waking", "dirty", "failed"}),
+    "asleep": frozenset({"waking", "draining", "updating", "failed"}),
+    "waking": frozenset({"ready", "paused", "asleep", "dirty", "draining", "updating", "failed"}),
+    "updating": frozenset({"ready", "paused", "asleep", "waking", "dirty", "draining", "failed"}),
+    "dirty": frozenset({"draining", "updating", "failed"}),
+    "failed": frozenset(),
+}
+_STANDING: frozenset[State] = frozenset({"ready", "paused", "asleep", "waking", "dirty"})
+_BUSY: frozenset[State] = frozenset({"draining", "updating"})
+LEGAL_CALLS: dict[str, frozenset[State]] = {
+    "pause": frozenset({"ready", "paused"}),
+    "resume": frozenset({"ready", "paused"}),
+    "drain": frozenset({"ready", "paused"}),
+    "sleep": _STANDING,
+    "wake_up": _STANDING,
+    "invalidate": _STANDING,
+    "weights": _STANDING | _BUSY,
+    "begin_push": _STANDING,
+    "commit_push": _STANDING,
+}
+"""What is not named here is legal in every state. A call that asks for what is so already succeeds."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What outlasts a call: whether generating is paused, which memory sleeps, whether some of it was woken since, and
+    whether the weights are missing or half overwritten.
+    """
+
+    is_paused: bool = False
+    sleeping: frozenset[Tag] = frozenset()
+    is_waking: bool = False
+    is_dirty: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the engine must not step."""
+        return self.state != "ready"
+
+    @property
+    def state(self) -> State:
+        """The state of a worker that does nothing beside serving."""
+        if self.sleeping:
+            return "waking" if self.is_waking else "asleep"
+        if self.is_dirty:
+            return "dirty"
+        return "paused" if self.is_paused else "ready"
+
+    def paused(self, is_paused: bool) -> Standing:
+        return replace(self, is_paused=is_paused)
+
+    def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
+        """After the memory of `tags` was given back. If the weights are gone for good, a push must follow."""
+        sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
+        return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)
+
+    def woken(self, tags: Iterable[Tag]) -> Standing:
+        sleeping = self.sleeping - frozenset(tags)
+        return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
+
+    def overwritten(self, is_whole: bool) -> Standing:
+        """While or after the weights are written to."""
+        return replace(self, is_dirty=not is_whole)
+
+
+class Lifecycle:
+    """The state of one worker: of `standing`, unless it loads, is busy with a call, ends or has failed."""
+
+    def __init__(self) -> None:
+        self.state: State = "loading"
+        self.standing = Standing()
+        self.is_ending = False
+        self._is_loaded = False
+        self._has_failed = False
+        self._busy: State | None = None
+
+    def check(self, call: str) -> None:
+        """Raise IllegalStateError unless the state allows `call`."""
+        legal = LEGAL_CALLS.get(call)
+        if legal is not None and self.state not in legal:
+            raise IllegalStateError(
+                f"{call}: expected state {', '.join(sorted(legal))}, found {self.state}; {_ADVICE.get(self.state, '')}"
+            )
+
+    def check_weights_awake(self, call: str) -> None:
+        """Raise IllegalStateError while the memory of the weights is given back."""
+        if "weights" in self.standing.sleeping:
+            raise IllegalStateError(
+                f"{call}: expected weights that are awake, found state {self.state} with weights asleep; "
+                'call wake_up(tags=["weights"]) first'
+            )
+
+    def finish_loading(self) -> None:
+        self._is_loaded = True
+        self._follow()
+
+    def begin(self, busy: State | None) -> None:
+        """A call that takes a while has begun; `busy`, or the state of now, is shown until `end`."""
+        self._busy = busy or self.state
+        self._follow()
+
+    def end(self, standing: Standing) -> None:
+        """The call that `begin` announced is over, and left this standing."""
+        self._busy, self.standing = None, standing
+        self._follow()
+
+    def start_ending(self) -> None:
+        self.is_ending = True
+        self._follow()
+
+    def fail(self) -> None:
+        self._has_failed = True
+        self._follow()
+
+    def _follow(self) -> None:
+        state = self._derive()
+        if state == self.state:
+            return
+        if state not in LEGAL_MOVES[self.state]:
+            raise RuntimeError(f"state: cannot move from {self.state} to {state}")
+        log.info("%s -> %s", self.state, state)
+        self.state = state
+
+    def _derive(self) -> State:
+        if self._has_failed:
+            return "failed"
+        if self.is_ending:
+            return "draining"
+        if not self._is_loaded:
+            return "loading"
+        return self._busy or self.standing.state
+
+
+_ADVICE: dict[State, str] = {
+    "loading": "wait until the worker is ready",
+    "paused": "call resume first",
+    "draining": "wait until it is over; a worker that ends accepts nothing more",
+    "asleep": f"call wake_up first (tags: {', '.join(ALL_TAGS)})",
+    "waking": "wake up the other tags first",
+    "updating": "wait until the push is committed",
+    "dirty": "push whole weights first",
+    "failed": "start the worker anew",
+}

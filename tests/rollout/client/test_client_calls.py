@@ -1,0 +1,286 @@
+"""What a call of a client may ask for, and which mistakes it names: seeds, errors by prompt, aborts, ids, homes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_engine import MAX_MODEL_LEN, FakeEngine
+from serving import WorkerOnThread, check_group, serving
+
+from trueroll.engine.request import GenerateRequest, Output, derive_seed
+from trueroll.errors import ConfigError, InvalidRequestError, MessageTooLargeError, TruerollError, UnknownRequestError
+from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, SamplingParams, WeightPublisher
+
+SHORT = SamplingParams(max_tokens=3)
+LONG = SamplingParams(max_tokens=400)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(engine, max_message_bytes=4096) as running:
+        yield running
+
+
+@pytest.fixture
+def client(worker: WorkerOnThread) -> Iterator[RolloutClient]:
+    with RolloutClient(worker.address) as client:
+        yield client
+
+
+def stop_after_a_step(engine: FakeEngine) -> None:
+    """Let the engine add one token to each sample, and no more."""
+    step = engine.step
+
+    def step_once() -> list[Output]:
+        outputs = step()
+        engine.flow.clear()
+        return outputs
+
+    engine.step = step_once
+
+
+def seeds_of(groups: list[Group]) -> list[int | None]:
+    return [group.params.seed for group in groups]
+
+
+def test_each_prompt_has_noise_of_its_own_under_one_seed(client: RolloutClient) -> None:
+    first = client.generate([[1], [1], [2]], SHORT, seed=7)
+    assert (
+        seeds_of(first) == [derive_seed(7, i) for i in range(3)] == seeds_of(client.generate([[1], [1], [2]], seed=7))
+    )
+    assert len({tuple(group.samples[0].token_ids) for group in first}) == 3
+    streamed = {position: sample.seed for position, sample in client.stream([[1], [1]], SHORT, seed=7)}
+    assert streamed == {i: derive_seed(derive_seed(7, i), 0) for i in range(2)}
+
+
+def test_a_seed_in_the_parameters_is_for_one_prompt_or_in_a_list(client: RolloutClient) -> None:
+    own = SamplingParams(max_tokens=3, seed=9)
+    assert seeds_of(client.generate([[1]], own)) == [9] and seeds_of(client.generate([[1], [2]], [own, own])) == [9, 9]
+    with pytest.raises(InvalidRequestError, match=r"params: expected no seed in those for 2 prompts.*found 9.*seed=9"):
+        client.generate([[1], [2]], own)
+
+
+@pytest.mark.parametrize("params", [[{"n": 1}], "a", [None]])
+def test_a_list_of_params_holds_nothing_else(client: RolloutClient, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^params\[0\]: expected SamplingParams, found"):
+        client.generate([[1]], params, errors="return")
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, "7"])
+def test_a_seed_that_is_none_is_refused(client: RolloutClient, seed: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="^seed: expected one integer in"):
+        client.generate([[1]], seed=seed)
+    with pytest.raises(InvalidRequestError, match="^seed: expected one integer.*found one in params as well, 9"):
+        client.generate([[1]], SamplingParams(seed=9), seed=1)
+
+
+def test_an_error_names_its_prompt(client: RolloutClient) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[1\]: token ids: expected ids in"):
+        client.generate([[1], [-1], [2]], SHORT)
+    with pytest.raises(MessageTooLargeError, match=r"^prompts\[2\]: message: expected at most max_message_bytes"):
+        client.generate([[1], [2], [3] * 2000], SHORT)
+    with pytest.raises(InvalidRequestError, match=r"^sequences\[1\]: token ids: expected more"):
+        client.score([[1, 2], [1]])
+
+
+def test_errors_may_be_returned_in_the_place_of_groups(client: RolloutClient) -> None:
+    prompts = [[1], [-1], [2], "text", [3] * 2000]
+    found = client.generate(prompts, SHORT, errors="return")  # type: ignore[arg-type]
+    kinds = [Group, InvalidRequestError, Group, InvalidRequestError, MessageTooLargeError]
+    assert [type(each) for each in found] == kinds
+    for i in (1, 3, 4):
+        assert str(found[i]).startswith(f"prompts[{i}]: ")
+    check_group(found[0], 1)  # type: ignore[arg-type]
+    assert client.health().requests["open"] == client.health().requests["kept"] == 0
+    with pytest.raises(InvalidRequestError, match="^errors: expected raise or return, found 'ignore'"):
+        client.generate([[1]], errors="ignore")  # type: ignore[call-overload]
+
+
+def test_one_call_ends_many_requests_and_passes_over_the_finished(client: RolloutClient, engine: FakeEngine) -> None:
+    stop_after_a_step(engine)
+    groups: list[Group] = []
+    ids = ["a", "b", "c"]
+    calls = dict(prompts=[[1], [2], [3]], params=LONG, request_ids=ids)
+    thread = threading.Thread(target=lambda: groups.extend(client.generate(**calls)))
+    thread.start()
+    while client.health().requests["open"] < 3:
+        pass
+    assert client.abort(["a", "gone", "b"], missing_ok=True) == 2
+    with pytest.raises(UnknownRequestError, match="'gone'"):
+        client.abort(["gone"])
+    with RolloutClient(client._client._connection._address) as other:
+        assert other.abort_all() == 0, "of its own requests"
+    assert client.abort_all() == 1
+    thread.join()
+    assert [group.samples[0].finish_reason for group in groups] == ["abort"] * 3
+    assert client.abort_all() == 0
+
+
+def test_health_is_fresh_after_an_abort_that_leaves_nothing_to_do(client: RolloutClient, engine: FakeEngine) -> None:
+    stop_after_a_step(engine)
+    thread = threading.Thread(target=lambda: client.generate([[1]], LONG, request_ids=["a"]))
+    thread.start()
+    while not client.health().requests.get("running"):
+        pass
+    assert client.abort("a") == 1
+    thread.join()
+    while client.health().requests["running"]:  # it was so until the next request, for ever if there was none
+        pass
+
+
+def test_continued_samples_keep_their_places(client: RolloutClient, engine: FakeEngine) -> None:
+    [group] = client.generate([[1]], SHORT, seed=1)
+    ended = replace(group.samples[0], finish_reason="stop")
+    stop_after_a_step(engine)
+    cut: list[Group] = []
+    thread = threading.Thread(target=lambda: cut.extend(client.generate([[1], [2]], LONG, seed=1)))
+    thread.start()
+    while client.health().requests["open"] < 2 or client.stats().engine["computed_tokens"] < 4:
+        pass
+    assert client.abort_all() == 2
+    thread.join()
+    engine.step = type(engine).step.__get__(engine)
+    engine.flow.set()
+    partial = [group.samples[0] for group in cut]
+    same = client.continue_samples([[1], [1], [2]], [partial[0], ended, partial[1]], SamplingParams(max_tokens=9))
+    assert same[1] is ended and [len(sample.token_ids) for sample in same] == [9, 3, 9]
+    assert [sample.seed for sample in same] == [partial[0].seed, ended.seed, partial[1].seed]
+    asked = [request for request in engine.requests[-2:] if isinstance(request, GenerateRequest)]
+    assert [request.num_prior_tokens for request in asked] == [len(sample.token_ids) for sample in partial]
+    assert [derive_seed(request.params.seed or 0, 0) for request in asked] == [sample.seed for sample in partial]
+    with pytest.raises(InvalidRequestError, match="^samples: expected one for each of 2 prompts, found 1"):
+        client.continue_samples([[1], [2]], [partial[0]])
+
+
+def test_the_rest_of_the_context_may_be_asked_for(client: RolloutClient) -> None:
+    [group] = client.generate([[1, 2, 3]], SamplingParams(max_tokens=None))
+    assert len(group.samples[0].token_ids) == group.params.max_tokens == MAX_MODEL_LEN - 3
+    with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: length: expected at most max_model_len"):
+        client.generate([[1] * MAX_MODEL_LEN], SamplingParams(max_tokens=None))
+
+
+def test_token_ids_are_a_list_of_ints(client: RolloutClient) -> None:
+    [group] = client.generate([[1, 2]], SHORT)
+    ids = group.samples[0].token_ids
+    assert len([1, 2] + ids) == 5 and json.loads(json.dumps(ids)) == ids
+
+
+@pytest.mark.parametrize("prompts", [np.ones((2, 3), np.int64), torch.ones(2, 3, dtype=torch.long), "text"], ids=type)
+def test_a_table_of_prompts_is_refused(client: RolloutClient, prompts: Any) -> None:
+    for call in (client.generate, client.score):
+        with pytest.raises(InvalidRequestError, match="expected a list of sequences of token ids without padding"):
+            call(prompts)
+    assert len(client.generate(list(torch.ones(2, 3, dtype=torch.long)), SHORT)) == 2  # type: ignore[arg-type]
+
+
+def in_a_child(act: Callable[[], object]) -> str:
+    """What a process forked from this one says of an action: the error, or its result."""
+
+    def tell() -> None:
+        try:
+            found = repr(act())
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        os.write(write, found.encode())
+
+    read, write = os.pipe()
+    child = multiprocessing.get_context("fork").Process(target=tell)
+    child.start()
+    os.close(write)
+    with os.fdopen(read) as words:
+        said = words.read()
+    child.join(20)
+    assert child.exitcode == 0
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_client_says_in_a_forked_process_where_it_belongs(client: RolloutClient) -> None:
+    client.health()
+    publisher = WeightPublisher("shared")
+    publisher.connect([client._client._connection._address])
+    calls = [client.health, lambda: client.generate([[1]]), lambda: list(client.stream([[1]])), client.close]
+    for call in [*calls, lambda: publisher.push({}, 1), publisher.close]:
+        said = in_a_child(call)
+        assert said.startswith(f"TruerollError: client: expected a call from process {os.getpid()}, which made it"), (
+            said
+        )
+    assert client.health().state == "ready"
+    publisher.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_asynchronous_client_says_so_too(worker: WorkerOnThread) -> None:
+    client = AsyncRolloutClient(worker.address)
+
+    async def use() -> str:
+        await client.health()
+        said = in_a_child(lambda: asyncio.run(client.health()))
+        await client.close()
+        return said
+
+    assert asyncio.run(use()).startswith(f"TruerollError: client: expected a call from process {os.getpid()}")
+
+
+def test_a_client_says_in_another_loop_where_it_belongs(worker: WorkerOnThread) -> None:
+    client = AsyncRolloutClient(worker.address)
+    runner = asyncio.Runner()
+    runner.run(client.health())
+    for call in (client.health, lambda: client.generate([[1]]), client.close):
+        with pytest.raises(TruerollError, match="expected a call in the event loop of its first one, found another"):
+            asyncio.run(call())
+    runner.run(client.close())
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (dict(temperature=0.7), 0.7),
+        (dict(temperature=0.7, logprobs="temperature", top_p=0.9, min_tokens=3), 0.7),
+        (dict(temperature=0.7, logprobs="raw", top_k=5), 1.0),
+        (dict(temperature=0.0, top_p=0.9), 0.0),
+    ],
+)
+def test_the_temperature_at_which_a_trainer_computes_the_same(params: dict[str, Any], expected: float) -> None:
+    assert SamplingParams(**params).trainer_temperature == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [(dict(top_p=0.9, min_p=0.1), "top_p, min_p"), (dict(top_k=3), "top_k"), (dict(min_tokens=2), "min_tokens")],
+)
+def test_log_probs_that_no_trainer_computes_are_named(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"^logprobs: .*found 'processed' with {named}, which.*logprobs='temperature'"
+    ):
+        _ = SamplingParams(**params).trainer_temperature
+    with pytest.raises(ConfigError, match="^logprobs: expected log-probs to compute again, found None"):
+        _ = SamplingParams(logprobs=None, **params).trainer_temperature
+
+
+def test_one_stop_string_needs_no_tuple() -> None:
+    assert SamplingParams(stop="\n").stop == ("\n",)
+
+
+@pytest.mark.parametrize("reason", [None, 0, 7, "", "\n"])
+def test_what_ended_a_sample_travels(client: RolloutClient, engine: FakeEngine, reason: int | str | None) -> None:
+    finish = engine._finish
+    engine._finish = lambda *which: replace(finish(*which), stop_reason=reason)
+    [group] = client.generate([[1]], SHORT)
+    assert group.samples[0].stop_reason == reason and type(group.samples[0].stop_reason) is type(reason)

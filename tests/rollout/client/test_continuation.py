@@ -1,0 +1,127 @@
+"""Samples that go on: the whole has the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.drive import bits, generate, make_engine, run, tokens, top_bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import GenerateRequest, SampleOutput, SamplingParams, WeightSpan, derive_seed, seed_before
+from trueroll.errors import InvalidRequestError
+from trueroll.rollout import protocol
+from trueroll.rollout.client.continuation import continuation, goes_on, joined
+
+PROMPT = tokens(20)
+
+
+@pytest.fixture
+def engine(tiny_llama: Path) -> Engine:
+    return make_engine(tiny_llama, max_model_len=128)
+
+
+def cut_short(engine: Engine, num_tokens: int, **params: Any) -> list[SampleOutput]:
+    """The samples of a group that is aborted after so many tokens."""
+    engine.add(generate("cut", PROMPT, **params))
+    for _ in range(num_tokens):
+        assert engine.step() == []
+    return [sample for sample in engine.abort("cut") if isinstance(sample, SampleOutput)]
+
+
+def gone_on(engine: Engine, sample: SampleOutput, params: SamplingParams) -> SampleOutput:
+    asked = continuation(0, PROMPT, sample, params)
+    prompt = protocol.bytes_to_tokens(asked["prompt_token_ids"])
+    rest = run(engine, [GenerateRequest("rest", prompt, asked["params"], asked["num_prior_tokens"])])["rest", 0]
+    return joined(sample, rest)
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_every_seed_is_the_one_before_some_sample(seed: int) -> None:
+    assert derive_seed(seed_before(seed), 0) == seed and seed_before(derive_seed(seed, 0)) == seed
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 17])
+def test_the_whole_has_the_bits_of_an_uninterrupted_sample(engine: Engine, num_tokens: int) -> None:
+    params = dict(max_tokens=24, min_tokens=18, seed=2**64 - 1, temperature=0.9, top_p=0.95, top_logprobs=4)
+    request = generate("g", PROMPT, n=3, **params)
+    expected = run(engine, [request])
+    samples = cut_short(engine, num_tokens, **request.params.model_dump())
+    assert [len(sample.token_ids) for sample in samples] == 3 * [num_tokens]
+    for sample in samples:
+        assert goes_on(sample, request.params)
+        whole, uncut = gone_on(engine, sample, request.params), expected["g", sample.index]
+        assert bits(whole) == bits(uncut) and top_bits(whole) == top_bits(uncut)
+        assert (whole.finish_reason, whole.seed, whole.index) == ("length", uncut.seed, sample.index)
+        assert whole.weight_versions == (WeightSpan(0, 0, 24),)
+
+
+def test_a_stop_string_is_found_across_the_seam(engine: Engine, tiny_llama: Path) -> None:
+    from transformers import AutoTokenizer
+
+    free = run(engine, [generate("g", PROMPT, max_tokens=30)])["g", 0]
+    # Ids from 259 on stand for words, those below for single bytes.
+    seam = next(i for i in range(2, 30) if min(free.token_ids[i - 1 : i + 1]) >= 259)
+    text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[seam - 1 : seam + 1]).strip()
+    params = {"max_tokens": 30, "stop": ["never in the text", text]}
+    expected = run(engine, [generate("g", PROMPT, **params)])["g", 0]
+    assert expected.finish_reason == "stop" and expected.stop_reason == text and len(expected.token_ids) == seam + 1
+    [sample] = cut_short(engine, seam, **params)
+    whole = gone_on(engine, sample, SamplingParams(ignore_eos=True, **params))
+    assert bits(whole) == bits(expected) and (whole.finish_reason, whole.stop_reason) == ("stop", text)
+
+
+def test_the_rest_of_the_context_is_what_the_uninterrupted_sample_would_have_had(engine: Engine) -> None:
+    expected = run(engine, [generate("g", PROMPT, max_tokens=None)])["g", 0]
+    assert len(expected.token_ids) == 128 - 20
+    [sample] = cut_short(engine, 5, max_tokens=None)
+    assert bits(gone_on(engine, sample, SamplingParams(max_tokens=None, ignore_eos=True))) == bits(expected)
+
+
+def sample_of(num_tokens: int, reason: Any, *spans: WeightSpan) -> SampleOutput:
+    return SampleOutput("a", 1, [7] * num_tokens, np.zeros(num_tokens, np.float32), reason, 9, 0, spans)
+
+
+def test_spans_count_from_the_first_token_and_merge_within_one_version() -> None:
+    first = sample_of(5, "abort", WeightSpan(1, 0, 2), WeightSpan(2, 2, 5))
+    rest = sample_of(4, "length", WeightSpan(2, 0, 1), WeightSpan(3, 1, 4))
+    assert joined(first, rest).weight_versions == (WeightSpan(1, 0, 2), WeightSpan(2, 2, 6), WeightSpan(3, 6, 9))
+    later = replace(rest, weight_versions=(WeightSpan(3, 0, 4),))
+    assert joined(first, later).weight_versions[2:] == (WeightSpan(3, 5, 9),)
+    assert joined(sample_of(0, "abort"), later).weight_versions == (WeightSpan(3, 0, 4),)
+
+
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (sample_of(3, "abort"), True),
+        (sample_of(3, "stop"), False),
+        (sample_of(3, "error"), False),
+        (sample_of(3, "length"), True),
+        (sample_of(8, "length"), False),
+    ],
+    ids=lambda value: value.finish_reason if isinstance(value, SampleOutput) else None,
+)
+def test_which_samples_go_on(sample: SampleOutput, expected: bool) -> None:
+    assert goes_on(sample, SamplingParams(max_tokens=8)) is expected
+
+
+def test_parameters_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected max_tokens above the 8 tokens"):
+        continuation(4, PROMPT, sample_of(8, "abort"), SamplingParams(max_tokens=8))
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected log-probs in both parts"):
+        continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(logprobs=None))
+    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: expected top_logprobs = None for both .*found 2"):
+        continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(top_logprobs=2))
+
+
+def test_prior_tokens_are_those_of_one_sample_and_in_the_prompt(engine: Engine) -> None:
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens: expected at most the 20 tokens of the prompt"):
+        engine.add(replace(generate("g", PROMPT), num_prior_tokens=21))
+    with pytest.raises(InvalidRequestError, match="^num_prior_tokens: expected n = 1.*found n = 2"):
+        engine.add(replace(generate("g", PROMPT, n=2), num_prior_tokens=3))

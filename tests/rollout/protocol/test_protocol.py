@@ -1,0 +1,226 @@
+"""The protocol by itself: what is encoded comes back equal, no bytes do anything but decode or raise, and the page
+agrees.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trueroll.engine.request import Distribution, SampleOutput, SamplingParams, ScoreOutput, WeightSpan
+from trueroll.errors import ProtocolError, TruerollError
+from trueroll.rollout import protocol
+from trueroll.rollout.protocol.error_codes import SENT_ERRORS, error_from_code
+
+PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+
+ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=128)
+arrays = st.binary(max_size=40).map(lambda data: data[: len(data) // 4 * 4])
+counts = st.integers(0, 2**63)
+params = st.builds(
+    SamplingParams,
+    n=st.integers(1, 2**31),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(0, 1, exclude_min=True),
+    top_k=st.sampled_from([-1, 1, 50]),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    logprobs=st.sampled_from(["processed", "temperature", "raw", None]),
+    cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+)
+tops = st.integers(0, 4).flatmap(
+    lambda k: st.integers(0, 3).map(
+        lambda rows: protocol.TopArrays(
+            k=k, entropy=bytes(4 * rows), token_ids=b"abcd" * (k * rows), logprobs=bytes(4 * k * rows)
+        )
+    )
+)
+from_client = st.one_of(
+    st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params),
+    st.builds(
+        protocol.GetScores, id=ids, token_ids=arrays, distribution=st.builds(Distribution, min_p=st.floats(0, 1))
+    ),
+    st.builds(protocol.Abort, id=ids, request_id=ids, index=st.none() | counts),
+    st.builds(protocol.Ack, ids=st.lists(ids).map(tuple)),
+    st.builds(protocol.GetHealth, id=ids),
+    st.builds(protocol.GetStats, id=ids),
+)
+spans = st.lists(st.tuples(counts, counts, counts), max_size=3).map(tuple)
+reasons = st.sampled_from(["stop", "length", "abort", "error"])
+from_worker = st.one_of(
+    st.builds(
+        protocol.FinishedSample,
+        id=ids,
+        index=counts,
+        token_ids=arrays,
+        logprobs=st.none() | arrays,
+        finish_reason=reasons,
+        seed=st.integers(0, 2**64 - 1),
+        num_cached_tokens=counts,
+        weight_versions=spans,
+        error=st.none() | st.just("why"),
+        tops=st.none() | tops,
+    ),
+    st.builds(
+        protocol.Done,
+        id=ids,
+        params=params,
+        num_prompt_tokens=counts,
+        finish_reasons=st.dictionaries(reasons, counts),
+    ),
+    st.builds(protocol.Scores, id=ids, logprobs=arrays, finish_reason=reasons, weight_versions=spans),
+    st.builds(protocol.Error, id=st.none() | ids, code=st.just("internal"), message=st.just("text")),
+    st.builds(protocol.Aborted, id=ids, request_id=ids, num_samples=counts),
+)
+
+
+@given(from_client)
+def test_a_clients_message_survives_the_wire(message: Any) -> None:
+    assert protocol.from_client(protocol.encode(message)) == message
+
+
+@given(from_worker)
+def test_a_workers_message_survives_the_wire(message: Any) -> None:
+    assert protocol.from_worker(protocol.encode(message)) == message
+
+
+@given(st.data(), from_client)
+def test_damaged_messages_decode_or_raise_our_errors(data: st.DataObject, message: Any) -> None:
+    frame = bytearray(protocol.encode(message))
+    for _ in range(data.draw(st.integers(1, 5))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    decode_or_raise(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+
+
+@given(st.binary())
+@settings(max_examples=500)
+def test_random_bytes_raise_our_errors(frame: bytes) -> None:
+    decode_or_raise(frame)
+
+
+def decode_or_raise(frame: bytes) -> None:
+    try:
+        message = protocol.from_client(frame)
+    except TruerollError as error:
+        assert error.code in ("invalid_message", "invalid_request") and str(error)
+    else:
+        assert isinstance(message, get_args(protocol.FromClient))
+
+
+def test_a_sample_comes_back_by_bits() -> None:
+    tokens = [5, 0, 2**31 - 1]
+    logprobs = np.array([-0.0, -np.inf, 1e-45], np.float32)
+    output = SampleOutput("a", 3, tokens, logprobs, "stop", 2**64 - 1, 17, (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3)))
+    frame = protocol.encode(protocol.sample_message(output.request_id, output))
+    message = protocol.from_worker(frame)
+    assert isinstance(message, protocol.FinishedSample)
+    back = protocol.sample_output(message)
+    assert back.token_ids == tokens and type(back.token_ids) is list
+    assert back.logprobs is not None and back.logprobs.tobytes() == logprobs.tobytes()
+    assert back.logprobs.flags.writeable
+    assert replace(back, logprobs=logprobs) == replace(output, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("k,rows", [(2, 3), (0, 3), (5, 0)])
+def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
+    entropy = np.linspace(0, 1, rows, dtype=np.float32)
+    ids = np.arange(rows * k, dtype=np.int32).reshape(rows, k)
+    logprobs = np.full((rows, k), -np.inf, np.float32)
+    tops = dict(entropy=entropy, top_token_ids=ids, top_logprobs=logprobs)
+    sample = SampleOutput("a", 3, [0] * rows, entropy, "stop", 7, 17, (), **tops)
+    message = protocol.from_worker(protocol.encode(protocol.sample_message("a", sample)))
+    scored = ScoreOutput("a", entropy, "stop", (), **tops)
+    scores = protocol.from_worker(protocol.encode(protocol.scores_message("a", scored)))
+    assert isinstance(message, protocol.FinishedSample) and isinstance(scores, protocol.Scores)
+    back = protocol.sample_output(message)
+    for found in (protocol.top_arrays(scores.tops), {name: getattr(back, name) for name in tops}):
+        for name, expected in tops.items():
+            assert found[name].tobytes() == expected.tobytes() and found[name].dtype == expected.dtype
+            assert found[name].shape == expected.shape and found[name].flags.writeable
+
+
+def test_top_logprobs_of_another_number_are_refused() -> None:
+    fields = dict(entropy=bytes(8), token_ids=bytes(16), logprobs=bytes(16))
+    assert protocol.TopArrays(k=2, **fields).k == 2
+    for wrong in (dict(k=3), dict(k=2, logprobs=bytes(12)), dict(k=65)):
+        frame = protocol.encode(protocol.Scores(id="a", logprobs=bytes(8), finish_reason="stop", weight_versions=()))
+        message = msgpack.unpackb(frame) | {"tops": fields | wrong}
+        with pytest.raises(ProtocolError, match="tops"):
+            protocol.from_worker(msgpack.packb(message))
+
+
+def test_an_error_is_raised_as_the_class_of_its_code() -> None:
+    for kind in SENT_ERRORS:
+        assert type(error_from_code(kind.code, "text")) is kind
+    assert type(error_from_code("from_the_future", "text")) is TruerollError
+
+
+def test_error_codes_are_distinct() -> None:
+    assert len({kind.code for kind in SENT_ERRORS}) == len(SENT_ERRORS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "ack", "ids": (0,) * 1000},
+        {
+            "type": "stage_bucket",
+            "id": "a",
+            "push_id": "0" * 32,
+            "bucket": {"index": 0, "num_bytes": 0, "pieces": (0,) * 1000},
+        },
+        {"type": "sleep", "id": "a", "tags": (0,) * 1000},
+        {"type": "generate", "id": "a", "prompt_token_ids": b"", "params": {"stop_token_ids": ("x",) * 1000}},
+    ],
+)
+def test_a_list_is_read_up_to_its_first_fault(fields: dict[str, Any]) -> None:
+    with pytest.raises(TruerollError) as caught:
+        protocol.from_client(msgpack.packb({"version": 1, **fields}))
+    assert ".0: " in str(caught.value) and ".1: " not in str(caught.value)
+
+
+# docs/protocol.md says the same as the code.
+
+
+def headings(section: str) -> list[str]:
+    """The words in backquotes that head the subsections of a section."""
+    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    assert text is not None
+    return re.findall(r"^### `(\w+)`", text[1], re.M)
+
+
+def test_the_page_lists_every_message_type() -> None:
+    assert sorted(headings("From client to worker")) == sorted(protocol.message_types(protocol.FromClient))
+    assert sorted(headings("From worker to client")) == sorted(protocol.message_types(protocol.FromWorker))
+
+
+@pytest.mark.parametrize(
+    ("section", "union"),
+    [("From client to worker", protocol.FromClient), ("From worker to client", protocol.FromWorker)],
+)
+def test_the_page_lists_every_field(section: str, union: Any) -> None:
+    text = PAGE.split(f"## {section}\n")[1]
+    for message in get_args(union):
+        type = message.model_fields["type"].default
+        part = re.search(rf"^### `{type}`\n(.*?)(?=^##)", text, re.M | re.S)
+        assert part is not None
+        assert set(re.findall(r"^\| `(\w+)` ", part[1], re.M)) == message.model_fields.keys() - {"type"}, type
+
+
+def test_the_page_lists_every_error_code() -> None:
+    codes = re.findall(r"^\| `(\w+)` ", PAGE.split("## Errors\n")[1].split("\n## ")[0], re.M)
+    assert sorted(codes) == sorted(kind.code for kind in SENT_ERRORS)
+
+
+def test_the_page_lists_every_sampling_parameter() -> None:
+    text = PAGE.split("## Sampling parameters\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` ", text, re.M)) == SamplingParams.model_fields.keys()

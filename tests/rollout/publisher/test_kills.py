@@ -1,0 +1,609 @@
+"""Trainers and workers that die, hang or lose their connection in each phase of a push; they are really killed.
+
+Afterwards the old version is served with the same bits as before, no request is lost, and the next push succeeds with
+nothing restarted. The failing push brings weights of its own ("lost"), so that any trace of them shows.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import RawClient
+
+from tiny import make_tiny_model
+from trueroll.rollout import Group, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
+from trueroll.rollout.protocol import PushProgress
+
+from .forwarder import Fault, Forwarder
+from .trainer_process import BUCKET_BYTES
+
+TRANSPORTS = ("shared", "collective", "disk")
+PHASES = ("begin", "stage", "verify", "commit")
+PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "commit": "verified"}
+PATIENT = 60.0
+"""For pushes that must succeed, seconds."""
+SHORT = 1.5
+"""For pushes that must fail: it is waited for."""
+PROMPTS = [[1, 20, 30, 40] * 6, [7]]
+PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
+LONG_PROMPT = [1, 20, 30]
+LONG = dict(n=2, max_tokens=2000, seed=9, ignore_eos=True)
+HERE = Path(__file__).parent
+SHM = Path("/dev/shm")
+
+Bits = list[tuple[bytes, bytes]]
+"""Of each sample: tokens and log-probs."""
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, "<i4").tobytes()
+
+
+def bits_of(groups: list[Group]) -> Bits:
+    samples = [sample for group in groups for sample in group.samples]
+    assert all(sample.logprobs is not None and len(sample.logprobs) for sample in samples)
+    return [(packed(s.token_ids), s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of the same shapes: `old`, `lost` (which the failing pushes bring) and `new`."""
+    parent = tmp_path_factory.mktemp("kills")
+    old = make_tiny_model("llama", parent / "old", max_position_embeddings=2048)
+    tensors = load_file(old / "model.safetensors")
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "lost": lambda tensor: tensor.roll(1, 0),
+        "new": lambda tensor: tensor.flip(0),
+    }
+    for name, change in changes.items():
+        shutil.copytree(old, parent / name)
+        changed = {key: change(tensor).contiguous() for key, tensor in tensors.items()}
+        save_file(changed, parent / name / "model.safetensors", metadata={"format": "pt"})
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 10 * BUCKET_BYTES
+    return {name: parent / name for name in ("old", "lost", "new")}
+
+
+class Trainer:
+    """The parent's end of a `trainer_process`."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(HERE / "trainer_process.py")]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.is_pushing = False
+
+    def connect(self, addresses: list[str], settings: dict[str, Any] | None = None) -> None:
+        """Make a publisher with these settings, or let the one that is there connect to other workers."""
+        self._tell(json.dumps({"connect": addresses} | ({} if settings is None else {"settings": settings})))
+        assert self.hear() == {"connected": addresses}
+
+    def push(self, folder: Path, version: int) -> None:
+        """A push that must succeed."""
+        self.start(folder, version, None)
+        outcome = self.hear()
+        assert outcome.get("version") == version, outcome
+
+    def start(self, folder: Path, version: int, hold: str | None) -> None:
+        self.is_pushing = True
+        self._tell(json.dumps({"push": str(folder), "version": version, "hold": hold}))
+
+    def push_until(self, phase: str, folder: Path, version: int) -> str | None:
+        """Begin a push and stop in `phase`. Returns the name of its shared memory."""
+        self.start(folder, version, phase)
+        held = self.hear()
+        assert held.get("held") == phase, held
+        return held["memory"]
+
+    def go_on(self, order: str = "go") -> dict[str, Any]:
+        """Let the push that is held go on, to its outcome."""
+        self._tell(order)
+        return self.hear()
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the trainer ended with {self.process.wait()}"
+        answer = json.loads(line)
+        self.is_pushing &= "held" in answer
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.wait() == -signal.SIGKILL
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+
+class Trainers:
+    """One living trainer; after it was killed another one, which starts while nobody waits for it."""
+
+    def __init__(self) -> None:
+        self.current = Trainer()
+
+    def kill(self) -> None:
+        self.current.kill()
+        self.current = Trainer()
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    trainers = Trainers()
+    yield trainers
+    trainers.current.kill()
+
+
+@pytest.fixture
+def trainer(trainers: Trainers) -> Iterator[Trainer]:
+    yield trainers.current
+    if trainers.current.is_pushing:  # the test failed: it shall be the only one
+        trainers.kill()
+
+
+class Running:
+    """A request that runs on a worker while something happens to it."""
+
+    def __init__(self, address: str) -> None:
+        self._raw = RawClient(address)
+        self._id = secrets.token_hex(8)
+        self._raw.generate(self._id, LONG_PROMPT, **LONG)
+
+    def end(self, expected: Bits, version: int) -> None:
+        """It ends once, all of it by one version."""
+        replies = self._raw.receive_until("done", "error")
+        assert [reply["type"] for reply in replies] == ["sample"] * LONG["n"] + ["done"], replies
+        assert {reply["id"] for reply in replies} == {self._id}
+        samples = {reply["index"]: reply for reply in replies[:-1]}
+        assert [(samples[i]["token_ids"], samples[i]["logprobs"]) for i in range(LONG["n"])] == expected
+        assert all(sample["weight_versions"] == [[version, 0, LONG["max_tokens"]]] for sample in samples.values())
+        self._raw.send("ack", ids=[self._id])
+        self._raw.send("health", id="health")
+        assert self._raw.receive()["type"] == "health"
+        self._raw.close()
+
+
+class Fleet:
+    """Two workers, and what they serve. Worker 0 listens on TCP, worker 1 on an ipc socket.
+
+    `version`: what a push gave to both. `expected`, `expected_long`: for each checkpoint, what a worker that was
+    started from it generates.
+    """
+
+    def __init__(self, models: dict[str, Path], folder: Path) -> None:
+        self.models = models
+        self.version = 0
+        self.expected: dict[str, Bits] = {}
+        self.expected_long: dict[str, Bits] = {}
+        self._folder = folder
+        self._executor = ThreadPoolExecutor(2)
+        self._starting: dict[int, Future[WorkerProcess]] = {}
+        self._spare: Future[WorkerProcess] | None = None
+        self._workers: dict[int, WorkerProcess] = {}
+        self._clients: dict[int, RolloutClient] = {}
+        for index, name in enumerate(("lost", "new")):
+            self.start(index, model=name)
+        for index, name in enumerate(("lost", "new")):
+            self._measure(index, name)
+        self.kill(1)
+        self.start(1)
+        self._measure(1, "old")
+        self._spare = self._launch(f"ipc://{folder}/spare", "old")
+        assert len({json.dumps(repr(bits)) for bits in (*self.expected.values(), *self.expected_long.values())}) == 6
+
+    def _measure(self, index: int, name: str) -> None:
+        client = self.client(index)
+        self.expected[name] = bits_of(client.generate(PROMPTS, PARAMS, seed=5))
+        self.expected_long[name] = bits_of(client.generate([LONG_PROMPT], SamplingParams(**LONG)))
+
+    def start(self, index: int, address: str | None = None, model: str = "old") -> None:
+        """Start a worker, without waiting for it: at its old address, or at one that nobody had before."""
+        fresh = (f"ipc://{self._folder}/{secrets.token_hex(4)}", "tcp://127.0.0.1:*")[index]
+        starting = self._launch(address or fresh, model)
+        if index == 1 and address is None and self._spare is not None:
+            starting, self._spare = self._spare, starting
+        self._starting[index] = starting
+
+    def _launch(self, address: str, model: str) -> Future[WorkerProcess]:
+        settings: dict[str, Any] = dict(num_blocks=300, num_threads=1, address=address)
+        return self._executor.submit(launch_worker, str(self.models[model]), **settings)
+
+    def worker(self, index: int) -> WorkerProcess:
+        if index in self._starting:
+            self._workers[index] = self._starting.pop(index).result()
+            self._clients[index] = RolloutClient(self._workers[index].address, timeout=PATIENT)
+        return self._workers[index]
+
+    def client(self, index: int) -> RolloutClient:
+        self.worker(index)
+        return self._clients[index]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [self.worker(index).address for index in (0, 1)]
+
+    def progress(self, index: int) -> PushProgress | None:
+        return self.client(index).health().push
+
+    def kill(self, index: int) -> str:
+        """Kill a worker, and return its address."""
+        worker = self.worker(index)
+        self._clients.pop(index).close()
+        worker.kill()
+        assert worker.exit_code == -signal.SIGKILL
+        return worker.address
+
+    def push(self, name: str, transport: Any = "shared", folder: Path | None = None) -> None:
+        """A push to both by a trainer that is here, which must succeed."""
+        settings = settings_of(transport, PATIENT, folder)
+        with WeightPublisher(**settings) as publisher:
+            publisher.connect(self.addresses)
+            self.version += 1
+            publisher.push(load_file(self.models[name] / "model.safetensors"), self.version)
+
+    def check(self, index: int, name: str, version: int | None = None) -> None:
+        """The worker serves that checkpoint's bits under that version, or the one of the last push to both."""
+        version = self.version if version is None else version
+        client = self.client(index)
+        groups = client.generate(PROMPTS, PARAMS, seed=5)
+        assert bits_of(groups) == self.expected[name]
+        for group in groups:
+            for sample in group.samples:
+                assert [span.version for span in sample.weight_versions] == [version]
+        health = client.health()
+        assert (health.state, health.weight_version) == ("ready", version)
+
+    def check_freed(self, index: int) -> None:
+        """Nothing of a push is left in the worker."""
+        health = self.client(index).health()
+        assert health.push is None and health.memory["staging"] == 0
+
+    def close(self) -> None:
+        for index in (0, 1):
+            self.client(index).close()
+            self._workers[index].close()
+        if self._spare is not None:
+            self._spare.result().close()
+        self._executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def whole_fleet(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    fleet = Fleet(models, tmp_path_factory.mktemp("sockets"))
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def fleet(whole_fleet: Fleet, request: pytest.FixtureRequest) -> Fleet:
+    """Two workers that are alive and serve `old` by a push; by `collective` where a worker's first takes longer than
+    SHORT.
+    """
+    transport = request.getfixturevalue("transport") if "transport" in request.fixturenames else "shared"
+    for index in (0, 1):
+        if whole_fleet.client(index) and whole_fleet.worker(index).exit_code is not None:
+            whole_fleet.start(index)
+    whole_fleet.push("old", "collective" if transport == "collective" else "shared")
+    for index in (0, 1):
+        whole_fleet.check(index, "old")
+    return whole_fleet
+
+
+def settings_of(transport: str, timeout: float, folder: Path | None) -> dict[str, Any]:
+    settings: dict[str, Any] = dict(transport=transport, timeout=timeout)
+    return settings | ({"folder": str(folder)} if transport == "disk" else {})
+
+
+def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: Path) -> None:
+    """The workers really are in that phase of the push of that version."""
+    if phase == "stage" and transport == "disk":
+        assert len(list(folder.glob(f"version-{version}-*.tmp/*.safetensors"))) == 1
+        assert fleet.progress(0) is None and fleet.progress(1) is None
+        return
+    expected = PROGRESS[phase] if transport != "disk" or phase == "commit" else "begun"
+    size = (fleet.models["old"] / "model.safetensors").stat().st_size
+    for index in (0, 1):
+        if phase == "commit" and index == 0:
+            assert fleet.progress(0) is None and fleet.client(0).health().weight_version == version
+            continue
+        wait_until(lambda index=index: (push := fleet.progress(index)) is not None and push.phase == expected)
+        push = fleet.progress(index)
+        assert push is not None and (push.weight_version, push.transport) == (version, transport)
+        assert (push.bytes_staged > 0) == (push.phase != "begun")
+        assert (push.bytes_staged > size // 2) == (push.phase != "begun" and phase != "stage")
+
+
+def served_after(fleet: Fleet, phase: str, old: int) -> list[tuple[str, int]]:
+    """What the two workers serve once a push of version `old` + 1 broke off in that phase."""
+    return [("lost", old + 1) if phase == "commit" else ("old", old), ("old", old)]
+
+
+each_phase = pytest.mark.parametrize(
+    ("transport", "phase"), [(transport, phase) for transport in TRANSPORTS for phase in PHASES], scope="module"
+)
+"""Of module scope, so that the tests of a phase come one after the other, while a killed worker's successor starts."""
+
+
+@each_phase
+def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phase: str, tmp_path: Path) -> None:
+    trainers.current.connect(fleet.addresses, settings_of(transport, PATIENT, tmp_path))
+    fleet.version += 1
+    memory = trainers.current.push_until(phase, fleet.models["lost"], fleet.version)
+    check_phase(fleet, transport, phase, fleet.version, tmp_path)
+    running = [Running(address) for address in fleet.addresses]
+    wait_until(lambda: all(fleet.client(index).health().requests["open"] == 1 for index in (0, 1)))
+    trainers.kill()
+    assert [fleet.client(index).health().requests["open"] for index in (0, 1)] == [1, 1]
+    if transport == "shared" and phase == "begin":  # documented: nobody can remove the name
+        (SHM / str(memory)).unlink(missing_ok=True)
+    assert (memory is not None) == (transport == "shared") and not (SHM / str(memory)).exists()
+    served = served_after(fleet, phase, fleet.version - 1)
+    for index, (name, version) in enumerate(served):
+        fleet.check(index, name, version)
+        running[index].end(fleet.expected_long[name], version)
+    fleet.push("new", transport, tmp_path)
+    for index in (0, 1):
+        fleet.check(index, "new")
+        fleet.check_freed(index)
+    assert transport != "disk" or len(list(tmp_path.iterdir())) == 1
+
+
+@each_phase
+def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
+    """As behind a network that was cut: its workers free themselves, and it learns of it when it is back."""
+    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    old = fleet.version
+    trainer.push_until(phase, fleet.models["lost"], old + 1)
+    check_phase(fleet, transport, phase, old + 1, tmp_path)
+    running = [Running(address) for address in fleet.addresses]
+    process = psutil.Process(trainer.process.pid)
+    process.suspend()
+    try:
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+        for index, (name, version) in enumerate(served_after(fleet, phase, old)):
+            wait_until(lambda index=index: fleet.progress(index) is None)
+            fleet.check(index, name, version)
+            fleet.check_freed(index)
+            running[index].end(fleet.expected_long[name], version)
+    finally:
+        process.resume()
+    outcome = trainer.go_on()
+    if (transport, phase) == ("disk", "stage"):  # the workers had not heard of it
+        assert outcome.get("version") == old + 1
+    else:
+        assert outcome.get("kind") == "PushError", outcome
+        for index, (_, version) in enumerate(served_after(fleet, phase, old)):
+            assert f"{fleet.addresses[index]} serves version {version}" in outcome["error"]
+    fleet.version = old + 2
+    trainer.push(fleet.models["new"], fleet.version)
+    for index in (0, 1):
+        fleet.check(index, "new")
+
+
+@each_phase
+def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
+    """In the phase `commit` it dies between the other one's commit and its own."""
+    survivor = fleet.addresses[0]
+    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    old = fleet.version
+    trainer.push_until(phase, fleet.models["lost"], old + 1)
+    check_phase(fleet, transport, phase, old + 1, tmp_path)
+    running = Running(survivor)
+    wait_until(lambda: fleet.client(0).health().requests["open"] == 1)
+    dead = fleet.kill(1)
+    assert fleet.client(0).health().requests["open"] == 1
+    fleet.start(1)
+    outcome = trainer.go_on()
+    name, version = served_after(fleet, phase, old)[0]
+    assert outcome.get("kind") == "PushError", outcome
+    assert f"{survivor} serves version {version}" in outcome["error"]
+    assert f"{dead} does not answer" in outcome["error"]
+    fleet.check(0, name, version)
+    running.end(fleet.expected_long[name], version)
+    fleet.check_freed(0)
+    trainer.connect([survivor])
+    trainer.push(fleet.models["new"], old + 2)
+    fleet.check(0, "new", old + 2)
+    fleet.version = old + 2
+
+
+@pytest.mark.parametrize(("transport", "victim"), [("shared", 1), ("collective", 0), ("disk", 1)])
+def test_a_worker_started_anew_at_its_address(
+    fleet: Fleet, trainer: Trainer, transport: str, victim: int, tmp_path: Path
+) -> None:
+    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    fleet.version += 1
+    trainer.push_until("stage", fleet.models["lost"], fleet.version)
+    check_phase(fleet, transport, "stage", fleet.version, tmp_path)
+    running = Running(fleet.addresses[1 - victim])
+    address = fleet.kill(victim)
+    outcome = trainer.go_on()
+    assert outcome.get("kind") == "PushError" and f"{address} does not answer" in outcome["error"], outcome
+    fleet.check(1 - victim, "old", fleet.version - 1)
+    running.end(fleet.expected_long["old"], fleet.version - 1)
+    fleet.start(victim, address)
+    fleet.check(victim, "old", 0)
+    assert fleet.addresses[victim] == address
+    if transport == "collective":
+        fleet.push("old", transport)  # for the first takes longer than SHORT
+    fleet.version += 1
+    trainer.push(fleet.models["new"], fleet.version)
+    for index in (0, 1):
+        fleet.check(index, "new")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp_path: Path) -> None:
+    """In the middle of the buckets; by disk, before it reads the folder."""
+    phase = "begin" if transport == "disk" else "stage"
+    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    old = fleet.version
+    trainer.push_until(phase, fleet.models["lost"], old + 1)
+    check_phase(fleet, transport, phase, old + 1, tmp_path)
+    running = [Running(address) for address in fleet.addresses]
+    wait_until(lambda: all(fleet.client(index).health().requests["open"] == 1 for index in (0, 1)))
+    hung = psutil.Process(fleet.worker(1).pid)
+    hung.suspend()
+    try:
+        wait_until(lambda: hung.status() == psutil.STATUS_STOPPED)
+        outcome = trainer.go_on()
+        assert outcome.get("kind") == "PushError", outcome
+        assert f"{fleet.addresses[0]} serves version {old}" in outcome["error"]
+        assert f"{fleet.addresses[1]} does not answer" in outcome["error"]
+        fleet.check(0, "old", old)
+        assert hung.status() == psutil.STATUS_STOPPED
+    finally:
+        hung.resume()
+    wait_until(lambda: fleet.progress(1) is None)
+    fleet.check(1, "old", old)
+    for each in running:
+        each.end(fleet.expected_long["old"], old)
+    fleet.version = old + 2
+    trainer.push(fleet.models["new"], fleet.version)
+    for index in (0, 1):
+        fleet.check(index, "new")
+        fleet.check_freed(index)
+
+
+def test_a_worker_killed_while_it_waits_to_commit(fleet: Fleet, trainer: Trainer) -> None:
+    """With `drain` it waits for a running request, while the other one has committed."""
+    survivor, victim = fleet.addresses
+    trainer.connect(fleet.addresses, settings_of("shared", SHORT, None) | {"in_flight": "drain"})
+    with RawClient(victim) as raw:
+        raw.generate("drained", LONG_PROMPT, n=64, max_tokens=2000, ignore_eos=True)
+        wait_until(lambda: fleet.client(1).health().requests["open"] == 1)
+        trainer.start(fleet.models["lost"], fleet.version + 1, None)
+        wait_until(lambda: fleet.client(0).health().weight_version == fleet.version + 1)
+        wait_until(lambda: fleet.client(1).health().state == "updating")
+        fleet.kill(1)
+        fleet.start(1)
+    outcome = trainer.hear()
+    assert outcome.get("kind") == "PushError", outcome
+    assert f"{survivor} serves version {fleet.version + 1}" in outcome["error"]
+    assert f"{victim} does not answer" in outcome["error"]
+    fleet.check(0, "lost", fleet.version + 1)
+    trainer.connect([survivor])
+    fleet.version += 2
+    trainer.push(fleet.models["new"], fleet.version)
+    fleet.check(0, "new")
+
+
+def test_a_data_connection_that_breaks(fleet: Fleet, trainer: Trainer) -> None:
+    """All TCP connections of the trainer are shut down in the middle of the buckets."""
+    trainer.connect(fleet.addresses, settings_of("collective", PATIENT, None))
+    old = fleet.version
+    trainer.push_until("stage", fleet.models["lost"], old + 1)
+    check_phase(fleet, "collective", "stage", old + 1, Path())
+    outcome = trainer.go_on("cut")
+    assert outcome.get("kind") == "PushError", outcome
+    for index in (0, 1):
+        assert f"{fleet.addresses[index]} serves version {old}" in outcome["error"]
+        fleet.check(index, "old", old)
+        fleet.check_freed(index)
+    fleet.version = old + 2
+    trainer.push(fleet.models["new"], fleet.version)
+    for index in (0, 1):
+        fleet.check(index, "new")
+
+
+CALLS = {
+    "begin": ("begin_push", 1, 1),
+    "stage": ("stage_bucket", 4, 2),
+    "verify": ("verify_push", 1, 1),
+    "commit": ("commit_push", 1, 1),
+}
+"""The message that makes each phase, which one of them is struck, and how many answers are under way then."""
+BY_MESSAGE = [
+    (transport, phase) for transport in TRANSPORTS for phase in PHASES if (transport, phase) != ("disk", "stage")
+]
+
+
+def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
+    """A request that a push of `old` + 1 may have overtaken is whole, and up to there has the bits of `old`."""
+    for sample, (tokens, logprobs) in zip(group.samples, fleet.expected_long["old"], strict=True):
+        assert (len(sample.token_ids), sample.finish_reason) == (LONG["max_tokens"], "length")
+        assert sample.logprobs is not None
+        for span in sample.weight_versions:
+            assert span.version in (old, old + 1)
+            if span.version == old:
+                kept = slice(4 * span.start, 4 * span.end)
+                assert packed(sample.token_ids[span.start : span.end]) == tokens[kept]
+                assert sample.logprobs[span.start : span.end].tobytes() == logprobs[kept]
+
+
+@pytest.mark.parametrize("fault", ["lose call", "lose answer"])
+@pytest.mark.parametrize(("transport", "phase"), BY_MESSAGE)
+def test_a_connection_that_breaks(
+    fleet: Fleet, trainer: Trainer, transport: str, phase: str, fault: Fault, tmp_path: Path
+) -> None:
+    """A message or its answer is lost with the connection: the push does not even notice, nor does a request."""
+    old = fleet.version
+    with Forwarder(fleet.addresses[0]) as line, RolloutClient(line.address, timeout=PATIENT) as client:
+        trainer.connect([line.address, fleet.addresses[1]], settings_of(transport, PATIENT, tmp_path))
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(client.generate, [LONG_PROMPT], SamplingParams(**LONG))
+            wait_until(lambda: fleet.client(0).health().requests["open"] == 1)
+            line.arm(fault, *CALLS[phase])
+            fleet.version = old + 1
+            trainer.push(fleet.models["new"], fleet.version)
+            assert line.struck.is_set()
+            if fault == "lose call":
+                assert CALLS[phase][0].encode() in line.lost
+            else:
+                assert line.lost.count(b"push_status") == CALLS[phase][2]
+            (group,) = running.result()
+    check_crossing(group, fleet, old)
+    for index in (0, 1):
+        fleet.check(index, "new")
+        fleet.check_freed(index)
+
+
+@pytest.mark.parametrize(("transport", "phase"), BY_MESSAGE)
+def test_a_connection_that_freezes(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
+    """It lets nothing through until after the deadline, and then what was under way, too late."""
+    old = fleet.version
+    with Forwarder(fleet.addresses[0]) as line:
+        other = fleet.addresses[1]
+        trainer.connect([line.address, other], settings_of(transport, SHORT, tmp_path))
+        line.arm("freeze", *CALLS[phase])
+        running = Running(fleet.addresses[0])
+        trainer.start(fleet.models["lost"], old + 1, None)
+        outcome = trainer.hear()
+        assert line.struck.is_set() and CALLS[phase][0].encode() in line.lost
+        name, version = served_after(fleet, phase, old)[0]
+        assert outcome.get("kind") == "PushError", outcome
+        assert f"{line.address} does not answer" in outcome["error"]
+        assert f"{other} serves version {version}" in outcome["error"]
+        fleet.check(1, name, version)
+        wait_until(lambda: fleet.progress(0) is None)
+        fleet.check(0, "old", old)
+        running.end(fleet.expected_long["old"], old)
+        line.thaw()
+        fleet.version = old + 2
+        trainer.push(fleet.models["new"], fleet.version)
+    for index in (0, 1):
+        fleet.check(index, "new")
+        fleet.check_freed(index)

@@ -1,0 +1,151 @@
+"""A trainer in a process of its own that stops where it is told to, so that it or a worker can be killed just there.
+
+Reads commands from stdin and answers each on stdout, all in lines of JSON:
+`{"connect": ADDRESSES, "settings": ...}` makes a publisher, without `settings` the one that is there connects anew;
+`{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint. In the phase to hold it says
+`{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`, or `cut` to lose all its TCP connections first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from trueroll.errors import TruerollError
+from trueroll.rollout import WeightPublisher
+from trueroll.rollout.protocol import CommitPush
+from trueroll.rollout.publisher.workers import Workers
+from trueroll.weight_sync.trainer import sender as sender_module
+from trueroll.weight_sync.trainer.transaction import Transaction
+from trueroll.weight_sync.transports.collective import GroupSlots
+from trueroll.weight_sync.transports.disk import FolderWriter
+
+BUCKET_BYTES = 2**15
+"""Small ones, so that a push takes many."""
+BUCKET = 3
+"""The bucket that a push is held at, announced to the workers and, by `collective`, not yet sent."""
+
+
+class Hold:
+    """Where the next push stops, once: `phase`. `memory`: the name of its shared memory, if it has any."""
+
+    def __init__(self) -> None:
+        self.arm(None)
+
+    def arm(self, phase: str | None) -> None:
+        self.phase, self.memory = phase, None
+        self.has_written = False
+        self.released = threading.Event()
+        self.committed = threading.Event()
+
+    def at(self, phase: str) -> None:
+        if self.phase != phase:
+            return
+        say(held=phase, memory=self.memory)
+        if sys.stdin.readline() == "cut\n":
+            cut_connections()
+        self.phase = None
+        self.released.set()
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def cut_connections() -> None:
+    """Shut down every TCP connection of this process, as a network that breaks does."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if (
+                connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername()
+            ):  # listeners have none
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def install(hold: Hold) -> None:
+    """Wrap the steps of a push. `begin`: the workers were told, and by `collective` wait for this trainer to join;
+    `stage`: some buckets were staged, or for `disk` some tensors written; `verify`: all buckets were staged, or for
+    `disk` all workers found the folder; `commit`: all have verified, the first has committed, the others were not told.
+    """
+    begin, stage, verify = Transaction.begin, Transaction.stage, Transaction.verify
+    ask, join, append = Workers._ask, GroupSlots.open, FolderWriter.append
+
+    def held_begin(self: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
+        hold.memory = getattr(source(0), "name", None)
+        future = begin(self, dtype, source, base)
+        hold.at("begin")
+        return future
+
+    def held_join(self: GroupSlots) -> None:
+        def run() -> None:
+            if hold.phase == "begin":
+                hold.released.wait()
+            join(self)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def held_stage(self: Transaction, bucket: Any) -> Any:
+        future = stage(self, bucket)
+        if bucket.index == BUCKET:
+            hold.at("stage")
+        return future
+
+    def held_append(self: FolderWriter, name: str, data: memoryview) -> None:
+        if hold.has_written:
+            hold.at("stage")
+        append(self, name, data)
+        hold.has_written = True
+
+    def held_verify(self: Transaction) -> None:
+        hold.at("verify")
+        verify(self)
+
+    async def held_ask(self: Workers, position: int, call: Any, timeout: float) -> Any:
+        if hold.phase != "commit" or not isinstance(call, CommitPush):
+            return await ask(self, position, call, timeout)
+        if position:
+            await asyncio.to_thread(hold.committed.wait)
+            await asyncio.to_thread(hold.at, "commit")
+        try:
+            return await ask(self, position, call, timeout)
+        finally:
+            hold.committed.set()
+
+    Transaction.begin, Transaction.stage, Transaction.verify = held_begin, held_stage, held_verify
+    Workers._ask, GroupSlots.open, FolderWriter.append = held_ask, held_join, held_append
+
+
+def main() -> None:
+    sender_module.BUCKET_BYTES = dict.fromkeys(sender_module.BUCKET_BYTES, BUCKET_BYTES)
+    hold = Hold()
+    install(hold)
+    publisher: WeightPublisher | None = None
+    while line := sys.stdin.readline():
+        command = json.loads(line)
+        if "push" not in command:
+            if "settings" in command:
+                publisher = WeightPublisher(**command["settings"])
+            assert publisher is not None
+            publisher.connect(command["connect"])
+            say(connected=command["connect"])
+            continue
+        assert publisher is not None
+        hold.arm(command["hold"])
+        try:
+            result = publisher.push(load_file(Path(command["push"]) / "model.safetensors"), command["version"])
+            say(version=result.version, num_bytes=result.num_bytes)
+        except TruerollError as error:
+            say(error=str(error), kind=type(error).__name__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The bench does the work it names, on both sides, and writes what it measured. No test looks at a duration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.loading import load_model
+from trueroll.errors import ConfigError
+from trueroll.rollout.tools import bench
+from trueroll.rollout.tools.bench import EngineSystem, Plan, Timing, TransformersSystem, Workload
+
+GROUP = Workload("tiny group", num_prompts=3, shared=0, own=20, n=2, max_tokens=4, temperature=1.0)
+SHARED = Workload("tiny shared", num_prompts=4, shared=32, own=8, n=1, max_tokens=3, temperature=0.0)
+
+
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig(model=str(folder), num_blocks=64, num_threads=1)
+
+
+def test_the_workloads_are_those_of_the_documentation() -> None:
+    (group,), (shared_8, shared_128), (single,) = bench.WORKLOADS.values()
+    assert (group.num_prompts, group.own, group.n, group.max_tokens, group.temperature) == (8, 128, 8, 128, 1.0)
+    for shared, max_tokens in ((shared_8, 8), (shared_128, 128)):
+        assert (shared.num_prompts, shared.shared, shared.own, shared.n) == (32, 1024, 64, 1)
+        assert (shared.max_tokens, shared.temperature) == (max_tokens, 0.0)
+    assert (single.num_prompts, single.own, single.n, single.max_tokens) == (1, 128, 1, 128)
+
+
+def test_prompts_share_their_head_alone() -> None:
+    prompts = SHARED.prompts(512)
+    assert prompts.shape == (4, 40)
+    assert (prompts[:, :32] == prompts[0, :32]).all()
+    assert len({tuple(own) for own in prompts[:, 32:].tolist()}) == 4
+    assert (prompts == SHARED.prompts(512)).all()
+
+
+def test_the_engine_does_the_work_and_counts_its_hits(tiny_llama: Path) -> None:
+    config = config_of(tiny_llama)
+    system = EngineSystem(config, load_model(config))
+    assert system(GROUP).hit_rate == 0.0
+    assert system.engine.stats().generated_tokens == 3 * 2 * 4
+    # The first prompt computes the shared 32 tokens, the other three find them.
+    assert system(SHARED).hit_rate == 3 * 32 / (4 * 40)
+    assert system(SHARED).hit_rate == 3 * 32 / (4 * 40), "a run must begin with an empty cache"
+    without = EngineSystem(config.model_copy(update={"enable_prefix_caching": False}), load_model(config))
+    assert without(SHARED).hit_rate == 0.0
+
+
+@pytest.mark.parametrize("workload", [GROUP, SHARED])
+def test_transformers_does_the_same_work(tiny_llama: Path, workload: Workload) -> None:
+    timing = TransformersSystem(load_model(config_of(tiny_llama)))(workload)
+    assert timing.hit_rate is None
+    assert timing.arrivals == [timing.seconds] * workload.num_prompts
+
+
+def test_a_measurement_is_arithmetic_on_its_runs() -> None:
+    runs: list[tuple[int, int, int]] = []
+
+    def run(workload: Workload) -> Timing:
+        runs.append((workload.num_prompts, workload.n, workload.max_tokens))
+        return Timing(seconds=2.0, arrivals=[0.5, 1.0, 1.5], hit_rate=0.25)
+
+    found = bench.measure(GROUP, "fake", run)
+    assert runs == [(3, 2, 4), (3, 2, 4), (3, 2, 1)]
+    assert (found.tokens_per_second, found.requests_per_second) == (3 * 2 * 4 / 2.0, 1.5)
+    assert (found.hit_rate, found.first_token_seconds) == (0.25, 1.0)
+
+
+def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path) -> None:
+    console = Console(record=True, width=160)
+    files = (tmp_path / "bench.json", tmp_path / "bench.png")
+    bench.bench(config_of(tiny_llama), Plan((GROUP, SHARED), (True, False), True, *files), console)
+    report = json.loads(files[0].read_text())
+    assert report["setting"]["dtype"] == "float32"
+    assert [(m["workload"], m["system"]) for m in report["measurements"]] == [
+        (workload.name, system) for workload in (GROUP, SHARED) for system in ("cache on", "cache off", "hf")
+    ]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    text = console.export_text()
+    assert "tiny shared" in text and text.count("vs hf") == 2 and "first token:" in text
+
+
+def test_random_weights_are_measured_like_others(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    config = config_of(shutil.copy(tiny_llama / "config.json", tmp_path))
+    bench.bench(config, Plan((SHARED,), (True,), json_file=file, dummy_weights=True), Console(quiet=True))
+    report = json.loads(file.read_text())
+    assert report["setting"]["model"] == f"{tmp_path}/config.json with random weights"
+    [measurement] = report["measurements"]
+    assert measurement["tokens_per_second"] > 0 and measurement["hit_rate"] == 3 * 32 / (4 * 40)
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plan = Plan((GROUP,), plot_file=tmp_path / "bench.png")
+    with pytest.raises(ConfigError, match=r"trueroll\[plot\]"):
+        bench.bench(EngineConfig(model="nowhere"), plan, Console())

@@ -1,0 +1,213 @@
+"""Text in and out of token ids: what a model's folder, and what a worker, may not make a client do."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, dynamic_module_utils
+
+from trueroll.engine.models import loader
+from trueroll.engine.request import SamplingParams
+from trueroll.errors import ConfigError, ModelError
+from trueroll.rollout.tools import text
+from trueroll.rollout.tools.text import TextModel, print_completions
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import PreTrainedTokenizerFast
+class Other(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_llama, tmp_path / "model")
+
+
+def with_template(folder: Path, template: str) -> TextModel:
+    (folder / "chat_template.jinja").write_text(template)
+    return TextModel(str(folder))
+
+
+def test_a_chat_is_encoded_as_transformers_encodes_it(smollm2: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is <|im_end|>?"}]
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert TextModel("smollm2").encode_chat("What is <|im_end|>?", "Be brief.") == expected
+
+
+def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
+    model = with_template(folder, CHAT)
+    with ThreadPoolExecutor(1) as threads:
+        assert model.decode(threads.submit(model.encode_chat, "hi", "sys").result()) == "<system>sys\n<user>hi\n<a>"
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (ENDLESS, "that it does not"),
+        ("{{ range(99999) | list * 99999 * 99999 }}", "MemoryError"),
+        ("{{ 'x' * (2**33) }}", "MemoryError"),
+        ("{{ 'x' * (2**22 + 1) }}", "4194305 characters, more than 4194304"),
+        ("{{ raise_exception('\x1b[2Jno' * 1000) }}", r"TemplateError: \?\[2Jno"),
+        ("{% for", "TemplateSyntaxError"),
+        ("{{" + "(" * 5000 + ")" * 5000 + "}}", "RecursionError"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    ],
+)
+def test_what_a_template_cannot_do_is_said(
+    folder: Path, template: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "_MAX_CPU_SECONDS", 1)
+    model = with_template(folder, template)
+    message = f"chat template that renders within 1 s and 1073741824 bytes, found .*{found}.*; check the model's chat"
+    with pytest.raises(ModelError, match=message) as caught:
+        model.encode_chat("hi")
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = tmp_path / "ran"
+    (folder / "code.py").write_text(CODE.format(marker=str(marker)))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["code.Other", "code.Other"]}, "tokenizer_class": "Other"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").unlink()
+    monkeypatch.setattr(builtins, "input", lambda *_: "y")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    with pytest.raises(ModelError, match="expected a tokenizer beside the model, found none: .*custom code"):
+        TextModel(str(folder))
+    assert not marker.exists()
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    assert marker.exists(), "this is what it would have done"
+
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/a.jinja")
+
+
+@pytest.mark.timeout(60)  # whoever opens a FIFO waits for a writer
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_tokenizer_reads_regular_files_alone(folder: Path, file: str, kind: str) -> None:
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/null")
+    with pytest.raises(ModelError, match=f"{path.name}: expected a regular file, found a pipe"):
+        TextModel(str(folder))
+
+
+def test_a_tokenizer_out_of_proportion_is_refused(folder: Path) -> None:
+    os.truncate(folder / "tokenizer.json", 2**26 + 1)
+    with pytest.raises(ModelError, match="tokenizer.json: expected at most 67108864 bytes, found 67108865"):
+        TextModel(str(folder))
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "[]", '"\ud800"', '{"model":' * 200])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_tokenizer_is_one_clear_line(folder: Path, file: str, content: str) -> None:
+    (folder / file).write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ModelError, match="expected a tokenizer beside the model, found none: ") as caught:
+        TextModel(str(folder))
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def with_tokenizer(folder: Path, kind: str) -> Path:
+    """The tokenizer is of another class of transformers, with the files that this one reads."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": kind}))
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text('{"a": 0}')
+    return folder
+
+
+def test_a_tokenizer_of_another_kind_is_one_clear_line(folder: Path) -> None:
+    with_tokenizer(folder, "RagTokenizer")
+    with pytest.raises(
+        ModelError, match="expected a tokenizer beside the model, found none: TypeError: RagTokenizer is"
+    ):
+        TextModel(str(folder))
+
+
+def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(CHAT)
+    model = TextModel(str(with_tokenizer(folder, "Wav2Vec2CTCTokenizer")))
+    for encode in (model.encode, model.encode_chat):
+        with pytest.raises(
+            ModelError, match="expected a tokenizer that encodes text, found that it does not: ValueError"
+        ):
+            encode("hi")
+    with pytest.raises(ModelError, match="expected a tokenizer that decodes tokens, found that it does not: .*; check"):
+        model.decode(["x"])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture
+def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Makes `print_completions` meet a worker that says it serves this; whatever is then loaded or fetched fails."""
+
+    def serve(model: Any) -> None:
+        client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))
+        client.__dict__["generate"] = lambda *_, **__: pytest.fail("the prompts were sent")
+        monkeypatch.setattr(text, "RolloutClient", lambda *_: Entered(client))
+
+    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    return serve
+
+
+class Entered:
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def __enter__(self) -> Any:
+        return self._client
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def complete(address: str, tokenizer: str | None = None) -> None:
+    print_completions(address, ["hi"], SamplingParams(), seed=None, chat=False, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("served", ["org/name", "hf://org/name", "/gone/model", "", None, 5, "x\0", "\x1b[2J"])
+def test_nothing_is_fetched_because_a_worker_names_it(worker_that_serves: Callable[[Any], None], served: Any) -> None:
+    worker_that_serves(served)
+    with pytest.raises(ConfigError, match="serves smollm2 or a folder of this machine, .* --tokenizer MODEL") as caught:
+        complete("ipc:///tmp/worker")
+    assert str(caught.value).isprintable()
+
+
+def test_a_worker_elsewhere_names_no_tokenizer(worker_that_serves: Callable[[Any], None], tiny_llama: Path) -> None:
+    worker_that_serves(str(tiny_llama))
+    with pytest.raises(ConfigError, match="tokenizer: expected one for a worker that may run elsewhere, found none"):
+        complete("tcp://127.0.0.1:5555")
+
+
+@pytest.mark.parametrize("address", ["ipc:///tmp/worker", "tcp://127.0.0.1:5555"])
+def test_a_tokenizer_that_the_user_names_is_loaded(
+    worker_that_serves: Callable[[Any], None], address: str, tiny_llama: Path
+) -> None:
+    worker_that_serves("org/name")
+    with pytest.raises(pytest.fail.Exception, match="the prompts were sent"):
+        complete(address, str(tiny_llama))
+
+
+def test_a_folder_of_this_machine_is_loaded(worker_that_serves: Callable[[Any], None], tiny_llama: Path) -> None:
+    worker_that_serves(str(tiny_llama))
+    with pytest.raises(pytest.fail.Exception, match="the prompts were sent"):
+        complete("ipc:///tmp/worker")

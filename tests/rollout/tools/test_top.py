@@ -1,0 +1,236 @@
+"""`trueroll top`: what its view tells, and how it ends, through the command line and on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+from serving import check_group, fake_process
+
+from trueroll.errors import ProtocolError, WorkerLostError
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, protocol
+from trueroll.rollout.tools.top import Look, look_of, top, view
+
+TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "top")
+ENGINE = {
+    "computed_tokens": 1000,
+    "computed_prompt_tokens": 400,
+    "prefix_queries": 100,
+    "prefix_hits": 10,
+    "preemptions": 3,
+    "blocks_in_use": 30,
+    "blocks_cached": 20,
+    "blocks_empty": 10,
+    "samples_finished": {"length": 7},
+}
+PUSH = protocol.PushProgress(
+    push_id="0" * 32,
+    weight_version=5,
+    transport="shared",
+    phase="begun",
+    in_place=False,
+    bytes_staged=12_000,
+    seconds=0.25,
+)
+
+
+@pytest.fixture
+def process() -> Iterator[WorkerProcess]:
+    """A worker with the fake engine that has finished one group of two samples."""
+    with fake_process() as process:
+        with RolloutClient(process.address) as client:
+            check_group(client.generate([[1]], SamplingParams(n=2, max_tokens=5))[0], 2)
+        yield process
+
+
+SERVICE = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
+
+
+def look(
+    seconds: float, counters: dict[str, Any] | None = None, service: dict[str, int] = SERVICE, **health: Any
+) -> Look:
+    told: dict[str, Any] = dict(
+        id="h",
+        state="ready",
+        instance="abc",
+        seconds_since_progress=2.5,
+        weight_version=4,
+        requests={"open": 1, "kept": 2, "running": 8, "waiting": 9},
+        memory={"process": 4_000_000, "kv_cache": 0},
+        limits={},
+        engine={"model": "m", "backend": "cpu"},
+    )
+    stats = protocol.Stats(id="s", engine=ENGINE if counters is None else counters, service=service)
+    return look_of(seconds, protocol.Health(**(told | health)), stats)
+
+
+def rows(before: Look, now: Look) -> dict[str, str]:
+    """The view as text: first word (or words) to the rest of the line."""
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))
+    console.print(view(before, now))
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    return {name.strip(): rest.strip() for name, _, rest in (line.partition("  ") for line in lines)}
+
+
+def test_rates_are_those_between_two_looks() -> None:
+    growth = {"computed_tokens": 1500, "computed_prompt_tokens": 500, "prefix_queries": 300, "prefix_hits": 160}
+    told = rows(look(10.0), look(12.0, {**ENGINE, **growth}))
+    assert told["tokens/s"] == "decode 200  prompt 50"
+    assert told["prefix hits"] == "now 75.0%  ever 53.3%"
+    assert told["requests"] == "open 1  kept 2  running 8  waiting 9  finished 6  failed 0"
+    assert told["samples"] == "length 7" and told["preempted"] == "3"
+    assert told["memory"] == "process 4.0 MB  kv_cache 0 bytes"
+    assert told["worker"] == "abc  weight version 4" and told["state"] == "ready  last progress 2.5 s ago"
+    assert "push" not in told
+
+
+def test_the_bar_is_as_long_as_the_blocks_are_many() -> None:
+    bar = rows(look(0.0), look(1.0))["blocks"]
+    assert (bar.count("█"), bar.count("▒"), bar.count("░")) == (15, 10, 5)
+    assert bar.endswith("in use 30  cached 20  empty 10")
+
+
+def test_nothing_to_divide_by_is_no_error() -> None:
+    told = rows(look(0.0), look(1.0, {**ENGINE, "prefix_queries": 0, "prefix_hits": 0, "samples_finished": {}}))
+    assert told["prefix hits"].endswith("ever -") and told["samples"] == "none finished"
+
+
+def test_sleep_and_a_push_under_way_show() -> None:
+    told = rows(look(0.0), look(1.0, state="asleep", sleeping=("weights", "kv_cache"), push=PUSH))
+    assert told["state"] == "asleep  asleep: weights, kv_cache  last progress 2.5 s ago"
+    assert told["push"] == "version 5 by shared: begun, 12.0 kB staged in 0.2 s"
+    in_place = PUSH.model_copy(update={"in_place": True})
+    assert rows(look(0.0), look(1.0, push=in_place))["push"].startswith("version 5 by shared, in place: ")
+
+
+def test_what_is_not_known_while_loading_is_left_out() -> None:
+    loading = look(1.0, {}, state="loading", weight_version=None, seconds_since_progress=None, engine=None)
+    told = rows(loading, loading)
+    assert told.keys() == {"worker", "state", "requests", "memory"}
+    assert told["worker"] == "abc  weight version -" and told["state"] == "loading"
+    assert "tokens/s" not in rows(loading, look(2.0)), "there is nothing to compare with yet"
+
+
+def test_what_a_worker_tells_is_shown_as_it_is() -> None:
+    odd = "[/]x[bold]"
+    counters = {**ENGINE, "samples_finished": {odd: 1}}
+    health: dict[str, Any] = dict(
+        instance=odd,
+        engine={"model": odd, "backend": odd},
+        requests={odd: 1},
+        memory={odd: 1},
+        push=PUSH.model_copy(update={"transport": odd}),
+    )
+    told = rows(look(0.0, counters, **health), look(1.0, counters, **health))
+    assert told["worker"] == f"{odd}  weight version 4" and told["model"] == f"{odd}, backend {odd}"
+    assert told["requests"].startswith(f"{odd} 1  finished") and told["memory"] == f"{odd} 1 byte"
+    assert told["samples"] == f"{odd} 1" and told["push"].startswith(f"version 5 by {odd}: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"service": {"failed": 1}}, "finished: field required"),
+        ({"counters": {"preemptions": 1}}, "computed_tokens: field required"),
+        ({"counters": {**ENGINE, "prefix_hits": "many"}}, "prefix_hits: input should be a valid integer, found 'many'"),
+        ({"counters": {**ENGINE, "samples_finished": 7}}, "samples_finished: input should be a valid dictionary"),
+        ({"engine": {"model": "m"}}, "backend: field required"),
+    ],
+)
+def test_a_worker_that_tells_something_else_is_one_clear_error(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ProtocolError, match=f"^worker: {words}.*; use the same release of trueroll on both sides$"):
+        look(0.0, **changes)
+
+
+def test_the_counters_of_a_worker_started_anew_are_not_compared() -> None:
+    restarted = dataclasses.replace(look(1.0), health=look(1.0, instance="def").health)
+    assert "tokens/s" not in rows(look(0.0), restarted)
+    assert "tokens/s" in rows(look(0.0), look(1.0))
+
+
+def test_without_a_terminal_one_view_is_printed(process: WorkerProcess) -> None:
+    done = subprocess.run([*TOP, process.address, "--interval", "0.1"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [words[0] for words in lines].count("worker") == 1
+    assert ["samples", "length", "2"] in lines and ["preempted", "0"] in lines
+    assert any(words[:2] == ["state", "ready"] for words in lines)
+    assert any(words[:2] == ["model", "fake,"] for words in lines)
+
+
+def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120"}
+    running = subprocess.Popen(
+        [*TOP, process.address, "--interval", "0.1"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+        # Where tests run in the background, interrupts are ignored, which a child inherits.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while shown.count(b"tokens/s") < 3:
+            shown += os.read(ours, 65536)
+        assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        _drain(ours)
+        assert running.wait(20) == 0
+        assert running.stderr is not None and running.stderr.read() == b""
+    finally:
+        running.kill()
+        running.wait()
+        os.close(ours)
+
+
+def _drain(terminal: int) -> None:
+    """Read what is still written until the other side closes, which Linux tells as an error."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass
+
+
+def test_a_lost_worker_ends_it_with_the_error(process: WorkerProcess) -> None:
+    class Screen:
+        """A terminal on which the worker is killed once the first view is there."""
+
+        def __init__(self) -> None:
+            self.text = ""
+
+        def write(self, text: str) -> int:
+            self.text += text
+            if "tokens/s" in text:
+                process.kill()
+            return len(text)
+
+        def flush(self) -> None:
+            pass
+
+    screen: Any = Screen()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with RolloutClient(process.address, timeout=2.0) as client, pytest.raises(WorkerLostError, match="no answer from"):
+        top(client, 0.1, console)
+    assert "tokens/s" in screen.text
+
+
+def test_a_wrong_address_or_interval_is_one_clear_line() -> None:
+    done = subprocess.run([*TOP, "http://127.0.0.1:1"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "trueroll: address: expected ipc://PATH or tcp://IP:PORT, found 'http://127.0.0.1:1'"
+    ]
+    done = subprocess.run([*TOP, "ipc:///nowhere", "--interval", "0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--interval" in done.stderr

@@ -1,0 +1,261 @@
+"""The exactness matrix finds no difference where there is none, finds the ones put in, and doubts its own premises."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor
+
+from trueroll.engine import engine
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.loading import LoadedModel, load_model
+from trueroll.engine.request import SampleOutput
+from trueroll.kernels.contract import Backend, Weight
+from trueroll.kernels.cpu.library import Library, load_library
+from trueroll.kernels.layer import run_layers
+from trueroll.rollout.tools import verify
+from trueroll.rollout.tools.verify_premises import Cell, Run, check_premises
+
+SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
+# The native kernels are fast enough for a prompt that the attention cuts into four.
+LONGER = verify.Sizes(prompt_lengths=(400, 64, 5), max_tokens=12, longest_token_by_token=5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from threads, and lose much on a busy machine; cells with two threads set them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def failing_cells(config: EngineConfig, sizes: verify.Sizes) -> list[str]:
+    results = list(verify.run_matrix(config, load_model(config), sizes))
+    assert [result.cell for result in results] == [Cell(), *verify.CELLS]
+    assert all(result.tokens > 0 for result in results[1:])
+    return [result.cell.name for result in results if not result.passed]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -> None:
+    config = EngineConfig(model=str(any_model), dtype=dtype, backend=backend)
+    assert failing_cells(config, LONGER if backend == "cpu" else SMALL) == []
+
+
+def test_no_bit_differs_one_step_ahead(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a step is queued before the tokens of the one before are seen."""
+    monkeypatch.setattr(engine, "_runs_ahead", lambda device: True)
+    config = EngineConfig(model=str(tiny_qwen3), dtype="bfloat16", backend="cpu")
+    assert failing_cells(config, LONGER) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_differs_with_any_instruction_set(tiny_llama: Path, native_library: Library, dtype: str) -> None:
+    config = EngineConfig(model=str(tiny_llama), dtype=dtype, backend="cpu")
+    for name in native_library.instruction_sets():
+        native_library.choose(name)
+        assert Engine(config).info.isa == name
+        assert failing_cells(config, SMALL) == [], name
+
+
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Another order of accumulation for more than 8 rows, on every machine."""
+    if len(x) <= 8:
+        return F.linear(x, weight, bias)
+    (left, right), (left_weight, right_weight) = x.chunk(2, 1), weight.chunk(2, 1)
+    return F.linear(left, left_weight, bias) + F.linear(right, right_weight)
+
+
+def linear_add_in_halves(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
+    return linear_in_halves(x, weight.to_dense()) + residual
+
+
+def reference_with(linear: Callable[..., Tensor]) -> Any:
+    """A copy of the reference backend, all of whose products but that of the head are by `linear`."""
+    spec = importlib.util.find_spec("trueroll.kernels.reference")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(linear=linear, _SELF=module, layers=partial(run_layers, cast(Backend, module)))
+    return module
+
+
+def cpu_with_linear_add_in_halves() -> Any:
+    from trueroll.kernels.cpu import backend
+
+    ops: Any = types.SimpleNamespace(**vars(backend) | {"linear_add": linear_add_in_halves})
+    ops.layers = partial(run_layers, ops)
+    return ops
+
+
+def depends_on_the_row_count(product: Callable[[Tensor], Tensor], columns: int) -> bool:
+    x = torch.randn(64, columns, generator=torch.Generator().manual_seed(0))
+    return any(not torch.equal(product(x)[:1], product(x[:rows])[:1]) for rows in (1, 2, 7, 31))
+
+
+def finds_differences(config: EngineConfig, loaded: LoadedModel, ops: Any) -> bool:
+    loaded.model.ops = ops
+    broken = dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, ops=ops))
+    return any(result.differences > 0 for result in verify.run_matrix(config, broken, SMALL))
+
+
+@pytest.mark.parametrize("linear", [plain_linear, linear_in_halves])
+def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path, linear: Callable[..., Tensor]) -> None:
+    config = EngineConfig(model=str(tiny_llama), backend="reference")
+    loaded = load_model(config)
+    weight = loaded.model.layers[0].mlp.gate
+    is_broken = depends_on_the_row_count(lambda x: linear(x, weight), weight.shape[1])
+    if linear is plain_linear and not is_broken:
+        pytest.skip("F.linear happens to be exact for this model on this machine")
+    assert is_broken
+    assert finds_differences(config, loaded, reference_with(linear))
+
+
+def test_a_native_op_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama), backend="cpu")
+    loaded = load_model(config)
+    ops, weight = cpu_with_linear_add_in_halves(), loaded.model.layers[0].mlp.down
+
+    def product(x: Tensor) -> Tensor:
+        return ops.linear_add(x, weight, torch.zeros(len(x), weight.shape[0]))
+
+    assert depends_on_the_row_count(product, weight.shape[1])
+    assert finds_differences(config, loaded, ops)
+
+
+def make_engine(folder: Path, **settings: int | bool) -> Engine:
+    return Engine(EngineConfig(model=str(folder), max_model_len=SMALL.num_positions, **settings))
+
+
+def run_alone(folder: Path) -> Run:
+    """The first subject, greedy, 150 tokens, in the circumstances of the baseline."""
+    engine = make_engine(folder)
+    return verify.run_together(engine, verify.make_subjects(SMALL, engine.info.vocab_size)[:1])
+
+
+def failed_premises(cell: Cell, run: Run) -> list[str]:
+    return [premise.name for premise in check_premises(cell, [run], num_threads=1) if not premise.holds]
+
+
+@pytest.mark.parametrize(
+    ("claim", "failed"),
+    [
+        (Cell(), []),
+        (Cell(cache="warm"), ["reused"]),
+        (Cell(budget=64), ["chunks"]),
+        (Cell(others=1), ["together"]),
+        (Cell(others=7, is_starved=True), ["together", "preempted"]),
+        (Cell(num_reread=9), ["reread"]),
+        (Cell(threads=2), ["threads"]),
+        (Cell(cache="warm", others=1, threads=2), ["reused", "together", "threads"]),
+    ],
+)
+def test_a_claim_that_the_run_does_not_show_fails(tiny_llama: Path, claim: Cell, failed: list[str]) -> None:
+    assert failed_premises(claim, run_alone(tiny_llama)) == failed
+
+
+def test_reuse_fails_the_claim_of_a_cold_cache_and_of_none(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    subjects = verify.make_subjects(SMALL, engine.info.vocab_size)[:1]
+    verify.run_together(engine, subjects)
+    warm = verify.run_together(engine, subjects)
+    assert failed_premises(Cell(cache="warm"), warm) == []
+    assert failed_premises(Cell(), warm) == ["reused"]
+    assert failed_premises(Cell(cache="off"), warm) == ["reused"]
+
+
+def test_a_prompt_shared_while_it_runs_is_no_reuse_but_needs_a_cache(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    longest = [s for s in verify.make_subjects(SMALL, engine.info.vocab_size) if len(s.prompt_token_ids) == 150]
+    assert len(longest) == 2
+    run = verify.run_together(engine, longest)
+    assert run.hits > 0
+    assert failed_premises(Cell(others=1), run) == []
+    assert failed_premises(Cell(others=1, cache="off"), run) == ["reused"]
+
+
+def test_a_sample_that_failed_or_never_came_is_no_result(tiny_llama: Path) -> None:
+    run = run_alone(tiny_llama)
+    broken = dataclasses.replace(run.samples[0], finish_reason="error")
+    assert failed_premises(Cell(), dataclasses.replace(run, outputs=[broken])) == ["failed"]
+    assert failed_premises(Cell(), dataclasses.replace(run, outputs=[])) == ["failed"]
+
+
+def test_score_requests_one_after_the_other_are_not_together(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    requests = [verify.ScoreRequest(f"{i}", np.arange(3, 3 + 20 * (i + 1), dtype=np.int32)) for i in range(2)]
+    claim = Cell(is_score=True, others=1)
+    assert failed_premises(claim, verify.run_together(engine, requests)) == []
+    assert failed_premises(claim, verify.run_together(engine, requests[:1])) == ["together"]
+
+
+def test_every_bit_counts(tiny_llama: Path) -> None:
+    sample = run_alone(tiny_llama).samples[0]
+    assert sample.logprobs is not None
+    key = (sample.request_id, sample.index)
+
+    def differences(token_ids: np.ndarray, logprobs: np.ndarray, start: int = 0) -> int:
+        return verify.count_differences(verify.Piece(key, start, token_ids, logprobs), sample)
+
+    assert differences(sample.token_ids, sample.logprobs) == 0
+    assert differences(sample.token_ids[3:], sample.logprobs[3:], start=3) == 0
+    assert differences(sample.token_ids[:-2], sample.logprobs[:-2]) == 2
+    other_token = sample.token_ids.copy()
+    other_token[5] += 1
+    assert differences(other_token, sample.logprobs) == 1
+    last_bit = sample.logprobs.copy()
+    last_bit.view(np.int32)[[2, 7]] ^= 1
+    assert differences(sample.token_ids, last_bit) == 2
+
+
+def test_the_report_shows_what_failed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CELLS", (Cell(cache="warm"), Cell(others=1, is_starved=True)))
+    monkeypatch.setattr(verify, "count_differences", lambda piece, expected: isinstance(expected, SampleOutput))
+    console = Console(record=True, width=160)
+    config = EngineConfig(model=str(tiny_llama))
+    assert not verify.verify(config, console, tmp_path / "report.json", SMALL)
+    text = console.export_text()
+    assert "PREMISE FAILED: preempted 0" in text
+    assert "FAILED: 3 cells" in text and "18 differences, 1 failed premises" in text
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [cell["differences"] for cell in report] == [0, 9, 9]
+    assert [cell["cell"]["cache"] for cell in report] == ["cold", "warm", "cold"]
+
+
+def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CELLS", (Cell(cache="warm"),))
+    console = Console(record=True, width=160)
+    assert verify.verify(EngineConfig(model=str(tiny_llama)), console, None, SMALL)
+    text = console.export_text()
+    assert "passed: 2 cells, 108 tokens and log-probs compared, 0 differences, 0 failed premises" in text
+    assert "PREMISE FAILED" not in text and "faster" not in text
+    assert f"float32, cpu, backend cpu ({load_library().instruction_set()})" in text
+
+
+def test_the_report_says_why_it_is_not_about_the_fastest_backend(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "CELLS", ())
+    console = Console(record=True, width=160)
+    assert verify.verify(EngineConfig(model=str(tiny_llama), dtype="float16"), console, None, SMALL)
+    text = console.export_text()
+    assert "backend reference (torch" in text
+    assert "backend reference, not a faster one: native CPU kernels expect float32 or bfloat16, found float16" in text

@@ -1,0 +1,46 @@
+"""What changed, by bits: against a search element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trueroll.weight_sync.payload.tensors import DTYPES, raw_bits
+from trueroll.weight_sync.trainer.base import Base
+
+VALUES = st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")])
+
+
+@given(st.data(), st.sampled_from(sorted(DTYPES)), st.integers(1, 9), st.integers(1, 9))
+def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, columns: int) -> None:
+    size = rows * columns
+    before, after = (
+        torch.tensor(data.draw(st.lists(VALUES, min_size=size, max_size=size))).view(rows, columns) for _ in range(2)
+    )
+    base = Base({"w": (rows, columns)}, DTYPES[dtype])
+    base.replace("w", before)
+    old, new = raw_bits(before.to(DTYPES[dtype])), raw_bits(after.to(DTYPES[dtype]))
+    expected = [i for i in range(size) if old[i] != new[i]]
+    changes = base.update("w", after)
+    assert (raw_bits(base.tensors["w"]) == new).all()
+    itemsize = DTYPES[dtype].itemsize
+    if changes is None:
+        assert len(expected) * (4 + itemsize) >= size * itemsize
+    else:
+        indices, values = changes
+        assert indices.dtype == torch.int32 and indices.tolist() == expected
+        assert (raw_bits(values) == new[expected]).all()
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_tensor_of_several_chunks(dtype: str) -> None:
+    before = torch.zeros(3000, 1001)
+    base = Base({"w": (3000, 1001)}, DTYPES[dtype])
+    base.replace("w", before)
+    places = [0, 1, 1001 * 1500 + 7, 3000 * 1001 - 1]
+    before.view(-1)[places] = -0.0
+    changes = base.update("w", before)
+    assert changes is not None
+    assert changes[0].tolist() == places and torch.signbit(changes[1]).all()

@@ -1,0 +1,74 @@
+"""Both ends of a push through gloo, and the processes that a worker has for it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from trueroll.weight_sync.payload.manifest import CollectiveSource
+from trueroll.weight_sync.transports.collective import GroupSlots
+from trueroll.weight_sync.transports.gloo_reader import GlooReader
+
+PUSH_ID = "0123456789abcdef" * 2
+SECONDS = 20.0
+SLOT_BYTES = 4096
+DAY = 86400.0
+
+
+def new_slots(num_workers: int = 1, timeout: float = SECONDS, join_timeout: float = SECONDS) -> GroupSlots:
+    slots = [torch.zeros(SLOT_BYTES, dtype=torch.uint8) for _ in range(2)]
+    return GroupSlots("gloo", slots, "127.0.0.1", num_workers, PUSH_ID, timeout, join_timeout)
+
+
+def joined(timeout: float = SECONDS) -> tuple[GroupSlots, GlooReader]:
+    slots = new_slots(timeout=timeout)
+    slots.open()
+    reader = GlooReader(slots.source(0), PUSH_ID, timeout, SECONDS, lambda: False)
+    slots.opened()
+    return slots, reader
+
+
+def warm_up() -> None:
+    """Let the fork server of this process have imported torch: from now on a push begins in no time."""
+    for each in joined():
+        each.close()
+
+
+def receiving_process(worker: psutil.Process) -> psutil.Process:
+    """The process that receives for a worker which is in a push: fork server, watcher and it are in one line."""
+    *_, last = descendants(worker)
+    return last
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """The children that there are now, each before its own."""
+    try:
+        return [found for child in process.children() for found in (child, *descendants(child))]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def held_by(process: psutil.Process) -> tuple[int, int, int]:
+    """Threads, descriptors and processes."""
+    return process.num_threads(), process.num_fds(), len(descendants(process))
+
+
+def silent_store() -> socket.socket:
+    """Takes connections, and says nothing."""
+    return socket.create_server(("127.0.0.1", 0), backlog=1024)
+
+
+def source_at(store: socket.socket) -> CollectiveSource:
+    host, port = store.getsockname()
+    return CollectiveSource(host=host, port=port, rank=1, world_size=2)
+
+
+def wait_until(condition: Callable[[], bool], found: Callable[[], str] = str) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, found()
+        time.sleep(0.01)

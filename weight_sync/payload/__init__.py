@@ -1,0 +1,1 @@
+"""What travels in a push: messages, pieces and buckets, tensors as bytes."""

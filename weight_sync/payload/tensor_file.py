@@ -1,0 +1,130 @@
+"""A safetensors file that may be wrong, or change while it is read: its header, and one tensor after the other.
+
+Owns the checks of the header, which is read once. Does not own the file. Promises that no length or offset is believed
+before it is checked, and that a file which somebody cuts short is an error: it is read by calls, which let other
+threads run, and never mapped, since touching what is gone of a mapped file ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from io import FileIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, FailFast, Field, Strict, ValidationError
+
+from trueroll.errors import PushError
+
+from .manifest import Count, Name, first_fault
+from .tensors import dtype_named
+
+DTYPE_CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+_Count = Annotated[Count, Strict()]
+
+
+class TensorEntry(BaseModel):
+    """Where a tensor lies: at `data_offsets`, beginning and end, of the bytes behind the header."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Name
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], FailFast(), Field(min_length=1, max_length=8)]
+    data_offsets: tuple[_Count, _Count]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+class TensorFile:
+    """The tensors of `file`, all of them of `dtype`, a name such as bfloat16; `entries` in the order of their bytes.
+
+    Raise PushError, which names `path`, if it is not a whole safetensors file with such tensors, or has a header of
+    more than `max_header_bytes`.
+    """
+
+    def __init__(self, file: FileIO, path: Path, dtype: str, max_header_bytes: int) -> None:
+        self._file = file
+        self._path = path
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(self._read(0, min(size, _LENGTH_BYTES)).data, "little")
+        self._start = _LENGTH_BYTES + length
+        self._expect(length <= max_header_bytes, f"a header of {length} bytes, more than {max_header_bytes}")
+        self._expect(self._start <= size, f"{size} bytes, fewer than the header's end at {self._start}")
+        self.entries = self._parse(self._read(_LENGTH_BYTES, length).tobytes())
+        self._check_layout(dtype, size - self._start)
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """The bytes of a tensor, in memory of their own: uint8 [num_bytes]. Raise PushError if they are gone."""
+        return torch.from_numpy(self._read(self._start + entry.data_offsets[0], entry.num_bytes))
+
+    def _read(self, offset: int, num_bytes: int) -> np.ndarray:
+        data = np.empty(num_bytes, np.uint8)
+        left = data.data
+        while left:
+            try:
+                count = os.preadv(self._file.fileno(), [left], offset)
+            except OSError as error:
+                raise PushError(f"disk: expected to read {self._path}, found {error.strerror}; push again") from None
+            if not count:
+                raise PushError(
+                    f"disk: expected {len(left)} bytes more in {self._path}, found the file cut short while it was "
+                    "read; write the folder again"
+                )
+            left, offset = left[count:], offset + count
+        return data
+
+    def _parse(self, header: bytes) -> list[TensorEntry]:
+        try:
+            values = json.loads(header.decode(), object_pairs_hook=_without_repeats)
+            self._expect(isinstance(values, dict), "a header that is no JSON map")
+            values.pop(_METADATA, None)
+            entries = [TensorEntry.model_validate(_named(name, value)) for name, value in values.items()]
+        except ValidationError as error:
+            raise self._wrong(f"a header with a wrong tensor ({first_fault(error)})") from None
+        except (ValueError, RecursionError) as error:
+            raise self._wrong(f"a header that cannot be read ({error!s:.200})") from None
+        return sorted(entries, key=lambda entry: entry.data_offsets)
+
+    def _check_layout(self, dtype: str, num_bytes: int) -> None:
+        end, itemsize = 0, dtype_named(dtype).itemsize
+        for entry in self.entries:
+            found = f"tensor {entry.name} as {entry.dtype:.20} {list(entry.shape)} at {list(entry.data_offsets)}"
+            self._expect(entry.dtype == DTYPE_CODES[dtype], f"{found}, which is not {dtype}")
+            self._expect(entry.data_offsets[0] == end, f"{found}, where the one before it ends at {end}")
+            expected = math.prod(entry.shape) * itemsize
+            self._expect(entry.num_bytes == expected, f"{found}, which is not its {expected} bytes")
+            end = entry.data_offsets[1]
+        self._expect(end == num_bytes, f"{num_bytes} bytes behind the header, where its tensors have {end}")
+
+    def _expect(self, holds: bool, found: str) -> None:
+        if not holds:
+            raise self._wrong(found)
+
+    def _wrong(self, found: str) -> PushError:
+        return PushError(
+            f"disk: expected a whole safetensors file in {self._path}, found {found}; write the folder again"
+        )
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name comes twice")
+    return values
+
+
+def _named(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
+        raise ValueError(f"tensor {ascii(name[:80])} is no map of dtype, shape and data_offsets")
+    return {"name": name, **value}

@@ -1,0 +1,77 @@
+"""What the workers served last, kept in the trainer to find out which elements changed.
+
+Owns a copy of all weights in the workers' dtype: that is the price of sparse pushes. Differences are of bits, so that
+-0.0 replaces 0.0, and NaN replaces NaN only where its bits are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from ..payload.manifest import Shape
+from ..payload.tensors import INDEX_DTYPE, host_chunks, raw_bits
+
+_MAX_ELEMENTS = 2**31
+"""Indices are int32."""
+
+
+class Base:
+    """`tensors`: the copy. Its content means nothing before the first `replace` of every tensor."""
+
+    def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
+        self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+
+    def fits(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> bool:
+        """Whether it is of tensors of these shapes and this dtype."""
+        return {name: (tuple(t.shape), t.dtype) for name, t in self.tensors.items()} == {
+            name: (shape, dtype) for name, shape in shapes.items()
+        }
+
+    def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Take up a tensor, and return it in the workers' dtype."""
+        return self.tensors[name].copy_(tensor)
+
+    def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Take up a tensor, and return the flat indices of what changed, ascending, and the new values.
+
+        None if sending the whole tensor takes no more bytes.
+        """
+        kept = self.tensors[name]
+        most = _most_elements(kept)
+        found: list[np.ndarray] | None = [] if most else None
+        num_found = 0
+        for start, chunk in host_chunks(tensor, kept.dtype):
+            new, old = raw_bits(chunk), raw_bits(kept[start : start + len(chunk)])
+            if found is None:
+                old[:] = new
+                continue
+            changed = _where_unequal(new, old)
+            old[changed] = new[changed]
+            found.append(changed + start * (kept.numel() // len(kept)))
+            num_found += len(changed)
+            if num_found >= most:
+                found = None
+        if found is None:
+            return None
+        indices = torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
+        return indices.to(INDEX_DTYPE), kept.view(-1)[indices]
+
+
+def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Ascending indices. Looks at eight bytes at once first, for few of them differ."""
+    per_word = 8 // a.itemsize
+    whole = len(a) // per_word * per_word
+    words = np.flatnonzero(a[:whole].view(np.int64) != b[:whole].view(np.int64))
+    near = (words[:, None] * per_word + np.arange(per_word)).ravel()
+    near = np.concatenate([near, np.arange(whole, len(a))])
+    return near[a[near] != b[near]]
+
+
+def _most_elements(tensor: torch.Tensor) -> int:
+    """From how many changed elements on the whole tensor is smaller than a list of them; 0: always."""
+    if tensor.numel() >= _MAX_ELEMENTS:
+        return 0
+    return -(-tensor.nbytes // (INDEX_DTYPE.itemsize + tensor.dtype.itemsize))

@@ -1,0 +1,83 @@
+"""Whether a trainer's tensors are those that the workers want: each parameter once, in the right shape, ties alike.
+
+Keeps names and checksums, no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import xxhash
+
+from trueroll.errors import PushError
+
+from ..payload.manifest import Shape
+from ..payload.messages import Weights
+from ..payload.parameters import check_complete, describe_unknown
+from ..payload.tensors import dtype_named, host_chunks, raw_bytes
+from .trainer_tensors import check_is_tensor, memory_of
+
+
+class Checklist:
+    """`wanted`: what the workers say. `mapping`: all tensors, if they are known in advance: then they are checked at
+    once.
+
+    Raise PushError for a tensor that is unknown, misshapen or missing.
+    """
+
+    def __init__(self, wanted: Weights, mapping: Mapping[str, torch.Tensor] | None) -> None:
+        self._wanted = wanted
+        self._seen: set[str] = set()
+        self._dtype = dtype_named(wanted.dtype)
+        self._checksums: dict[str, int] = {}
+        self._ties = dict(wanted.tied)
+        if mapping is not None:
+            for name, tensor in mapping.items():
+                check_is_tensor(name, tensor)
+                self._check(name, tuple(tensor.shape))
+            check_complete(mapping.keys(), wanted)
+            self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is to be sent. Raise PushError if it is wrong, or came before."""
+        self._check(name, tuple(tensor.shape))
+        if name in self._seen:
+            raise PushError(f"tensor {name}: expected each tensor once, found it twice; leave one out")
+        self._seen.add(name)
+        if name in self._ties or name in self._ties.values():
+            self._checksums[name] = self._checksum_of(tensor)
+        return name in self._wanted.shapes
+
+    def finish(self) -> None:
+        """Raise PushError if a parameter has not come, or if two that the worker has tied have different values."""
+        check_complete(self._seen, self._wanted)
+        for name, other in self._ties.items():
+            if name in self._checksums and self._checksums[name] != self._checksums[other]:
+                raise PushError(
+                    f"tensor {name}: expected the values of {other}, which the worker has tied to it, found others; "
+                    "tie them in the trainer too, or serve a model whose config.json does not tie them"
+                )
+
+    def _check(self, name: str, shape: Shape) -> None:
+        wanted = self._wanted
+        if name in wanted.ignored:
+            return
+        expected = wanted.shapes.get(wanted.tied.get(name, name))
+        if expected is None:
+            raise PushError(describe_unknown(name, wanted))
+        if shape != expected:
+            raise PushError(
+                f"tensor {name}: expected shape {list(expected)}, found {list(shape)}; check that trainer and worker "
+                "have the same model"
+            )
+
+    def _checksum_of(self, tensor: torch.Tensor) -> int:
+        hash = xxhash.xxh3_64()
+        for _, chunk in host_chunks(tensor, self._dtype):
+            hash.update(raw_bytes(chunk))
+        return hash.intdigest()
+
+
+def _are_apart(mapping: Mapping[str, torch.Tensor], name: str, other: str) -> bool:
+    return name in mapping and memory_of(mapping[name]) != memory_of(mapping[other])

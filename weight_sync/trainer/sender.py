@@ -1,0 +1,238 @@
+"""The weights of a push on their way: buckets or a folder, filled and announced, until all workers have committed them.
+
+Owns: the buffers, and the base that sparse pushes need. Does not own the workers, nor the trainer's tensors, of which
+it keeps none. In memory it holds one gathered tensor and two buckets, and with `sparse` a copy of the weights in the
+workers' dtype.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+
+from trueroll.errors import ConfigError, PushError
+
+from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, DiskSource, FolderManifest
+from ..payload.messages import Weights
+from ..payload.packing import slot_bytes
+from ..payload.tensors import dtype_named, host_chunks, raw_bytes
+from ..transports.collective import GroupSlots
+from ..transports.cuda_ipc import CudaIpcSlots
+from ..transports.disk import FolderWriter, remove_others
+from ..transports.ends import Slots
+from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
+from ..transports.shared import SharedSlots
+from .base import Base
+from .checklist import Checklist
+from .outbox import Outbox
+from .outcome import PushResult
+from .trainer_tensors import TrainerTensors
+from .transaction import PushSettings, Transaction
+from .workers import Workers
+
+Transport: TypeAlias = Literal["shared", "collective", "disk"]
+Put: TypeAlias = Callable[[str, torch.Tensor], None]
+BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
+"""What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
+GPU_BUCKET_BYTES = 64 * 2**20
+"""For buckets in the memory of a GPU. Two are there at a time, and each costs a round of messages."""
+
+
+class WeightSender:
+    """Sends weights by `transport`; for the rest see `WeightPublisher`. `folder`: for `disk`, and only for that."""
+
+    def __init__(
+        self, transport: Transport, settings: PushSettings, *, folder: Path | None, host: str, is_sparse: bool
+    ) -> None:
+        self._transport = transport
+        self._settings = settings
+        self._folder = folder
+        self._host = host
+        self._is_sparse = is_sparse
+        self._buffers: list[torch.Tensor] = []
+        self._base: Base | None = None
+        self._committed: str | None = None
+        """The push that the base is of."""
+
+    def send(
+        self, workers: Workers, replies: Sequence[Weights], tensors: TrainerTensors, version: int, allow_older: bool
+    ) -> PushResult:
+        """Make these workers, which want what they have replied, serve the tensors. Raise PushError."""
+        transaction = Transaction(workers, self._settings, version, allow_older)
+        wanted = _common(workers, replies)
+        checklist = Checklist(wanted, tensors.mapping)
+        if self._transport == "disk":
+            return self._push_by_folder(transaction, wanted, checklist, tensors)
+        gpu = self._gpu_for_buckets(tensors, workers, replies)
+        return self._push_by_slots(transaction, wanted, checklist, tensors, gpu)
+
+    def send_folder(
+        self,
+        workers: Workers,
+        replies: Sequence[Weights],
+        path: Path,
+        manifest: FolderManifest,
+        allow_older: bool,
+    ) -> PushResult:
+        """Make these workers serve what an earlier push wrote. Raise PushError; ConfigError for another dtype."""
+        wanted = _common(workers, replies)
+        if manifest.dtype != wanted.dtype:
+            raise ConfigError(
+                f"folder: expected weights in {wanted.dtype}, as the workers serve, found {manifest.dtype!r}; "
+                "correct it"
+            )
+        version = manifest.weight_version
+        transaction = Transaction(workers, self._settings, version, allow_older, manifest.push_id)
+        self._verify_folder(transaction, wanted, path)
+        return self._commit_folder(transaction, path)
+
+    def close(self) -> None:
+        """Free what is held."""
+        self._buffers, self._base, self._committed = [], None, None
+
+    def _gpu_for_buckets(
+        self, tensors: TrainerTensors, workers: Workers, replies: Sequence[Weights]
+    ) -> torch.device | None:
+        """The tensors' GPU, if buckets in its memory can reach all workers on theirs. None: host memory it is."""
+        gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
+        if self._is_sparse or None in gpus.values():
+            return None
+        device = tensors.device()
+        reaches_all = shares_gpu if self._transport == "shared" else broadcasts_between_gpus
+        return device if reaches_all(gpu_of(device), gpus) else None
+
+    def _push_by_slots(
+        self,
+        transaction: Transaction,
+        wanted: Weights,
+        checklist: Checklist,
+        tensors: TrainerTensors,
+        gpu: torch.device | None,
+    ) -> PushResult:
+        bucket_bytes = BUCKET_BYTES[self._transport] if gpu is None else GPU_BUCKET_BYTES
+        largest = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, bucket_bytes)
+        base = self._committed if wanted.push_id == self._committed else None
+        self._committed = None
+        with closing(self._open_slots(largest, transaction, gpu)) as slots:
+            with transaction.phase("begin"):
+                slots.open()
+                transaction.begin(wanted.dtype, slots.source, base).result()
+                slots.opened()
+            with transaction.phase("stage"):
+                outbox = Outbox(slots, transaction, dtype_named(wanted.dtype), bucket_bytes)
+                _take_all(tensors, checklist, self._putter(outbox, wanted, base))
+                outbox.finish()
+            transaction.verify()
+            if gpu is None:
+                self._keep_buffers(slots)
+        pause = transaction.commit()
+        self._committed = transaction.push_id if self._is_sparse else None
+        return _result(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
+
+    def _open_slots(self, size: int, transaction: Transaction, gpu: torch.device | None) -> Slots:
+        if self._transport == "shared":
+            return SharedSlots(size) if gpu is None else CudaIpcSlots(size, gpu)
+        buffers, self._buffers = self._buffers, []
+        if gpu is not None or not buffers or len(buffers[0]) < size:
+            buffers = [torch.empty(size, dtype=torch.uint8, device=gpu) for _ in range(MOST_UNDER_WAY)]
+        backend, limits = "gloo" if gpu is None else "nccl", (self._settings.timeout, self._settings.begin_timeout)
+        return GroupSlots(backend, buffers, self._host, transaction.num_workers, transaction.push_id, *limits)
+
+    def _keep_buffers(self, slots: Slots) -> None:
+        """Once nothing is under way from them any more."""
+        if self._transport == "collective":
+            self._buffers = slots.slots
+
+    def _putter(self, outbox: Outbox, wanted: Weights, base: str | None) -> Put:
+        """How each tensor is sent: whole, or what changed of it."""
+        if not self._is_sparse:
+            return outbox.put_rows
+        dtype = dtype_named(wanted.dtype)
+        if self._base is None or not self._base.fits(wanted.shapes, dtype):
+            self._base = Base(wanted.shapes, dtype)
+        kept = self._base
+
+        def put_whole(name: str, tensor: torch.Tensor) -> None:
+            outbox.put_rows(name, kept.replace(name, tensor))
+
+        def put_changes(name: str, tensor: torch.Tensor) -> None:
+            changes = kept.update(name, tensor)
+            if changes is None:
+                outbox.put_rows(name, kept.tensors[name])
+            else:
+                outbox.put_elements(name, wanted.shapes[name], *changes)
+
+        return put_whole if base is None else put_changes
+
+    def _push_by_folder(
+        self, transaction: Transaction, wanted: Weights, checklist: Checklist, tensors: TrainerTensors
+    ) -> PushResult:
+        assert self._folder is not None
+        with transaction.phase("stage"):
+            writer = FolderWriter(self._folder, transaction.push_id, transaction.version, wanted.dtype, wanted.shapes)
+            with closing(writer):
+                _take_all(tensors, checklist, partial(_write, writer, dtype_named(wanted.dtype)))
+                folder = writer.finish()
+        try:
+            self._verify_folder(transaction, wanted, folder)
+        except BaseException:
+            shutil.rmtree(folder)
+            raise
+        result = self._commit_folder(transaction, folder)
+        remove_others(folder)
+        return result
+
+    def _verify_folder(self, transaction: Transaction, wanted: Weights, folder: Path) -> None:
+        with transaction.phase("begin"):
+            transaction.begin(wanted.dtype, lambda _: DiskSource(folder=str(folder))).result()
+        transaction.verify()
+
+    def _commit_folder(self, transaction: Transaction, folder: Path) -> PushResult:
+        pause = transaction.commit()
+        return _result(transaction, (folder / MODEL_FILE).stat().st_size, pause, is_sparse=False)
+
+
+def _take_all(tensors: TrainerTensors, checklist: Checklist, put: Put) -> None:
+    for name, tensor in tensors:
+        if checklist.take(name, tensor):
+            put(name, tensor)
+        del tensor  # before the next one is made
+    checklist.finish()
+
+
+def _write(writer: FolderWriter, dtype: torch.dtype, name: str, tensor: torch.Tensor) -> None:
+    for _, chunk in host_chunks(tensor, dtype):
+        writer.append(name, raw_bytes(chunk))
+
+
+def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_sparse: bool) -> PushResult:
+    return PushResult(
+        version=transaction.version,
+        push_id=transaction.push_id,
+        num_bytes=num_bytes,
+        total_seconds=transaction.total_seconds,
+        seconds=transaction.seconds,
+        pause_seconds=pause_seconds,
+        is_sparse=is_sparse,
+    )
+
+
+def _common(workers: Workers, replies: Sequence[Weights]) -> Weights:
+    """What all of them want; `push_id` is what all serve, None if they differ. Raise PushError if they want different
+    things.
+    """
+    addresses, (first, *others) = workers.addresses, replies
+    for address, other in zip(addresses[1:], others, strict=True):
+        if (other.dtype, other.shapes, other.tied) != (first.dtype, first.shapes, first.tied):
+            raise PushError(
+                f"worker {address}: expected the same parameters as at {addresses[0]}, found others (dtype "
+                f"{other.dtype} against {first.dtype}, or other shapes); use a publisher for each kind"
+            )
+    is_common = all(other.push_id == first.push_id for other in others)
+    return first if is_common else first.model_copy(update={"push_id": None})

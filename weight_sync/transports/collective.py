@@ -1,0 +1,293 @@
+"""Buckets by broadcast in a process group of their own, from one trainer to many workers.
+
+The group stands beside the trainer's default group and is made anew for each push, so that whatever broke an earlier
+one is gone. It is gloo's for buckets in host memory, NCCL's for buckets in the memory of GPUs, of which each member has
+its own. Traffic is not encrypted and not authenticated: use it on a private network. Owns: the store and its port, the
+group, the buffers; not a worker's end of gloo, which `gloo_reader` has. Promises: each wait for a bucket ends within
+the timeout; where a peer dies its peers learn it at once with gloo, and by the timeout with NCCL; `close` never waits.
+
+What a push that failed may leave behind. At the trainer: a thread and the group's connections, until the timeout of the
+broadcast that was under way. At a worker with NCCL: the same; the wait for a bucket, which only its timeout ends; and a
+thread that joins, until NCCL has connected its members or the store's connection ends, which has no limit. At most
+`MOST_JOINING` such threads are there: while they are, pushes through NCCL are refused.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from trueroll.errors import ConfigError, PushError
+
+from ..payload.manifest import MOST_UNDER_WAY, Bucket, CollectiveBackend, CollectiveSource
+from . import gloo, nccl
+from .gloo import c10d
+
+_BACKLOG = 512
+_JOIN_MARGIN_SECONDS = 1.0
+"""How much longer than its timeout a join may take to say that it failed."""
+_TURN_SECONDS = 0.02
+MOST_JOINING = 4
+_places_to_join = threading.BoundedSemaphore(MOST_JOINING)
+
+
+class GroupSlots:
+    """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
+
+    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket, `join_timeout`: until all
+    workers have joined. Raise ConfigError if nothing can listen at `host`.
+    """
+
+    def __init__(
+        self,
+        backend: CollectiveBackend,
+        slots: list[torch.Tensor],
+        host: str,
+        num_workers: int,
+        push_id: str,
+        timeout: float,
+        join_timeout: float,
+    ) -> None:
+        self.slots = slots
+        self.has_word_sums = backend == "nccl"
+        self._backend: CollectiveBackend = backend
+        self._host, self._push_id = host, push_id
+        self._timeout, self._join_timeout = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
+        self._world_size = num_workers + 1
+        listener = _listen(host)
+        self._port = listener.getsockname()[1]
+        self._server: Any = c10d.TCPStore(
+            host, self._port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self._joining: Future[Any] | None = None
+        self._group: Any = None
+        self._works: list[Any] = [None] * len(slots)
+
+    def source(self, position: int) -> CollectiveSource:
+        return CollectiveSource(
+            backend=self._backend, host=self._host, port=self._port, rank=position + 1, world_size=self._world_size
+        )
+
+    def open(self) -> None:
+        """Begin to join the group, while the workers do."""
+        device = self.slots[0].device
+        self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout, device)
+
+    def opened(self) -> None:
+        """Wait until everybody has joined."""
+        assert self._joining is not None
+        self._group = _finish_joining(self._joining, self._backend, self._join_timeout)
+
+    def send(self, slot: int, num_bytes: int) -> None:
+        assert self._group is not None
+        with _explained():
+            self._works[slot] = self._group.broadcast(self.slots[slot][:num_bytes], 0, self._timeout)
+
+    def wait(self, slot: int) -> None:
+        """Wait until the slot may be filled anew."""
+        work, self._works[slot] = self._works[slot], None
+        if work is not None:
+            _wait(work, self._timeout)
+
+    def close(self) -> None:
+        """Let go of everything. Without the store, whoever still waits to join gets an error at once."""
+        self._server = None
+        if self._group is None and self._joining is not None:
+            _abandon(self._joining)
+        self._joining = None
+        _drop(self._group, self._works, self.slots)
+        self._group, self._works, self.slots = None, [], []
+
+
+class NcclReader:
+    """The worker's side with NCCL: joins the group. Raise PushError if that fails within `join_timeout` seconds, or
+    once `is_closed` returns True.
+
+    `timeout`: seconds for each bucket. `device`: the GPU of the weights and of the buckets.
+    """
+
+    def __init__(
+        self,
+        source: CollectiveSource,
+        push_id: str,
+        timeout: float,
+        join_timeout: float,
+        device: torch.device,
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._timeout, limit = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
+        nccl.check_available(device)
+        joining = _begin_to_join_as_worker(source, push_id, limit, device)
+        self._group: Any = _finish_joining(joining, "nccl", limit, is_closed)
+        self._device = device
+        self._buffers = [self._new_buffer(0) for _ in range(MOST_UNDER_WAY)]
+        self._works: dict[int, Any] = {}
+
+    def prepare(self, bucket: Bucket) -> None:
+        side, size = bucket.index % len(self._buffers), bucket.num_bytes
+        if len(self._buffers[side]) < size:
+            self._buffers[side] = self._new_buffer(size)
+        if size:
+            with _explained():
+                self._works[bucket.index] = self._group.broadcast(self._buffers[side][:size], 0, self._timeout)
+
+    def read(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.num_bytes:
+            if bucket.index not in self._works:
+                self.prepare(bucket)
+            _wait(self._works.pop(bucket.index), self._timeout)
+        return self._buffers[bucket.index % len(self._buffers)]
+
+    def read_unannounced(self) -> tuple[()]:
+        return ()
+
+    def close(self) -> None:
+        _drop(self._group, self._works, self._buffers)
+        self._group, self._works, self._buffers = None, {}, []
+
+    def _new_buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+
+def _listen(host: str) -> socket.socket:
+    """A socket bound to `host` alone: left to itself, the store listens on every address."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"host: expected an address of this machine, found {host!r}: {error.strerror}; correct it"
+        ) from None
+    return listener
+
+
+def _begin_to_join_as_worker(
+    source: CollectiveSource, push_id: str, timeout: timedelta, device: torch.device
+) -> Future[Any]:
+    if not _places_to_join.acquire(blocking=False):
+        raise PushError(
+            f"collective: expected fewer than {MOST_JOINING} pushes through NCCL that join, found that so many hang; "
+            "end their trainers, or start the worker anew"
+        )
+    try:
+        joining = _begin_to_join(source, source.rank, push_id, timeout, device)
+    except BaseException:
+        _places_to_join.release()
+        raise
+    joining.add_done_callback(lambda _: _places_to_join.release())
+    return joining
+
+
+def _begin_to_join(
+    source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device
+) -> Future[Any]:
+    """Joins on a thread of its own: where a store falls silent, its client may wait beyond every timeout."""
+    joining: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            joining.set_result(_new_group(source, rank, push_id, timeout, device))
+        except Exception as error:
+            joining.set_exception(error)
+
+    _start_thread(threading.Thread(target=run, name="group-join", daemon=True))
+    return joining
+
+
+def _start_thread(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError:
+        raise PushError(
+            "collective: expected a thread, found that the system has none left; let it have more (ulimit -u), and "
+            "push again"
+        ) from None
+
+
+def _finish_joining(
+    joining: Future[Any],
+    backend: CollectiveBackend,
+    timeout: timedelta,
+    is_closed: Callable[[], bool] = lambda: False,
+) -> Any:
+    seconds = timeout.total_seconds()
+    deadline = time.monotonic() + seconds + _JOIN_MARGIN_SECONDS
+    while not is_closed() and (left := deadline - time.monotonic()) > 0:
+        with suppress(TimeoutError):
+            return joining.result(min(_TURN_SECONDS, left))
+    _abandon(joining)
+    raise PushError(
+        f"collective: expected NCCL to connect the members within {seconds:g} s, found that it did not; check "
+        "NCCL_SOCKET_IFNAME and firewalls, or push by shared or disk"
+        if backend == "nccl"
+        else "collective: expected the store of the trainer to answer, found silence; push again"
+    )
+
+
+def _abandon(joining: Future[Any]) -> None:
+    """Let go of the group, should it still come about."""
+    joining.add_done_callback(lambda done: None if done.exception() else _drop(done.result()))
+
+
+def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timedelta, device: torch.device) -> Any:
+    place = source.host, source.port
+    try:
+        store = gloo.connect(*place, push_id, timeout)
+        if source.backend == "nccl":
+            return nccl.new_group(store, rank, source.world_size, timeout, device)
+        return gloo.new_group(store, *place, rank, source.world_size, timeout)
+    except RuntimeError as error:
+        raise PushError(
+            f"collective: expected the store at {source.host}:{source.port}, and {source.world_size} members in the "
+            f"group of push {push_id}, found {_reason(error)}; push again"
+        ) from None
+
+
+def _wait(work: Any, timeout: timedelta) -> None:
+    """Without a timeout, to wait for NCCL would mean to let the GPU wait and not the caller."""
+    with _explained():
+        work.wait(timeout)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PushError(f"collective: expected a bucket to pass, found {_reason(error)}; push again") from None
+
+
+def _drop(group: Any, *held: object) -> None:
+    """Let go of a group. Its end waits for what is under way, at most its timeout, and takes a while in any case.
+
+    `held`: operations and their memory, which a GPU may go on using until NCCL has aborted them.
+    """
+    if group is not None:
+        groups, others = [group], [*held]
+        del group
+        threading.Thread(target=_end, args=[groups, others], name="group-end", daemon=True).start()
+
+
+def _end(groups: list[Any], others: list[object]) -> None:
+    try:
+        nccl.abort(groups[0])
+    finally:
+        others.clear()
+        groups.clear()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line, and what NCCL says of the cause, which it puts further down."""
+    last = re.search(r"^Last error:\s?(.+)", str(error), re.MULTILINE)
+    return f"{gloo.reason(error)} (Last error: {last[1]})" if last else gloo.reason(error)

@@ -1,0 +1,203 @@
+"""Buckets in the memory of a GPU, for a trainer and workers that share it: CUDA IPC.
+
+Owns: on the trainer's side an allocation of slots, for one push; on the worker's side a mapping of it. The allocation
+is the driver's and not torch's. To share memory of its own, torch counts references in a file: a worker that dies
+keeps such memory from ever being freed, and what a worker receives would say where in the file it writes. What is
+received here goes into the driver alone, and the size of what that opens is checked. Promises: the memory is freed when
+the push ends. After a push that failed a worker may still have it mapped then; this relies on the driver to keep the
+pages until the last mapping is closed, which NVIDIA does not promise. Both sides run on one machine, with the same GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import torch
+
+from trueroll.errors import PushError
+
+from ..payload.manifest import IPC_HANDLE_BYTES, MOST_UNDER_WAY, Bucket, CudaIpcSource
+from .gpu import gpu_of, made_current
+
+log = logging.getLogger(__name__)
+_PAGE = 2 * 2**20
+"""Smaller allocations may share a page of the GPU, and a handle would show other processes all of it."""
+_LAZY_ENABLE_PEER_ACCESS = 1  # the only flag that there is
+_Address = ctypes.c_uint64
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * IPC_HANDLE_BYTES)]
+
+
+class Driver:
+    """The functions of the CUDA driver that share memory, on the device that is current for the calling thread.
+
+    `library`: libcuda. Addresses are those of the device. Raise PushError where a function fails.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def allocate(self, num_bytes: int) -> int:
+        address = _Address()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", _Address(address))
+
+    def share(self, address: int) -> bytes:
+        """The handle by which another process can open an allocation."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Address(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        address = _Address()
+        value = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), value, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
+        return address.value
+
+    def size(self, address: int) -> int:
+        """Bytes of the allocation that begins at an address."""
+        base, size = _Address(), ctypes.c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _Address(address))
+        return base.value + size.value - address
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", _Address(address))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise PushError(
+                f"shared: expected {name} to succeed on the GPU, found error {code} "
+                f"({(text.value or b'unknown').decode()}); if memory is short, lower what torch or the worker "
+                "reserves; run trainer and worker on one machine and, in containers, with the same IPC namespace; or "
+                "push by disk"
+            )
+
+
+def load_driver() -> Driver:
+    """Raise PushError if there is none."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise PushError(f"shared: expected the CUDA driver, found {error}; run trainer and worker on a GPU") from None
+
+
+def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of a CUDA device as a tensor, uint8. It does not keep the memory. Raise PushError if it is elsewhere."""
+
+    class Span:
+        __cuda_array_interface__ = dict(shape=(num_bytes,), typestr="|u1", data=(address, False), version=3)
+
+    tensor = torch.as_tensor(Span(), device=device)
+    if tensor.data_ptr() != address:
+        raise PushError(f"shared: expected memory on {device}, found it elsewhere, for torch has copied it; push again")
+    return tensor
+
+
+class CudaIpcSlots:
+    """The trainer's side, on the CUDA device `device`. `slots`: uint8 tensors to fill.
+
+    Raise PushError if the memory cannot be had or shared.
+    """
+
+    has_word_sums = True
+
+    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+        slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
+        size = slot_bytes * MOST_UNDER_WAY
+        gpu, self._device, self._driver = gpu_of(device), device, load_driver()
+        assert gpu is not None
+        with made_current(device):
+            torch.cuda.empty_cache()  # the driver cannot use what torch only keeps for later
+            self._address: int | None = self._driver.allocate(size)
+            try:
+                handle = self._driver.share(self._address)
+                self.slots = list(tensor_at(self._address, size, device).split(slot_bytes))
+            except BaseException:
+                self.close()
+                raise
+        self._source = CudaIpcSource(gpu=gpu, handle=handle, slot_bytes=slot_bytes, num_slots=MOST_UNDER_WAY)
+
+    def source(self, position: int) -> CudaIpcSource:
+        return self._source
+
+    def open(self) -> None:
+        """Nothing to do: the workers come on their own."""
+
+    def opened(self) -> None:
+        """Nothing to do: the handle is of no use without the memory."""
+
+    def send(self, slot: int, num_bytes: int) -> None:
+        """Nothing to do: the workers read the slot where it is."""
+
+    def wait(self, slot: int) -> None:
+        """Nothing to wait for beside the workers' answers."""
+
+    def close(self) -> None:
+        """Free the memory. After a push that succeeded no worker has it mapped any more. An error is only logged: it
+        must not hide the one that ended the push.
+        """
+        self.slots = []
+        address, self._address = self._address, None
+        if address is None:
+            return
+        try:
+            with made_current(self._device):
+                self._driver.free(address)
+        except (PushError, RuntimeError) as error:
+            log.warning("the memory of a push was not freed: %s", error)
+
+
+class CudaIpcReader:
+    """The worker's side, on the device of its weights. Raise PushError if the memory is not there, or not as it should
+    be.
+    """
+
+    def __init__(self, source: CudaIpcSource, device: torch.device) -> None:
+        found = gpu_of(device)
+        if found != source.gpu:
+            raise PushError(f"shared: expected the worker on the trainer's GPU {source.gpu}, found {found}; push again")
+        self._slot_bytes = source.slot_bytes
+        self._device, self._driver = device, load_driver()
+        with made_current(device):
+            self._address: int | None = self._driver.open(source.handle)
+        try:
+            self._slots = self._map(source, self._address)
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Nothing to do: it lies there."""
+
+    def read(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.num_bytes > self._slot_bytes:
+            raise PushError(
+                f"bucket {bucket.index}: expected {self._slot_bytes} bytes at most, a slot, found {bucket.num_bytes}"
+            )
+        return self._slots[bucket.index % len(self._slots)]
+
+    def read_unannounced(self) -> tuple[()]:
+        return ()
+
+    def close(self) -> None:
+        self._slots = ()
+        address, self._address = self._address, None
+        if address is not None:
+            with made_current(self._device):
+                self._driver.close(address)
+
+    def _map(self, source: CudaIpcSource, address: int) -> tuple[torch.Tensor, ...]:
+        expected, found = source.slot_bytes * source.num_slots, self._driver.size(address)
+        if found < expected:
+            raise PushError(f"shared: expected {expected} bytes behind the trainer's handle, found {found}; push again")
+        return tensor_at(address, expected, self._device).split(source.slot_bytes)

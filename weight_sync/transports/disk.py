@@ -1,0 +1,226 @@
+"""Weights by a folder, which also lets a restarted worker catch up.
+
+A folder is written under a name that ends in `.tmp` and renamed once it is complete and on the disk, so that a folder
+without that ending is whole. Each holds the tensors in one safetensors file, under the name that Hugging Face libraries
+look for, and a manifest with the checksums. One publisher at a time uses a folder of folders. A worker reads what its
+`PushPolicy` lets it read, and believes nothing of it before it is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from pydantic import ValidationError
+
+from trueroll.errors import PushError
+
+from ..payload.manifest import MANIFEST_FILE, MODEL_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape, first_fault
+from ..payload.tensor_file import DTYPE_CODES, TensorEntry, TensorFile
+from ..payload.tensors import dtype_named
+from .policy import PushPolicy
+
+_MOST_TENSORS = 2**14
+"""For the trainer's side, which reads a manifest before it knows the model."""
+_FOLDER_MODE, _FILE_MODE = 0o755, 0o644
+"""Whatever the umask says, nobody else may write: a worker refuses its own user's folder otherwise."""
+_FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
+
+
+class FolderWriter:
+    """The trainer's side: a new folder in `parent`, for tensors of these shapes that come in any order, in pieces.
+
+    Raise PushError if it cannot be written.
+    """
+
+    def __init__(self, parent: Path, push_id: str, version: int, dtype: str, shapes: Mapping[str, Shape]) -> None:
+        self._final = parent.absolute() / f"version-{version}-{push_id[:8]}"
+        self._folder = self._final.with_name(f"{self._final.name}.tmp")
+        self._manifest = FolderManifest(push_id=push_id, weight_version=version, dtype=dtype, checksums={})
+        self._hashes = {name: xxhash.xxh3_64() for name in shapes}
+        self._file: int | None = None
+        header, self._offsets = _layout(shapes, dtype)
+        with _explained(self._folder):
+            self._folder.mkdir(_FOLDER_MODE, parents=True)
+            self._file = _create(self._folder / MODEL_FILE)
+            os.pwrite(self._file, header, 0)
+
+    def append(self, name: str, left: memoryview) -> None:
+        """The next bytes of a tensor."""
+        assert self._file is not None
+        offset = self._offsets[name]
+        self._hashes[name].update(left)
+        with _explained(self._folder):
+            while left:
+                written = os.pwrite(self._file, left, offset)
+                left, offset = left[written:], offset + written
+        self._offsets[name] = offset
+
+    def finish(self) -> Path:
+        """The complete folder, once it is on the disk under its final name."""
+        checksums = {name: hash.intdigest() for name, hash in self._hashes.items()}
+        manifest = self._manifest.model_copy(update={"checksums": checksums})
+        with _explained(self._final):
+            with open(_create(self._folder / MANIFEST_FILE), "w", encoding="utf-8") as file:
+                file.write(manifest.model_dump_json())
+            for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
+                _sync(path)
+            self._folder.rename(self._final)
+            _sync(self._final.parent)
+        return self._final
+
+    def close(self) -> None:
+        """Close the file, and remove what was not finished."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class FolderReader:
+    """The worker's side. Raise PushError if `policy` does not let it read the folder, if that holds another push, or if
+    its manifest or the header of its tensors is wrong, or longer than for `num_tensors` tensors.
+    """
+
+    def __init__(
+        self, source: DiskSource, push_id: str, version: int, dtype: str, num_tensors: int, policy: PushPolicy
+    ) -> None:
+        folder, max_bytes = Path(source.folder), _max_bytes(num_tensors)
+        with ExitStack() as opened:
+            manifest, model = map(opened.enter_context, policy.open_files(source.folder, (MANIFEST_FILE, MODEL_FILE)))
+            self._manifest = _parse_manifest(manifest, folder / MANIFEST_FILE, max_bytes)
+            found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
+            if found != (push_id, version, dtype):
+                raise PushError(
+                    f"disk: expected push, version and dtype {push_id, version, dtype} in {folder}, found "
+                    f"{found!s:.200}; give the folder of this push"
+                )
+            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, max_bytes)
+            self._opened = opened.pop_all()
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Nothing to do: `read` refuses it."""
+
+    def read(self, bucket: Bucket) -> torch.Tensor:
+        raise PushError(f"bucket {bucket.index}: expected none in a push by disk; ask to verify")
+
+    def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
+        """Each tensor whole, as a bucket of one piece, and what reads its bytes.
+
+        Both raise PushError for what is wrong. Memory is taken only by the reading.
+        """
+        for entry in self._tensors.entries:
+            yield self._bucket(entry), partial(self._tensors.read, entry)
+
+    def _bucket(self, entry: TensorEntry) -> Bucket:
+        if entry.name not in self._manifest.checksums:
+            raise PushError(
+                f"tensor {entry.name}: expected its checksum in {MANIFEST_FILE}, found none; write the folder again"
+            )
+        piece = Rows(
+            name=entry.name,
+            shape=entry.shape,
+            start=0,
+            length=entry.shape[0],
+            offset=0,
+            num_bytes=entry.num_bytes,
+            checksum=self._manifest.checksums[entry.name],
+        )
+        return Bucket(index=0, num_bytes=entry.num_bytes, pieces=(piece,))
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def read_manifest(folder: Path) -> FolderManifest:
+    """What push a folder holds, for whoever may read it anyway. Raise PushError if it is not the folder of a push."""
+    path = folder / MANIFEST_FILE
+    try:
+        if not path.is_file():
+            raise PushError(f"disk: expected a file {path}, found none; give the folder of a push")
+        with open(path, "rb", buffering=0) as file:
+            return _parse_manifest(file, path, _max_bytes(_MOST_TENSORS))
+    except (OSError, ValueError) as error:
+        raise PushError(f"disk: expected {path}, found {error}; give the folder of a push") from None
+
+
+def _max_bytes(num_tensors: int) -> int:
+    """Of a manifest, and of a header: so few that other threads need not wait long while one is parsed.
+
+    A tensor takes less than 1 KiB of either, with the longest name and the largest numbers; most take 150 bytes.
+    """
+    return 2**16 + 2**10 * num_tensors
+
+
+def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
+    try:
+        text = file.read(max_bytes + 1)
+        if len(text) > max_bytes:
+            raise PushError(f"disk: expected at most {max_bytes} bytes in {path}, found more; check its model")
+        return FolderManifest.model_validate(_manifest_fields(text))
+    except (OSError, ValueError, RecursionError) as error:
+        cause = first_fault(error) if isinstance(error, ValidationError) else f"{error!s:.300}"
+        raise PushError(f"disk: expected a manifest in {path}, found {cause}; write the folder again") from None
+
+
+def _manifest_fields(text: bytes) -> dict[str, Any]:
+    fields, names = json.loads(text.decode()), FolderManifest.model_fields.keys()
+    if not isinstance(fields, dict) or fields.keys() != names:
+        raise ValueError(f"no JSON map of {', '.join(names)}")
+    return fields
+
+
+def remove_others(kept: Path) -> None:
+    """Remove the other pushes beside the folder `kept`, and what was left of pushes that were never finished."""
+    for folder in kept.parent.iterdir():
+        name = _FOLDER_NAME.fullmatch(folder.name)
+        if name is None or folder == kept or folder.is_symlink():
+            continue
+        if name[1] or (folder / MANIFEST_FILE).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _layout(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file with these tensors, and where in the file each of them lies."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype_named(dtype).itemsize
+        entries[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    header += b" " * (-len(header) % 8)
+    header = len(header).to_bytes(8, "little") + header
+    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _FILE_MODE)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PushError(
+            f"disk: expected to write {folder}, found {error.strerror}; correct the folder or free space"
+        ) from None

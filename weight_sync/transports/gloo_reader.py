@@ -1,0 +1,235 @@
+"""The worker's side of a push through gloo: a process of its own receives, into memory that this one shares.
+
+Owns: the fork server that those processes come from (see `fork_server`), one for this process, started by the first
+such push and kept for the next ones; for each push the channel to the process that receives, and the memory for two
+buckets. Promises: a crash of that process is an error of the push and nothing else; every wait has a deadline, and ends
+within `TURN_SECONDS` once the push is closed; `close` waits for nothing, and leaves no thread, descriptor or process of
+the push behind. The fork server ends with this process. With a torch for CPUs it holds about 220 MB of memory, 160 of
+them its own, and makes the first push a second or two longer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from trueroll.errors import PushError
+
+from ..payload.manifest import MOST_UNDER_WAY, Bucket, CollectiveSource
+from .fork_server import MAX_MESSAGE_BYTES
+from .gloo import STORE_SECONDS
+
+# -P: the current folder stays off the import path; in a clone, its folder `kernels` would hide a package of that name.
+_COMMAND = (sys.executable, "-P", "-m", "trueroll.weight_sync.transports.fork_server")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Only a process of one thread may fork and go on; these would start others."""
+_MARGIN_SECONDS = 1.0
+"""How much longer than its timeout gloo may take to say that it failed."""
+TURN_SECONDS = 0.02
+_REQUEST_SECONDS = 10.0
+_SIGNALS = {int(number): number.name for number in signal.Signals}
+_HINTS = {
+    "SIGABRT": "does the trainer broadcast as many bytes as it announces? ",
+    "SIGKILL": "was there too little memory? ",
+}
+
+
+class GlooReader:
+    """Joins the group. Raise PushError if that fails within `join_timeout` seconds, or once `is_closed` returns True.
+
+    `timeout`: seconds for each bucket.
+    """
+
+    def __init__(
+        self,
+        source: CollectiveSource,
+        push_id: str,
+        timeout: float,
+        join_timeout: float,
+        is_closed: Callable[[], bool],
+    ) -> None:
+        self._timeout = timeout
+        self._is_closed = is_closed
+        self._under_way: int | None = None
+        self._sides: list[_Memory] = []
+        self._channel: socket.socket | None = None
+        try:
+            self._sides = [_Memory() for _ in range(MOST_UNDER_WAY)]
+            self._join(source, push_id, join_timeout)
+        except OSError as error:
+            self.close()
+            raise PushError(
+                f"collective: expected memory and a process that receives, found {error.strerror or error}; free "
+                "memory or processes, and push again"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare(self, bucket: Bucket) -> None:
+        if not bucket.num_bytes:
+            return
+        side = bucket.index % len(self._sides)
+        try:
+            self._sides[side].grow(bucket.num_bytes)
+        except OSError as error:
+            raise PushError(
+                f"collective: expected {bucket.num_bytes} bytes of memory for a bucket, found {error.strerror}; free "
+                "some, and push again"
+            ) from None
+        assert self._channel is not None
+        with suppress(OSError):  # if nobody takes it, `read` will hear why
+            self._channel.send(json.dumps({"side": side, "num_bytes": bucket.num_bytes}).encode())
+        self._under_way = bucket.index
+
+    def read(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.num_bytes:
+            if self._under_way != bucket.index:
+                self.prepare(bucket)
+            silence = f"silence for {self._timeout:g} s"
+            self._wait("receive", "a bucket to pass", time.monotonic() + self._timeout + _MARGIN_SECONDS, silence)
+        return self._sides[bucket.index % len(self._sides)].view
+
+    def read_unannounced(self) -> tuple[()]:
+        return ()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            with suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+            self._channel.close()
+            self._channel = None
+        while self._sides:
+            self._sides.pop().close()
+
+    def _join(self, source: CollectiveSource, push_id: str, join_timeout: float) -> None:
+        deadline = time.monotonic() + join_timeout + _MARGIN_SECONDS
+        push = source.model_dump(include={"host", "port", "rank", "world_size"}) | dict(
+            push_id=push_id, timeout=self._timeout, join_timeout=join_timeout
+        )
+        self._channel = _fork_server.begin(push, [side.descriptor for side in self._sides])
+        self._channel.setblocking(False)
+        starting = "a process that receives within the timeout"
+        self._wait("start", starting, deadline, "that it takes longer to start; the next push will find it ready")
+        store_deadline = min(deadline, time.monotonic() + STORE_SECONDS + _MARGIN_SECONDS)
+        store = f"the store at {source.host}:{source.port}"
+        self._wait("connect", f"{store} to answer", store_deadline, "silence")
+        group = f"{store}, and {source.world_size} members in the group of push {push_id}"
+        self._wait("join", group, deadline, f"silence for {join_timeout:g} s")
+
+    def _wait(self, step: str, expected: str, deadline: float, silence: str) -> None:
+        """Until the process that receives has done the step."""
+        while not self._is_closed():
+            word = self._hear(deadline)
+            if word is not None and word.get("did") == step:
+                return
+            if word is not None or time.monotonic() >= deadline:
+                raise PushError(f"collective: expected {expected}, found {_describe(word, silence)}push again")
+        raise PushError("collective: expected a push that goes on, found that it was given up; push again")
+
+    def _hear(self, deadline: float) -> dict[str, Any] | None:
+        """The next word, {} if the process is gone, or None after a turn without one."""
+        assert self._channel is not None
+        self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
+        try:
+            message = self._channel.recv(MAX_MESSAGE_BYTES)
+        except (TimeoutError, BlockingIOError, ConnectionResetError):  # a reset comes before the last words
+            return None
+        return json.loads(message) if message else {}
+
+
+class _Memory:
+    """Memory that a process which receives has too. `view`: what is mapped here: uint8."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("trueroll-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # to read beyond its end would be fatal
+        self.view = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size: int) -> None:
+        if len(self.view) < size:
+            os.ftruncate(self.descriptor, size)
+            self.view = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
+
+    def close(self) -> None:
+        self.view = torch.empty(0, dtype=torch.uint8)
+        os.close(self.descriptor)
+
+
+class _ForkServer:
+    """The process that those which receive are forked from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    def begin(self, push: dict[str, Any], sides: list[int]) -> socket.socket:
+        """The channel to a process that receives this push. Raise OSError if there can be none."""
+        channel, end = _channel()
+        try:
+            with end, self._lock:
+                self._ask(json.dumps(push).encode(), [end.fileno(), *sides])
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _ask(self, message: bytes, descriptors: list[int]) -> None:
+        if self._process is not None and self._process.poll() is None and self._requests is not None:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has ended just now
+                socket.send_fds(self._requests, [message], descriptors)
+                return
+        self._start()
+        assert self._requests is not None
+        socket.send_fds(self._requests, [message], descriptors)
+
+    def _start(self) -> None:
+        if self._requests is not None:
+            self._requests.close()
+        self._requests, end = _channel()
+        self._requests.settimeout(_REQUEST_SECONDS)
+        with end:
+            self._process = subprocess.Popen(
+                (*_COMMAND, str(end.fileno()), str(MOST_UNDER_WAY)),
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the worker's own says where it listens, and nothing else
+                env=os.environ | _ONE_THREAD,
+                pass_fds=[end.fileno()],
+                start_new_session=True,
+            )
+
+
+_fork_server = _ForkServer()
+
+
+def _channel() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _describe(word: dict[str, Any] | None, silence: str) -> str:
+    """What there was instead of the word that was expected, and advice."""
+    if word is None:
+        return f"{silence}; "
+    if "failed" in word:
+        return f"{word['failed']}; "
+    if "ended" not in word:
+        return "that the process that receives is gone; "
+    code = word["ended"]
+    if code >= 0:
+        return f"that the process that receives ended with exit code {code}; "
+    how = _SIGNALS.get(-code, f"signal {-code}")
+    return f"that the process that receives ended with {how}; {_HINTS.get(how, '')}"
