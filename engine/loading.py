@@ -12,21 +12,13 @@ from typing import Any
 import psutil
 import torch
 
-<<<<<<< HEAD
+from trueroll.errors import ConfigError, ModelError, brief
+
 from ..kernels.families import describe as describe_decoder
 from ..kernels.selection import SelectedBackend, select_backend
 from ..kernels.specs import DecoderSpec
 from .config import EngineConfig
-from .errors import ConfigError, ModelError
 from .models.decoder import Decoder, Empty
-=======
-from trueroll.errors import ConfigError, ModelError, brief
-
-from ..kernels.ops import SelectedBackend, select_backend
-from .config import EngineConfig
-from .models.dense import DenseModel, Empty
-from .models.dense_config import DenseConfig
->>>>>>> 70e6e5fb202ea377b20cef8896b5920aa9878c52
 from .models.dummy import fill_randomly, find_config
 from .models.eos import find_eos_tokens
 from .models.folders import refuse_what_is_no_model

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from trueroll.engine import loading
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models import loader
-from trueroll.engine.models.dense_config import DenseConfig
+from trueroll.kernels.families import describe
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.errors import ModelError
 
@@ -129,7 +129,7 @@ def test_an_index_out_of_proportion_is_refused(folder: Path) -> None:
 def test_settings_beyond_any_model_are_refused(folder: Path, settings: dict[str, Any], found: str) -> None:
     raw = read_config(folder) | settings
     with pytest.raises(ModelError, match=found) as caught:
-        DenseConfig.from_json(raw, folder)
+        describe(raw)
     assert len(str(caught.value)) < 2000 and str(caught.value).isprintable()
 
 
@@ -147,7 +147,7 @@ def test_a_scale_of_the_rotation_is_a_finite_number(folder: Path, factor: object
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=256)
     raw = read_config(folder) | dict(rope_parameters=yarn | dict(attention_factor=factor))
     with pytest.raises(ModelError, match=found):
-        DenseConfig.from_json(raw, folder)
+        describe(raw)
 
 
 OUTSIDE = ["../outside.safetensors", "sub/inside.safetensors", "./model-1.safetensors", "{absolute}", "..", ""]
