@@ -7,22 +7,30 @@ the whole process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from ..specs import LayerSpec
 
 MOST_HEAD_DIM = 512
 
 
-def obstacle(dtype: torch.dtype, head_dim: int) -> str:
-    """Why these kernels cannot serve a model with this dtype and head size here, or an empty string.
+def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
+    """Why these kernels cannot serve such layers on a device in a dtype, or an empty string.
 
     Raise ValueError if TRUEROLL_CPU_ISA names what this machine does not have.
     """
     from .library import library_obstacle
 
+    if device.type != "cpu":
+        return f"it computes on a CPU, not on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
         return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
-    if head_dim % 16 or head_dim > MOST_HEAD_DIM:
-        return f"native CPU kernels expect a head size that is a multiple of 16 up to {MOST_HEAD_DIM}, found {head_dim}"
+    for head_dim in {layer.mixer.head_dim for layer in layers}:
+        if head_dim % 16 or head_dim > MOST_HEAD_DIM:
+            expected = f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}"
+            return f"native CPU kernels expect {expected}, found {head_dim}"
     return library_obstacle()

@@ -1,4 +1,4 @@
-"""The ops of `kernels.ops.Backend` by native kernels.
+"""The ops of `kernels.contract.Backend` by native kernels.
 
 How they keep the contract: native/kernels.h says it. The number of threads is torch's.
 """
@@ -6,15 +6,18 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, get_num_threads
 
-from ..contract import AttentionBatch, DenseLayer, Qkv, TokenStatistics, Wanted
+from ..contract import AttentionBatch, AttentionWeights, Layer, Rotation, TokenStatistics, Wanted
 from ..reference import rope as rope
+from ..specs import Activation, AttentionSpec, NormSpec
 from .library import load_library
-from .weight import PackedLayers, PackedWeight, qkv_tensors
+from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, qkv_tensors
 
 _library = load_library()
 
@@ -28,7 +31,7 @@ def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedW
     return PackedWeight.new(rows, columns, empty)
 
 
-def new_layers(layers: Sequence[DenseLayer]) -> PackedLayers:
+def new_layers(layers: Sequence[Layer]) -> PackedLayers:
     return PackedLayers(layers)
 
 
@@ -40,13 +43,13 @@ def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
     return out
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     x, weight, out = x.contiguous(), weight.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    _library.rmsnorm(*_rows(x), weight.data_ptr(), eps, out.data_ptr())
+    _library.rmsnorm(*_rows(x), weight.data_ptr(), norm.eps, norm.zero_centered, out.data_ptr())
     return out
 
 
-def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
     positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
     rows, half = positions.shape[0], inv_freq.shape[0]
     cosines, sines = (torch.empty(rows, half, dtype=torch.float32) for _ in range(2))
@@ -70,41 +73,37 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tens
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
-    pointers = gate.data_ptr(), up.data_ptr(), gate.numel(), out.data_ptr()
-    _library.silu_mul(get_num_threads(), _is_bfloat16(gate), *pointers)
+    inputs = gate.data_ptr(), up.data_ptr(), gate.numel(), ACTIVATIONS[activation]
+    _library.gate_mul(get_num_threads(), _is_bfloat16(gate), *inputs, out.data_ptr())
     return out
 
 
-def gate_up(x: Tensor, norm: Tensor, eps: float, gate: PackedWeight, up: PackedWeight) -> Tensor:
-    x, norm, rows = x.contiguous(), norm.contiguous(), gate.shape[0]
+def gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, activation: Activation) -> Tensor:
+    x, rows = x.contiguous(), gate.shape[0]
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
-    _library.gate_up(*_rows(x), norm.data_ptr(), eps, gate.pointer, up.pointer, rows, out.data_ptr())
+    _library.gate_up(*_rows(x), gate.pointer, up.pointer, rows, ACTIVATIONS[activation], out.data_ptr())
     return out
 
 
 def qkv(
     x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weights: Qkv,
-    rotation: tuple[Tensor, Tensor],
+    spec: AttentionSpec,
+    weights: AttentionWeights,
+    rotation: Rotation,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
     x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
-    _, block_size, kv_heads, head_dim = k_cache.shape
-    heads = weights.q.shape[0] // head_dim
-    q = torch.empty(x.shape[0], heads, head_dim, dtype=x.dtype)
-    tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(norm, weights)]
-    pointers = array("Q", [_pointer(tensor) or 0 for tensor in tensors])
+    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim, dtype=x.dtype)
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(weights)]
+    pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(
-        *(*_rows(x), eps, pointers.buffer_info()[0], k_cache.data_ptr(), v_cache.data_ptr()),
-        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
-        *(heads, kv_heads, head_dim, block_size, q.data_ptr()),
+        *(*_rows(x), _address(numbers), _address(pointers), k_cache.data_ptr(), v_cache.data_ptr()),
+        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr(), k_cache.shape[1], q.data_ptr()),
     )
     return q
 
@@ -115,7 +114,15 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     _library.write_kv(_is_bfloat16(k), k.data_ptr(), v.data_ptr(), slots.data_ptr(), len(slots), *caches)
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, lens = batch.tensors
     tables = batch.block_tables.contiguous()
@@ -124,7 +131,7 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
-        *(scale, out.data_ptr()),
+        *(scale, window or 0, soft_cap or 0.0, out.data_ptr()),
     )
     return out
 
@@ -132,34 +139,30 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Attentio
 def layers(
     x: Tensor,
     layers: PackedLayers,
-    eps: float,
-    rotation: tuple[Tensor, Tensor],
+    rotations: Sequence[Rotation],
     kv_caches: Sequence[tuple[Tensor, Tensor]],
     slots: Tensor,
     batch: AttentionBatch,
-    scale: float,
 ) -> Tensor:
     if len(kv_caches) != len(layers):
         raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(kv_caches)}; pass one for each")
     if not layers:
         return x
-    x, slots = x.contiguous(), slots.contiguous()
-    cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
+    x, slots, tables = x.contiguous(), slots.contiguous(), batch.block_tables.contiguous()
+    turns = [part.contiguous() for rotation in rotations for part in rotation]
     starts, lens = batch.tensors
-    tables = batch.block_tables.contiguous()
-    weights, caches = layers.addresses(), array("Q", [cache.data_ptr() for pair in kv_caches for cache in pair])
-    _, block_size, kv_heads, head_dim = kv_caches[0][0].shape
-    hidden, width, intermediate = x.shape[1], layers[0].qkv.q.shape[0], layers[0].gate.shape[0]
-    sizes = (width, width, hidden, intermediate, hidden)
-    q, attended, middle, active, out = (torch.empty(len(x), size, dtype=x.dtype) for size in sizes)
+    weights, caches, turned = layers.addresses(), _addresses(chain(*kv_caches)), _addresses(turns)
+    width = max(layer.mixer.q.shape[0] for layer in layers)
+    intermediate = max(layer.mlp.gate.shape[0] for layer in layers)
+    sizes = (width, width, x.shape[1], intermediate, x.shape[1])
+    buffers = [torch.empty(len(x), size, dtype=x.dtype) for size in sizes]
     _library.layers(
-        *(*_rows(x), eps, weights.data_ptr(), caches.buffer_info()[0], len(layers), intermediate),
-        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr()),
-        *(width // head_dim, kv_heads, head_dim, block_size),
-        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1], scale),
-        *(part.data_ptr() for part in (q, attended, middle, active, out)),
+        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(caches), len(layers)),
+        *(_address(turned), slots.data_ptr(), kv_caches[0][0].shape[1]),
+        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
+        *(buffer.data_ptr() for buffer in buffers),
     )
-    return out
+    return buffers[-1]
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
@@ -243,3 +246,12 @@ def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
 
 def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _addresses(tensors: Iterable[Tensor]) -> array[int]:
+    """Where tensors lie, as an array of pointers."""
+    return array("Q", [tensor.data_ptr() for tensor in tensors])
+
+
+def _address(numbers: array[Any]) -> int:
+    return numbers.buffer_info()[0]

@@ -17,20 +17,20 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 7
+_INTERFACE = 8
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
     "unpack": "ippll",
     "embedding": "liplpllp",
-    "rmsnorm": "lipllpfp",
+    "rmsnorm": "lipllpfip",
     "linear": "lipllplppp",
-    "silu_mul": "lipplp",
-    "gate_up": "lipllpfpplp",
-    "qkv": "lipllfppppppllllp",
+    "gate_mul": "lipplip",
+    "gate_up": "lipllpplip",
+    "qkv": "lipllppppppplp",
     "write_kv": "ippplpplll",
-    "attention": "lippplllllppplfp",
-    "layers": "lipllfppllppplllllppplfppppp",
+    "attention": "lippplllllppplflfp",
+    "layers": "lipllppplppllppplppppp",
     "rotation": "lplplfpp",
     "logits": "lipllplp",
     "head": "liplpllppppppppplppp",

@@ -7,18 +7,21 @@ of 32. The same layout serves every instruction set. `copy_` packs into a weight
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..contract import DenseLayer, Qkv, Weight
+from ..contract import AttentionWeights, Layer, Norms, Weight
+from ..specs import Activation, AttentionSpec, LayerSpec, NormSpec
 from .library import load_library
 
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as `Activation` in native/common.h
 
 
 class PackedWeight:
@@ -83,14 +86,17 @@ class PackedWeight:
         return (self.dtype == torch.bfloat16, source, destination, *self.shape)
 
 
-class PackedLayers(tuple[DenseLayer, ...]):
-    """Dense layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
+class PackedLayers(tuple[Layer, ...]):
+    """Layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
+
+    `numbers`: what native/api.cpp reads as an array of `LayerNumbers`.
 
     No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
     values do not lie side by side.
     """
 
-    def __init__(self, layers: Sequence[DenseLayer]) -> None:
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer.spec)])
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
         numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
         owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
@@ -105,16 +111,39 @@ class PackedLayers(tuple[DenseLayer, ...]):
         return addresses
 
 
-def qkv_tensors(norm: Tensor, weights: Qkv) -> tuple[Tensor | None, ...]:
+def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
     """What `QkvPointers` in native/api.cpp points to, in its order."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
-    return norm, *matrices, *(weights.biases or (None,) * 3), *(weights.head_norms or (None,) * 2)
+    return *matrices, *(weights.biases or (None,) * 3), *(weights.qk_norms or (None,) * 2)
 
 
-def _layer_tensors(layer: DenseLayer) -> tuple[Tensor | None, ...]:
+def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
+    """What `AttentionNumbers` in native/api.cpp holds, in its order."""
+    sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
+    over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
+    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, spec.rotation
+
+
+def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """What `LayerPointers` points to, in its order."""
-    mlp = layer.post_norm, _panels(layer.gate), _panels(layer.up), _panels(layer.down)
-    return *qkv_tensors(layer.input_norm, layer.qkv), _panels(layer.o), *mlp
+    mixer = *_norm_tensors(layer.mixer_norms), *qkv_tensors(layer.mixer), _panels(layer.mixer.o)
+    mlp = _panels(layer.mlp.gate), _panels(layer.mlp.up), _panels(layer.mlp.down)
+    return *mixer, *_norm_tensors(layer.mlp_norms), *mlp
+
+
+def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
+    return norms.before, norms.after
+
+
+def _layer_numbers(spec: LayerSpec) -> tuple[float, ...]:
+    """What `LayerNumbers` holds, in its order."""
+    mlp = spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation]
+    return *attention_numbers(spec.mixer), *mlp, *_norm_numbers(spec.norm)
+
+
+def _norm_numbers(norm: NormSpec | None) -> tuple[float, ...]:
+    return (0.0, False) if norm is None else (norm.eps, norm.zero_centered)
 
 
 def _panels(weight: Weight) -> Tensor:

@@ -136,19 +136,36 @@ void with_type(int is_bfloat16, const Body& body) {
 
 // The weights that make a layer's queries, keys and values, in the order of `qkv_tensors` in kernels/cpu/weight.py.
 struct QkvPointers {
-    const void *norm, *weights[3];
-    const void *biases[3], *head_norms[2];  // or null
+    const void* weights[3];
+    const void *biases[3], *norms[2];  // or null
 };
 
-// And those of a whole layer, in the order of `_layer_tensors`.
+// And those of a whole layer, in the order of `_layer_tensors`. Norms stand before and after, or are null.
 struct LayerPointers {
+    const void* mixer_norms[2];
     QkvPointers qkv;
-    const void *o, *post_norm, *gate, *up, *down;
+    const void *o, *mlp_norms[2], *gate, *up, *down;
 };
-static_assert(sizeof(LayerPointers) == 14 * sizeof(void*), "Python fills it as an array of pointers");
+static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as an array of pointers");
+
+// The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
+struct AttentionNumbers {
+    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation;
+};
+
+// And those of a whole layer, in the order of `_layer_numbers`.
+struct LayerNumbers {
+    AttentionNumbers mixer;
+    double intermediate, activation, norm_eps, norm_zero_centered;
+};
+static_assert(sizeof(LayerNumbers) == 14 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
+};
+
+struct RotationPointers {
+    const float *cosines, *sines;
 };
 
 struct Sizes {
@@ -160,10 +177,16 @@ struct Sizes {
     }
 };
 
-// Where each row's token stands, as a rotation and a place in the caches.
-struct Places {
-    const float *cosines, *sines;
-    const int64_t* slots;
+Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
+    const auto whole = [](double number) { return static_cast<long>(number); };
+    return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
+}
+
+// What a score becomes. `window` and `soft_cap`: 0 for none.
+struct Scoring {
+    float scale;
+    long window;
+    float soft_cap;
 };
 
 struct Batch {
@@ -173,24 +196,32 @@ struct Batch {
 };
 
 template <class T>
-Input<T> input(const void* x, long count, long columns, const void* norm = nullptr, float eps = 0.0f) {
-    return {as<const T>(x), count, columns, as<const T>(norm), eps};
+Input<T> input(const void* x, long count, long columns, const Norm<T>& norm = {}) {
+    return {as<const T>(x), count, columns, norm};
+}
+
+template <class T>
+Norm<T> norm_of(const void* weight, double eps, double zero_centered) {
+    return {as<const T>(weight), static_cast<float>(eps), zero_centered != 0.0};
 }
 
 template <class T>
 QkvArgs<T> qkv_args(
-    const QkvPointers& from, const void* x, long count, long k, float eps, const CachePointers& caches,
-    const Sizes& sizes, const Places& at, void* q
+    const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from, const CachePointers& caches,
+    const RotationPointers& rotation, const int64_t* slots, long block_size, void* q
 ) {
+    const Sizes sizes = sizes_of(numbers, block_size);
     QkvArgs<T> args = {};
-    args.x = input<T>(x, count, k, from.norm, eps);
+    args.x = x;
     for (long part = 0; part < 3; ++part) {
         const long rows = (part == 0 ? sizes.heads : sizes.kv_heads) * sizes.head_dim;
-        args.weights[part] = {as<T>(from.weights[part]), rows, k};
+        args.weights[part] = {as<T>(from.weights[part]), rows, x.columns};
         args.biases[part] = as<const T>(from.biases[part]);
     }
-    args.norms[0] = as<const T>(from.head_norms[0]), args.norms[1] = as<const T>(from.head_norms[1]);
-    args.cosines = at.cosines, args.sines = at.sines, args.slots = at.slots;
+    for (long part = 0; part < 2; ++part)
+        args.norms[part] = norm_of<T>(from.norms[part], numbers.norm_eps, numbers.norm_zero_centered);
+    args.over_heads = numbers.norm_over_heads != 0.0;
+    args.cosines = rotation.cosines, args.sines = rotation.sines, args.slots = slots;
     args.q = as<T>(q);
     args.caches = sizes.caches<T>(caches);
     return args;
@@ -198,15 +229,57 @@ QkvArgs<T> qkv_args(
 
 template <class T>
 AttentionArgs<T> attention_args(
-    const void* q, const CachePointers& caches, const Sizes& sizes, const Batch& batch, float scale, void* out
+    const void* q, const CachePointers& caches, const Sizes& sizes, const Batch& batch, const Scoring& scoring, void* out
 ) {
     AttentionArgs<T> args = {};
     args.q = as<const T>(q), args.out = as<T>(out);
     args.caches = sizes.caches<T>(caches);
     args.heads = sizes.heads, args.sequences = batch.sequences;
     args.query_starts = batch.query_starts, args.context_lens = batch.context_lens;
-    args.tables = batch.tables, args.max_blocks = batch.max_blocks, args.scale = scale;
+    args.tables = batch.tables, args.max_blocks = batch.max_blocks;
+    args.scale = scoring.scale, args.soft_cap = scoring.soft_cap;
+    args.window = scoring.window > 0 ? scoring.window : NO_WINDOW;
     return args;
+}
+
+// What all layers of a run have in common, and the memory for what passes from step to step.
+struct LayerRun {
+    long count, k;
+    const RotationPointers* rotations;
+    const int64_t* slots;
+    long block_size;
+    Batch batch;
+    void *q, *attended, *middle, *active, *out;
+};
+
+template <class T>
+LayerArgs<T> layer_args(
+    const LayerRun& run, const void* x, const LayerNumbers& numbers, const LayerPointers& from,
+    const CachePointers& caches
+) {
+    const AttentionNumbers& mixer = numbers.mixer;
+    const Sizes sizes = sizes_of(mixer, run.block_size);
+    const long k = run.k, width = sizes.heads * sizes.head_dim, n = static_cast<long>(numbers.intermediate);
+    const RotationPointers& rotation = run.rotations[static_cast<size_t>(mixer.rotation)];
+    const Scoring scoring = {
+        static_cast<float>(mixer.scale), static_cast<long>(mixer.window), static_cast<float>(mixer.soft_cap)
+    };
+    const auto norm = [&](const void* weight) {
+        return norm_of<T>(weight, numbers.norm_eps, numbers.norm_zero_centered);
+    };
+    const Input<T> before_mixer = input<T>(x, run.count, k, norm(from.mixer_norms[0]));
+    const Input<T> before_mlp = input<T>(run.middle, run.count, k, norm(from.mlp_norms[0]));
+    const Matrix<T> o = {as<T>(from.o), k, width}, down = {as<T>(from.down), k, n};
+    const Matrix<T> gate = {as<T>(from.gate), n, k}, up = {as<T>(from.up), n, k};
+    return {
+        qkv_args(before_mixer, mixer, from.qkv, caches, rotation, run.slots, run.block_size, run.q),
+        attention_args<T>(run.q, caches, sizes, run.batch, scoring, run.attended),
+        {input<T>(run.attended, run.count, width), o, nullptr, as<const T>(x), as<T>(run.middle)},
+        norm(from.mixer_norms[1]),
+        {before_mlp, gate, up, static_cast<Activation>(static_cast<int>(numbers.activation)), as<T>(run.active)},
+        {input<T>(run.active, run.count, n), down, nullptr, as<const T>(run.middle), as<T>(run.out)},
+        norm(from.mlp_norms[1]),
+    };
 }
 
 template <class T>
@@ -279,7 +352,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 7; }
+EXPORT long trueroll_interface() { return 8; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -341,28 +414,29 @@ EXPORT void trueroll_logits(
 }
 
 EXPORT void trueroll_gate_up(
-    long threads, int bfloat16, const void* x, long count, long k, const void* norm, float eps, const void* gate,
-    const void* up, long n, void* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate, const void* up, long n,
+    int activation, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Input<T> rows = input<T>(x, count, k, norm, eps);
-        chosen->ops(type).gate_up({rows, {as<T>(gate), n, k}, {as<T>(up), n, k}, as<T>(out)});
+        const Matrix<T> weights[2] = {{as<T>(gate), n, k}, {as<T>(up), n, k}};
+        const Activation function = static_cast<Activation>(activation);
+        chosen->ops(type).gate_up({input<T>(x, count, k), weights[0], weights[1], function, as<T>(out)});
     });
 }
 
 EXPORT void trueroll_qkv(
-    long threads, int bfloat16, const void* x, long count, long k, float eps, const QkvPointers* weights,
-    void* keys, void* values, const float* cosines, const float* sines, const int64_t* slots, long heads, long kv_heads,
-    long head_dim, long block_size, void* q
+    long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
+    const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
+    const int64_t* slots, long block_size, void* q
 ) {
     const Call call(threads);
-    const Sizes sizes = {heads, kv_heads, head_dim, block_size};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Places places = {cosines, sines, slots};
-        chosen->ops(type).qkv(qkv_args<T>(*weights, x, count, k, eps, {keys, values}, sizes, places, q));
+        const CachePointers caches = {keys, values};
+        const Input<T> rows = input<T>(x, count, k);
+        chosen->ops(type).qkv(qkv_args(rows, *numbers, *weights, caches, {cosines, sines}, slots, block_size, q));
     });
 }
 
@@ -380,46 +454,36 @@ EXPORT void trueroll_write_kv(
 EXPORT void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
     long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, float scale, void* out
+    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, void* out
 ) {
     const Call call(threads);
     const Sizes sizes = {heads, kv_heads, head_dim, block_size};
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
+    const Scoring scoring = {scale, window, soft_cap};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).attention(attention_args<T>(q, {keys, values}, sizes, batch, scale, out));
+        chosen->ops(type).attention(attention_args<T>(q, {keys, values}, sizes, batch, scoring, out));
     });
 }
 
-// One layer after the other, each with its caches; `n`: the rows of each one's `gate` and `up`. `q` and `attended`
-// [count, heads * head_dim], `middle` [count, k] and `active` [count, n] are memory for what passes from step to step.
+// One layer after the other, each with its numbers, weights and caches. `middle` [count, k], and `q`, `attended` [count,
+// heads * head_dim] and `active` [count, intermediate] of the largest layer are memory for what passes from step to step.
 EXPORT void trueroll_layers(
-    long threads, int bfloat16, const void* x, long count, long k, float eps, const LayerPointers* layers,
-    const CachePointers* caches, long num_layers, long n, const float* cosines, const float* sines,
-    const int64_t* slots, long heads, long kv_heads, long head_dim, long block_size, long sequences,
-    const int64_t* query_starts, const int64_t* context_lens, const int64_t* tables, long max_blocks, float scale,
-    void* q, void* attended, void* middle, void* active, void* out
+    long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
+    const LayerPointers* weights, const CachePointers* caches, long num_layers, const RotationPointers* rotations,
+    const int64_t* slots, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
+    const int64_t* tables, long max_blocks, void* q, void* attended, void* middle, void* active, void* out
 ) {
     const Call call(threads);
-    const Sizes sizes = {heads, kv_heads, head_dim, block_size};
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
+    const LayerRun run = {count, k, rotations, slots, block_size, batch, q, attended, middle, active, out};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const long width = heads * head_dim;
         std::vector<LayerArgs<T>> args;
         args.reserve(static_cast<size_t>(num_layers));
-        for (const LayerPointers* layer = layers; layer != layers + num_layers; ++layer, ++caches) {
-            const Matrix<T> o = {as<T>(layer->o), k, width}, down = {as<T>(layer->down), k, n};
-            const Matrix<T> gate = {as<T>(layer->gate), n, k}, up = {as<T>(layer->up), n, k};
-            args.push_back({
-                qkv_args<T>(layer->qkv, x, count, k, eps, *caches, sizes, {cosines, sines, slots}, q),
-                {input<T>(attended, count, width), o, nullptr, as<const T>(x), as<T>(middle)},
-                {input<T>(middle, count, k, layer->post_norm, eps), gate, up, as<T>(active)},
-                {input<T>(active, count, n), down, nullptr, as<const T>(middle), as<T>(out)},
-            });
-            x = out;
-        }
-        chosen->ops(type).layers(args.data(), num_layers, attention_args<T>(q, {}, sizes, batch, scale, attended));
+        for (long i = 0; i < num_layers; ++i)
+            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], caches[i]));
+        chosen->ops(type).layers(args.data(), num_layers);
     });
 }
 
@@ -441,20 +505,24 @@ EXPORT void trueroll_head(
 }
 
 EXPORT void trueroll_rmsnorm(
-    long threads, int bfloat16, const void* x, long count, long k, const void* weight, float eps, void* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* weight, float eps,
+    int zero_centered, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).rmsnorm(input<T>(x, count, k, weight, eps), as<T>(out), k);
+        chosen->ops(type).rmsnorm(input<T>(x, count, k, norm_of<T>(weight, eps, zero_centered)), as<T>(out), k);
     });
 }
 
-EXPORT void trueroll_silu_mul(long threads, int bfloat16, const void* gate, const void* up, long count, void* out) {
+EXPORT void trueroll_gate_mul(
+    long threads, int bfloat16, const void* gate, const void* up, long count, int activation, void* out
+) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).silu_mul(as<const T>(gate), as<const T>(up), count, as<T>(out));
+        const Activation function = static_cast<Activation>(activation);
+        chosen->ops(type).gate_mul(as<const T>(gate), as<const T>(up), function, count, as<T>(out));
     });
 }
 

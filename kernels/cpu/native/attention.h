@@ -16,7 +16,8 @@ struct Partial {
     }
 };
 
-// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits.
+// Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits, and those
+// that saw nothing before take the bits of the part.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
     for (long first = 0; first < rows; first += LANES) {
         const long n = smaller(LANES, rows - first);
@@ -28,6 +29,7 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
         for (long i = 0; i < n; ++i) {
             const long row = first + i;
             if (next.peaks[row] == -INFINITY) continue;
+            if (state.peaks[row] == -INFINITY) after_scale[i] = 1.0f;
             state.peaks[row] = state.peaks[row] > next.peaks[row] ? state.peaks[row] : next.peaks[row];
             state.totals[row] = state.totals[row] * before_scale[i] + next.totals[row] * after_scale[i];
             const F left_scale = set1(before_scale[i]), right_scale = set1(after_scale[i]);
@@ -55,6 +57,19 @@ struct QueryTile {
     long sequence, members, kv_head, first, count;
 };
 
+// Keys [first, end).
+struct Keys {
+    long first, end;
+};
+
+// Which of `keys` keys the queries of a tile see: query i those in [from(i), to(i)).
+struct Sight {
+    long first_from, first_to, keys;
+
+    long from(long query) const { return larger(0, smaller(keys, first_from + query)); }
+    long to(long query) const { return larger(0, smaller(keys, first_to + query)); }
+};
+
 // Keys and values that a thread will read soon, in panels of 16 tokens.
 template <class T>
 struct Ahead {
@@ -71,15 +86,21 @@ class Attention {
     long head_dim() const { return dim_; }
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
-    // The keys that the last query of a tile's first member sees, and the splits they lie in.
+    // The keys [first_key, context) that any query of a tile's first member sees, and the splits [first_split, splits)
+    // they lie in.
+    long first_key(const QueryTile& tile) const { return larger(0, position(tile, 0) + 1 - args_.window); }
     long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
+    long first_split(const QueryTile& tile) const { return first_key(tile) / KV_SPLIT; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
+
+    // Rows of scores are turned into weights by two panels at once, which begin at multiples of that.
+    static constexpr long TWO_PANELS = 2 * LANES;
 
     // Adds what a split of a tile reads to `ahead`, which has room for it; nothing unless a block is one panel.
     void look_ahead(const QueryTile& tile, long split, Ahead<T>& ahead) const {
         if (caches_.block_size != LANES) return;
-        const long end = smaller((split + 1) * KV_SPLIT, context(tile));
-        for (long token = split * KV_SPLIT; token < end; token += LANES) {
+        const long end = smaller((split + 1) * KV_SPLIT, context(tile)), behind = first_key(tile) / LANES * LANES;
+        for (long token = larger(split * KV_SPLIT, behind); token < end; token += LANES) {
             ahead.panels[ahead.count++] = key_panel(tile, token);
             ahead.panels[ahead.count++] = value_panel(tile, token);
         }
@@ -91,12 +112,14 @@ class Attention {
         const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out,
         const Ahead<T>& ahead = {nullptr, 0}
     ) const {
-        const long start = split * KV_SPLIT, n = rows(tile), D = dim_;
-        const long keys = smaller(KV_SPLIT, context(tile) - start), panels = round_up(keys, LANES) / LANES;
-        const Split at(*this, tile, start, keys);
-        // Fewer than all keys only for a tile of one sequence.
-        const long seen_by_all = position(tile, 0) + 1 - start;
-        if (seen_by_all < keys && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
+        const long n = rows(tile), D = dim_;
+        const Sight sight = sight_of(tile, split);
+        const long skipped = sight.from(0) / TWO_PANELS * TWO_PANELS;
+        const long start = split * KV_SPLIT + skipped, keys = sight.keys - skipped;
+        const long panels = round_up(keys, LANES) / LANES;
+        const Split at(*this, tile, start, keys, sight.from(0) - skipped);
+        const bool all_see_all = sight.to(0) == sight.keys && sight.from(tile.count - 1) == sight.from(0);
+        if (!all_see_all && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
         const long passes = (n + PASS_ROWS<T> - 1) / PASS_ROWS<T>, spare = (passes - 1) * panels;
@@ -106,7 +129,7 @@ class Attention {
         };
         if (half > 0) fetch_ahead(scoring, {ahead.panels, half}, spare, 1);
         multiply(scoring, n, false, scores, KV_SPLIT);
-        softmax(scores, n, keys, seen_by_all, weights, out);
+        softmax(scores, n, {sight.first_from - skipped, sight.first_to - skipped, keys}, weights, out);
         const long width = D / LANES;
         const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
         for (long i = 0; i < panels; ++i) {
@@ -129,7 +152,7 @@ class Attention {
         for (long i = 0; i < tile.count; ++i) {
             const QueryTile query = {tile.sequence, 1, tile.kv_head, tile.first + i, 1};
             const Partial part = out.from(i * group_, dim_);
-            if (context(query) > split * KV_SPLIT)
+            if (first_split(query) <= split && split < splits(query))
                 reduce(query, split, query, split, part);
             else
                 clear(part, group_, dim_);
@@ -149,12 +172,13 @@ class Attention {
         });
     }
 
-    // Where the 16-token panels of a split stand: in the cache, or copied where the cache has no whole panel.
+    // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the cache
+    // has no whole panel. Of the first `unseen` tokens, which no query of the tile sees, the values are zeros.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
 
-        Split(const Attention& attention, const QueryTile& tile, long start, long count) {
+        Split(const Attention& attention, const QueryTile& tile, long start, long count, long unseen) {
             const Caches<T>& caches = attention.caches_;
             const int64_t* table = attention.table(tile);
             const long D = caches.head_dim;
@@ -166,9 +190,10 @@ class Attention {
                 keys[i] = attention.key_panel(tile, token);
                 values[i] = attention.value_panel(tile, token);
                 if (!aligned) keys[i] = copy_keys(caches, table, tile.kv_head, token, tokens, copies);
-                // What stands past the last token may be no number, which even a weight of 0 would pass on.
-                if (!aligned || tokens < LANES)
-                    values[i] = copy_values(caches, table, tile.kv_head, token, tokens, copies + LANES * D);
+                // What no query sees may be no number, which even a weight of 0 would pass on.
+                const long first = larger(0, smaller(tokens, unseen - i * LANES));
+                if (!aligned || tokens < LANES || first > 0)
+                    values[i] = copy_values(caches, table, tile.kv_head, token, first, tokens, copies + LANES * D);
             }
         }
 
@@ -191,16 +216,21 @@ class Attention {
             return out;
         }
 
-        static T* copy_values(const Caches<T>& caches, const int64_t* table, long head, long token, long n, T* out) {
+        // The values of tokens [token + first, token + n); zeros for the others of the panel.
+        static T* copy_values(
+            const Caches<T>& caches, const int64_t* table, long head, long token, long first, long n, T* out
+        ) {
             const long D = caches.head_dim, block_size = caches.block_size;
             memset(static_cast<void*>(out), 0, static_cast<size_t>(LANES * D) * sizeof(T));
-            for (long t = 0; t < n; t += PAIR<T>) {
+            for (long t = first / PAIR<T> * PAIR<T>; t < n; t += PAIR<T>) {
                 const long offset = (token + t) % block_size;
                 const T* block = caches.value_block(table[(token + t) / block_size], head) + offset * D;
-                if (t + PAIR<T> <= n)
+                if (first <= t && t + PAIR<T> <= n) {
                     memcpy(out + t * D, block, static_cast<size_t>(D * PAIR<T>) * sizeof(T));
-                else
-                    for (long d = 0; d < D; ++d) out[t * D + d * PAIR<T>] = block[d * PAIR<T>];
+                    continue;
+                }
+                const long one = t < first ? 1 : 0;  // of the pair
+                for (long d = 0; d < D; ++d) out[t * D + d * PAIR<T> + one] = block[d * PAIR<T> + one];
             }
             return out;
         }
@@ -237,6 +267,14 @@ class Attention {
         return args_.context_lens[tile.sequence] - (starts[1] - starts[0]) + tile.first + query;
     }
 
+    // Which keys of a split a tile's queries see: all of them do if they belong to several sequences.
+    Sight sight_of(const QueryTile& tile, long split) const {
+        const long start = split * KV_SPLIT;
+        if (tile.members > 1) return {-tile.members * tile.count, KV_SPLIT, KV_SPLIT};
+        const long end = position(tile, 0) + 1 - start;
+        return {end - args_.window, end, smaller(KV_SPLIT, context(tile) - start)};
+    }
+
     // The rows of a tile [rows, head_dim], one after the other.
     const T* queries(const QueryTile& tile) const {
         T* q = scratch<T>(QUERIES, rows(tile) * dim_);
@@ -257,39 +295,57 @@ class Attention {
         }
     }
 
-    // Turns the scores of n rows for `keys` keys into softmax weights, and sets the rows' peaks and totals. The first
-    // query sees `seen_by_all` keys, each one after it one more.
-    void softmax(float* scores, long n, long keys, long seen_by_all, T* weights, const Partial& out) const {
-        const auto seen = [&](long row) { return larger(0, smaller(keys, seen_by_all + row / group_)); };
-        const long panels = round_up(keys, LANES) / LANES;
+    // Turns the scores of n rows into softmax weights, and sets the rows' peaks and totals.
+    void softmax(float* scores, long n, const Sight& sight, T* weights, const Partial& out) const {
+        const float scale = args_.soft_cap > 0.0f ? 1.0f : args_.scale;
+        const long panels = round_up(sight.keys, LANES) / LANES;
+        if (args_.soft_cap > 0.0f) cap(scores, n, panels);
         // In loops of their own, so that a core overlaps the rows.
-        for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(row));
+        for (long row = 0; row < n; ++row) out.peaks[row] = highest(scores + row * KV_SPLIT, seen(sight, row));
         for (long row = 0; row < n; ++row) {
             const float top = out.peaks[row];
-            const float total = weigh(scores + row * KV_SPLIT, seen(row), top, panels, weights + row * KV_SPLIT);
+            const float total =
+                weigh(scores + row * KV_SPLIT, seen(sight, row), top, scale, panels, weights + row * KV_SPLIT);
             out.totals[row] = total;
-            out.peaks[row] = total == total ? top * args_.scale : total;  // a maximum may pass over what is no number
+            out.peaks[row] = total == total ? top * scale : total;  // a maximum may pass over what is no number
         }
     }
 
-    // The largest of a row's scores for `seen` keys. Fills up to a pair of panels with -inf, as `weigh` takes two at
-    // once.
-    float highest(float* scores, long seen) const {
-        for (long i = seen; i < round_up(seen, 2 * LANES); ++i) scores[i] = -INFINITY;
+    // Scales the scores and bounds them: s becomes soft_cap * tanh(s / soft_cap), by exponentials.
+    void cap(float* scores, long n, long panels) const {
+        const F scale = set1(args_.scale), most = set1(args_.soft_cap), slope = set1(-2.0f / args_.soft_cap);
+        for (long row = 0; row < n; ++row)
+            for (long i = row * KV_SPLIT; i < row * KV_SPLIT + panels * LANES; i += LANES) {
+                const F score = mul(load(scores + i), scale);
+                const U sign = bit_and(bits(score), set1(0x80000000u));
+                const F decay = exp(mul(floats(bit_xor(bits(score), sign)), slope));
+                const F bounded = mul(div(sub(set1(1.0f), decay), add(set1(1.0f), decay)), most);
+                store(scores + i, floats(bit_xor(bits(bounded), sign)));
+            }
+    }
+
+    Keys seen(const Sight& sight, long row) const { return {sight.from(row / group_), sight.to(row / group_)}; }
+
+    // The largest of a row's scores for the keys it sees. Fills up to whole pairs of panels with -inf.
+    float highest(float* scores, const Keys& seen) const {
+        const long start = seen.first / TWO_PANELS * TWO_PANELS;
+        for (long i = start; i < seen.first; ++i) scores[i] = -INFINITY;
+        for (long i = seen.end; i < round_up(seen.end, TWO_PANELS); ++i) scores[i] = -INFINITY;
         F most = set1(-INFINITY);
-        for (long i = 0; i < seen; i += LANES) most = max(most, load(scores + i));
+        for (long i = start; i < seen.end; i += LANES) most = max(most, load(scores + i));
         return peak(most);
     }
 
-    // Turns them into weights relative to `top`, rounded to T, and zeros up to `panels` panels; returns their sum. May
-    // write one panel more, as rows lie KV_SPLIT apart.
-    float weigh(const float* scores, long seen, float top, long panels, T* weights) const {
+    // Turns them into weights relative to `top`, rounded to T, and zeros for the other keys of `panels` panels; returns
+    // their sum. May write one panel more, as rows lie KV_SPLIT apart.
+    float weigh(const float* scores, const Keys& seen, float top, float scale, long panels, T* weights) const {
         const F shift = set1(top == -INFINITY ? 0.0f : top);
         // The scores less the top first: so the largest comes out as e^0, however huge it is.
-        const auto weight = [&](long i) { return scaled_exp<T>(sub(load(scores + i), shift), args_.scale); };
+        const auto weight = [&](long i) { return scaled_exp<T>(sub(load(scores + i), shift), scale); };
         F sums = set1(0.0f);
         long i = 0;
-        for (; i < seen; i += 2 * LANES) store_and_add(weights + i, weight(i), weight(i + LANES), sums);
+        for (; i < seen.first / TWO_PANELS * TWO_PANELS; i += LANES) store(weights + i, set1(0.0f));
+        for (; i < seen.end; i += TWO_PANELS) store_and_add(weights + i, weight(i), weight(i + LANES), sums);
         for (; i < panels * LANES; i += LANES) store(weights + i, set1(0.0f));
         return sum(sums);
     }
@@ -320,15 +376,18 @@ class AttentionPlan {
   public:
     explicit AttentionPlan(const AttentionArgs<T>& args)
         : args_(args), op_(args), most_(larger(1, QUERY_ROWS * args.caches.kv_heads / args.heads)),
-          shared_(scratch<long>(SHARED, args.sequences)), first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
+          shared_(scratch<Splits>(SHARED, args.sequences)), first_parts_(scratch<long>(FIRST_PARTS, args.sequences)) {
         long tasks = 0;
         // `members` reads both.
-        for (long i = 0; i < args_.sequences; ++i) shared_[i] = shared_with_previous(i), first_parts_[i] = 1;
+        for (long i = 0; i < args_.sequences; ++i) {
+            shared_[i] = shared_with_previous(i), first_parts_[i] = 1;
+            splits_ = larger(splits_, round_up(args_.context_lens[i], KV_SPLIT) / KV_SPLIT);
+        }
         for (long i = 0, count; i < args_.sequences; i += count) {
             count = members(i, 0);
             if (count == 1 || !is_large({i, count, 0, 0, queries(i)})) continue;
-            long end = shared_[i + 1];
-            for (long j = i + 2; j < i + count; ++j) end = smaller(end, shared_[j]);
+            long end = shared_[i + 1].end;
+            for (long j = i + 2; j < i + count; ++j) end = smaller(end, shared_[j].end);
             tasks += args_.caches.kv_heads;
             for (long j = i; j < i + count; ++j) first_parts_[j] = end;
         }
@@ -342,27 +401,26 @@ class AttentionPlan {
         for (long i = 0; i < args_.sequences; ++i)
             for (long first = 0; !fits_tile(i) && first < queries(i); first += most_) {
                 const QueryTile tile = {i, 1, 0, first, smaller(most_, queries(i) - first)};
-                visit_heads(tile, 0, op_.splits(tile), visit);
+                visit_heads(tile, op_.first_split(tile), op_.splits(tile), visit);
             }
-        for (long split = 0, found = 1; found > 0; ++split) {
-            found = 0;
+        for (long split = 0; split < splits_; ++split)
             for (long i = 0, count; i < args_.sequences; i += count) {
                 count = members(i, split);
-                found += has_split(i, split);
                 if (begins_task(i, split))
                     visit_heads({i, count, 0, 0, queries(i)}, split, larger(split + 1, first_parts_[i]), visit);
             }
-        }
     }
 
     // Whether all queries of a sequence lie in one tile.
     bool fits_tile(long i) const { return queries(i) <= most_; }
     bool is_large(const QueryTile& tile) const { return !fits_tile(tile.sequence) || op_.rows(tile) > PASS_ROWS<T>; }
     bool has_split(long i, long split) const {
-        return queries(i) > 0 && fits_tile(i) && split * KV_SPLIT < args_.context_lens[i];
+        return queries(i) > 0 && fits_tile(i) && first_split(i) <= split && split * KV_SPLIT < args_.context_lens[i];
     }
-    // How many splits the first task of a sequence joins.
-    long first_part(long i) const { return first_parts_[i]; }
+    // The first split that any query of a sequence sees.
+    long first_split(long i) const { return op_.first_split({i, 1, 0, 0, queries(i)}); }
+    // The split behind the first task of a sequence.
+    long second_part(long i) const { return larger(first_split(i) + 1, first_parts_[i]); }
     long queries(long i) const { return args_.query_starts[i + 1] - args_.query_starts[i]; }
     const Attention<T>& op() const { return op_; }
 
@@ -379,32 +437,42 @@ class AttentionPlan {
     // How many sequences from i on have a task that begins with a split in common; 1 if i has none.
     long members(long i, long split) const {
         if (!begins_task(i, split)) return 1;
-        const auto joins = [&](long j) { return j < args_.sequences && shared_[j] > split && begins_task(j, split); };
+        const auto joins = [&](long j) {
+            return j < args_.sequences && shared_[j].first <= split && split < shared_[j].end && begins_task(j, split);
+        };
         long count = 1;
         while (count * queries(i) < most_ && joins(i + count)) ++count;
         return count;
     }
 
-    // How many splits, from the first one on, a sequence shares with the one before it: both have the same blocks
-    // there, and all queries of both see all of the split.
-    long shared_with_previous(long i) const {
-        if (i == 0 || queries(i - 1) != queries(i)) return 0;
+    // Splits [first, end) of the keys.
+    struct Splits {
+        long first, end;
+    };
+
+    // Those that a sequence shares with the one before it: both have the same blocks there, and all queries of both see
+    // all of each split.
+    Splits shared_with_previous(long i) const {
+        if (i == 0 || queries(i - 1) != queries(i)) return {0, 0};
         const int64_t *here = args_.tables + i * args_.max_blocks, *before = here - args_.max_blocks;
         const long context = smaller(args_.context_lens[i - 1], args_.context_lens[i]);
-        const long block_size = args_.caches.block_size;
-        for (long split = 0;; ++split) {
+        const long behind = larger(0, larger(args_.context_lens[i - 1], args_.context_lens[i]) - args_.window);
+        const long block_size = args_.caches.block_size, first_shared = round_up(behind, KV_SPLIT) / KV_SPLIT;
+        for (long split = first_shared;; ++split) {
             const long end = (split + 1) * KV_SPLIT, first = split * KV_SPLIT / block_size;
-            if (end > context - queries(i) + 1) return split;
+            if (end > context - queries(i) + 1) return {first_shared, split};
             const size_t bytes = static_cast<size_t>((end - 1) / block_size + 1 - first) * sizeof(*here);
-            if (memcmp(here + first, before + first, bytes) != 0) return split;
+            if (memcmp(here + first, before + first, bytes) != 0) return {first_shared, split};
         }
     }
 
     const AttentionArgs<T>& args_;
     const Attention<T> op_;
     const long most_;
-    // By sequence: the splits it shares with the one before it, and those its first task joins.
-    long *const shared_, *const first_parts_;
+    long splits_ = 0;
+    // By sequence: the splits it shares with the one before it, and the end of those that its task of split 0 joins.
+    Splits* const shared_;
+    long* const first_parts_;
 };
 
 // Runs the tasks of a batch: `large` ones first, then `small` ones, single splits of few rows. A large one computes for
@@ -476,8 +544,8 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, in which only
-// the memory of q, out and the caches may change between runs. The plan lies in scratch memory of the thread that made
+// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, which between runs
+// may change into others that `serves`. The plan lies in scratch memory of the thread that made
 // it, and holds until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {
@@ -487,6 +555,13 @@ class PlannedAttention {
         tasks_ = scratch<AttentionTask>(TASKS, large_ + small_);
         parts_ = scratch<Partial>(PARTS, args.sequences * args.caches.kv_heads * splits_);
         fill();
+    }
+
+    // Whether it is the plan of other arguments for the same batch, too.
+    bool serves(const AttentionArgs<T>& other) const {
+        const Caches<T>&here = args_.caches, &there = other.caches;
+        return args_.window == other.window && args_.heads == other.heads && here.kv_heads == there.kv_heads &&
+               here.head_dim == there.head_dim && here.block_size == there.block_size;
     }
 
     void run() const {
@@ -502,8 +577,10 @@ class PlannedAttention {
         plan_.visit_tasks([&](const QueryTile& tile, long first, long end) {
             const bool is_large = plan_.is_large(tile);
             large_ += is_large, small_ += !is_large, large_splits_ += is_large ? end - first : 0;
-            splits_ = larger(splits_, end);
-            if (plan_.fits_tile(tile.sequence)) memory_ += Partial::size(op.rows(tile), op.head_dim());
+            if (!plan_.fits_tile(tile.sequence)) return;
+            memory_ += Partial::size(op.rows(tile), op.head_dim());
+            for (long i = tile.sequence; i < tile.sequence + tile.members; ++i)
+                splits_ = larger(splits_, end - plan_.first_split(i));
         });
     }
 
@@ -520,15 +597,15 @@ class PlannedAttention {
             if (is_whole) return;
             const long rows = op.rows(tile);
             for (long i = 0; i < tile.members; ++i)
-                parts(tile.sequence + i, tile.kv_head)[first] =
+                *part(tile.sequence + i, tile.kv_head, first) =
                     Partial(partials, rows).from(i * rows / tile.members, op.head_dim());
             partials += Partial::size(rows, op.head_dim());
         });
     }
 
     // For every sequence, key-value head and split that begins a part: where its rows of that part begin.
-    Partial* parts(long sequence, long kv_head) const {
-        return parts_ + (sequence * args_.caches.kv_heads + kv_head) * splits_;
+    Partial* part(long sequence, long kv_head, long split) const {
+        return parts_ + (sequence * args_.caches.kv_heads + kv_head) * splits_ + split - plan_.first_split(sequence);
     }
 
     void fold_parts(long sequence) const {
@@ -536,11 +613,10 @@ class PlannedAttention {
         QueryTile tile = {sequence, 1, 0, 0, plan_.queries(sequence)};
         const long rows = op.rows(tile), D = op.head_dim();
         for (; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) {
-            const Partial* part = parts(sequence, tile.kv_head);
             const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
-            copy(part[0], state, rows, D);
-            for (long split = plan_.first_part(sequence); plan_.has_split(sequence, split); ++split)
-                fold(state, part[split], rows, D);
+            copy(*part(sequence, tile.kv_head, plan_.first_split(sequence)), state, rows, D);
+            for (long split = plan_.second_part(sequence); plan_.has_split(sequence, split); ++split)
+                fold(state, *part(sequence, tile.kv_head, split), rows, D);
             op.finish(tile, state);
         }
     }

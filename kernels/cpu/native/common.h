@@ -17,7 +17,7 @@ struct bf16 {
 };
 
 constexpr long LANES = 16;
-constexpr long KV_SPLIT = 128;  // as in kernels/ops.py
+constexpr long KV_SPLIT = 128;  // as in kernels/contract.py
 
 template <class T>
 constexpr long PAIR = sizeof(T) == 2 ? 2 : 1;
@@ -43,13 +43,20 @@ struct Matrix {
     }
 };
 
-// Rows of activations [count, columns]. `norm`: the weight of the RMS norm that they pass first, or null.
+// A root mean square norm. `weight`: null if there is none. `zero_centered`: it multiplies by 1 + weight.
+template <class T>
+struct Norm {
+    const T* weight;
+    float eps;
+    bool zero_centered;
+};
+
+// Rows of activations [count, columns], and the norm that they pass first.
 template <class T>
 struct Input {
     const T* data;
     long count, columns;
-    const T* norm;
-    float eps;
+    Norm<T> norm;
 };
 
 template <class T>
@@ -60,10 +67,13 @@ struct LinearArgs {
     T* out;
 };
 
+enum class Activation { SILU, GELU_TANH };
+
 template <class T>
 struct GateUpArgs {
     Input<T> x;
     Matrix<T> gate, up;
+    Activation activation;
     T* out;
 };
 
@@ -83,7 +93,8 @@ struct QkvArgs {
     Input<T> x;
     Matrix<T> weights[3];
     const T* biases[3];  // or null
-    const T* norms[2];   // of the heads of q and k, or null; with the eps of x
+    Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all of them at once
+    bool over_heads;
     const float *cosines, *sines;  // [count, head_dim / 2]
     const int64_t* slots;
     T* q;
@@ -98,20 +109,27 @@ struct AttentionArgs {
     long heads, sequences;
     const int64_t *query_starts, *context_lens, *tables;
     long max_blocks;
-    float scale;  // positive: the largest score is found before it is scaled
+    float scale;     // positive: the largest score is found before it is scaled
+    long window;     // how many keys a query sees, itself included, or NO_WINDOW
+    float soft_cap;  // or 0
 };
 
-// The arguments of a layer's ops in their order, but for the attention, which comes after qkv. Each op reads what those
-// before it wrote.
+constexpr long NO_WINDOW = 1l << 62;
+
+// The arguments of a layer's ops in their order. Each op reads what those before it wrote. `after_mixer` and
+// `after_mlp`: norms of what `o` and `down` add to their residual.
 template <class T>
 struct LayerArgs {
     QkvArgs<T> qkv;
+    AttentionArgs<T> attention;
     LinearArgs<T> o;
+    Norm<T> after_mixer;
     GateUpArgs<T> gate_up;
     LinearArgs<T> down;
+    Norm<T> after_mlp;
 };
 
-// As in kernels/ops.py.
+// As in kernels/contract.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
 // What is asked for, `count` times. `rows`: which row of `hidden` it reads. `targets`: SAMPLE, GREEDY, or the token
@@ -128,7 +146,7 @@ struct HeadArgs {
     int64_t* tokens;
     float* logprobs;
     uint8_t* finite;
-    long k;  // as in `TokenStatistics` of kernels/ops.py, like these, of which `entropies` is null if none are asked for
+    long k;  // as in `TokenStatistics` of kernels/contract.py, like these, of which `entropies` is null if none are asked for
     float* entropies;
     int64_t* top_ids;
     float* top_logprobs;
@@ -142,13 +160,13 @@ struct Ops {
     void (*qkv)(const QkvArgs<T>&);
     void (*write_kv)(const Caches<T>&, const T* keys, const T* values, const int64_t* slots, long count);
     void (*attention)(const AttentionArgs<T>&);
-    void (*layers)(const LayerArgs<T>*, long count, AttentionArgs<T>);
+    void (*layers)(const LayerArgs<T>*, long count);
     void (*head)(const HeadArgs<T>&);
     void (*rmsnorm)(const Input<T>&, T* out, long stride);
-    void (*silu_mul)(const T* gate, const T* up, long count, T* out);
+    void (*gate_mul)(const T* gate, const T* up, Activation activation, long count, T* out);
 };
 
-// Where the statistics of one row go; see `TokenStatistics` in kernels/ops.py.
+// Where the statistics of one row go; see `TokenStatistics` in kernels/contract.py.
 struct Statistics {
     float *log_prob, *entropy;
     int64_t* top_ids;       // k of them
@@ -198,7 +216,7 @@ class Call {
 
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
-    INPUT, PRODUCT, ROW, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
+    INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
     RESULTS, BOUNDS, HIDDEN, HIGHEST, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);

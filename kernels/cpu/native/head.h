@@ -328,7 +328,7 @@ void head(const HeadArgs<T>& args) {
     T* hidden = scratch<T>(HIDDEN, args.count * args.weight.columns);
     for (long i = 0; i < args.count; ++i)
         memcpy(hidden + static_cast<size_t>(i) * K, args.hidden + static_cast<size_t>(args.rows[i]) * K, K * sizeof(T));
-    const Left<T> left({hidden, args.count, args.weight.columns, nullptr, 0.0f});
+    const Left<T> left({hidden, args.count, args.weight.columns, {}});
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
     ChunkResult* results = scratch<ChunkResult>(RESULTS, args.count * chunks);
     float* bounds = scratch<float>(BOUNDS, args.count);

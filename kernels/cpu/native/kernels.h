@@ -15,5 +15,5 @@
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
-    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head<T>, rmsnorm<T>, silu_mul<T>,
+    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head<T>, rmsnorm<T>, gate_mul<T>,
 };

@@ -1,15 +1,19 @@
 // A run of layers. A part of kernels.h.
 
-// Runs layers one after the other. `args`: the attention of all of them; the memory of its caches is each layer's own.
+// Runs layers one after the other, all on one batch. Its attention is planned anew where a layer's needs another plan.
 template <class T>
-void layers(const LayerArgs<T>* first, long count, AttentionArgs<T> args) {
-    const PlannedAttention<T> attention(args);
-    for (const LayerArgs<T>* layer = first; layer != first + count; ++layer) {
-        qkv(layer->qkv);
-        args.caches = layer->qkv.caches;
-        attention.run();
-        linear(layer->o);
-        gate_up(layer->gate_up);
-        linear(layer->down);
+void layers(const LayerArgs<T>* layer, long count) {
+    const LayerArgs<T>* const end = layer + count;
+    while (layer != end) {
+        AttentionArgs<T> args = layer->attention;
+        const PlannedAttention<T> attention(args);
+        for (; layer != end && attention.serves(layer->attention); ++layer) {
+            qkv(layer->qkv);
+            args = layer->attention;
+            attention.run();
+            linear_add(layer->o, layer->after_mixer);
+            gate_up(layer->gate_up);
+            linear_add(layer->down, layer->after_mlp);
+        }
     }
 }

@@ -1,9 +1,9 @@
 // What a layer does to each token by itself: norms, projections, rotation, the write into the cache. A part of
 // kernels.h.
 
-// n values of x over their root mean square, rounded, times weight; x and out may be the same.
+// n values of x, normed; x and out may be the same.
 template <class T>
-void normalize(const T* x, long n, const T* weight, float eps, T* out) {
+void normalize(const T* x, long n, const Norm<T>& norm, T* out) {
     // Several partial sums: fewer roundings in each.
     constexpr int SUMS = 4;
     F sums[SUMS] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};
@@ -13,10 +13,11 @@ void normalize(const T* x, long n, const T* weight, float eps, T* out) {
         for (int i = 0; i < SUMS; ++i) add_square(i, load(x + start + i * LANES));
     for (; start < n; start += LANES) add_square(0, load(x + start, n - start));
     const double squares = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-    const F scale = set1(static_cast<float>(1.0 / sqrt(squares / static_cast<double>(n) + eps)));
+    const F scale = set1(static_cast<float>(1.0 / sqrt(squares / static_cast<double>(n) + norm.eps)));
     for (long i = 0; i < n; i += LANES) {
-        const F normed = rounded<T>(mul(load(x + i, n - i), scale));
-        store(out + i, mul(normed, load(weight + i, n - i)), n - i);
+        const F normed = mul(load(x + i, n - i), scale), weight = load(norm.weight + i, n - i);
+        const F y = norm.zero_centered ? mul(normed, add(set1(1.0f), weight)) : mul(rounded<T>(normed), weight);
+        store(out + i, y, n - i);
     }
 }
 
@@ -26,7 +27,7 @@ template <class T>
 void rmsnorm(const Input<T>& x, T* out, long stride) {
     parallel(round_up(x.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
         for (long row = task * NORM_ROWS; row < smaller(x.count, (task + 1) * NORM_ROWS); ++row)
-            normalize(x.data + row * x.columns, x.columns, x.norm, x.eps, out + row * stride);
+            normalize(x.data + row * x.columns, x.columns, x.norm, out + row * stride);
     });
 }
 
@@ -37,12 +38,13 @@ struct Left {
     long stride;
 
     explicit Left(const Input<T>& x) : data(x.data), stride(round_up(x.columns, COLUMN_MULTIPLE<T>)) {
-        if (x.norm == nullptr && stride == x.columns) return;
+        const bool is_normed = x.norm.weight != nullptr;
+        if (!is_normed && stride == x.columns) return;
         T* rows = scratch<T>(INPUT, x.count * stride);
-        if (x.norm != nullptr) rmsnorm(x, rows, stride);
+        if (is_normed) rmsnorm(x, rows, stride);
         for (long i = 0; i < x.count; ++i) {
             T* row = rows + i * stride;
-            if (x.norm == nullptr) memcpy(row, x.data + i * x.columns, static_cast<size_t>(x.columns) * sizeof(T));
+            if (!is_normed) memcpy(row, x.data + i * x.columns, static_cast<size_t>(x.columns) * sizeof(T));
             memset(row + x.columns, 0, static_cast<size_t>(stride - x.columns) * sizeof(T));
         }
         data = rows;
@@ -93,19 +95,43 @@ void linear(const LinearArgs<T>& args) {
     });
 }
 
-// silu(gate) * up, for a result that is rounded to T.
+// linear(args), normed before the residual is added if there is such a norm.
 template <class T>
-inline F silu_times(F gate, F up) {
-    return mul(div(gate, add(set1(1.0f), scaled_exp<T>(gate, -1.0f))), up);
+void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
+    if (norm.weight == nullptr) return linear(args);
+    LinearArgs<T> product = args;
+    product.residual = nullptr;
+    linear(product);
+    const long count = args.x.count, N = args.weight.rows;
+    parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row) {
+            T* out = args.out + row * N;
+            normalize(out, N, norm, out);
+            for (long i = 0; i < N; i += LANES)
+                store(out + i, add(load(out + i, N - i), load(args.residual + row * N + i, N - i)), N - i);
+        }
+    });
+}
+
+// As in kernels/reference.py.
+constexpr float GELU_SLOPE = 1.5957691216057308f, GELU_CUBIC = 0.071354816272600251f;
+
+// activation(gate) * up, for a result that is rounded to T.
+template <class T>
+inline F activate(Activation activation, F gate, F up) {
+    F slope = gate;
+    if (activation == Activation::GELU_TANH)
+        slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));
+    return mul(div(gate, add(set1(1.0f), scaled_exp<T>(slope, -1.0f))), up);
 }
 
 template <class T>
-void silu_mul(const T* gate, const T* up, long count, T* out) {
+void gate_mul(const T* gate, const T* up, Activation activation, long count, T* out) {
     constexpr long VALUES = 4096;
     parallel(round_up(count, VALUES) / VALUES, [&](long task) {
         const long end = smaller(count, (task + 1) * VALUES);
         for (long i = task * VALUES; i < end; i += LANES)
-            store(out + i, silu_times<T>(load(gate + i, end - i), load(up + i, end - i)), end - i);
+            store(out + i, activate<T>(activation, load(gate + i, end - i), load(up + i, end - i)), end - i);
     });
 }
 
@@ -127,12 +153,12 @@ void gate_up(const GateUpArgs<T>& args) {
                 const float* both = c + row * ldc + i;
                 const F gate = rounded<T>(load(both)), up = rounded<T>(load(both + n * LANES));
                 const long column = first * LANES + i;
-                store(args.out + (start + row) * N + column, silu_times<T>(gate, up), N - column);
+                store(args.out + (start + row) * N + column, activate<T>(args.activation, gate, up), N - column);
             }
     });
 }
 
-// Rotates the pairs (i, i + half) of a head.
+// Rotates the pairs (i, i + half) of a head; x and out may be the same.
 template <class In, class Out>
 inline void rotate(const In* x, long half, const float* cosines, const float* sines, Out* out) {
     for (long i = 0; i < half; i += LANES) {
@@ -168,22 +194,46 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
     }
 }
 
-// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`.
+// Turns one head of q (part 0) or k (1) of one row, which may be where it goes to, and writes k into the cache.
 template <class T>
-void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c) {
-    const long D = args.caches.head_dim, half = D / 2;
+void place_head(const QkvArgs<T>& args, long part, long head, long row, const T* values, T* out) {
+    const long half = args.caches.head_dim / 2;
+    rotate(values, half, args.cosines + row * half, args.sines + row * half, out);
+    if (part == 1) write_key(args.caches, args.slots[row], head, out);
+}
+
+// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. `keys`: if all heads are normed at
+// once, where those of k wait for it; those of q do so in their place.
+template <class T>
+void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c, T* keys) {
+    const long D = args.caches.head_dim;
     T* values = scratch<T>(ROW, 2 * D);
-    T* rotated = values + D;
     const T* bias = args.biases[part];
     for (long i = 0; i < D; i += LANES) {
         const F x = load(c + i);
         store(values + i, bias == nullptr ? x : add(x, load(bias + head * D + i)));
     }
     if (part == 2) return write_value(args.caches, args.slots[row], head, values);
-    if (args.norms[part] != nullptr) normalize(values, D, args.norms[part], args.x.eps, values);
-    T* out = part == 0 ? args.q + row * args.weights[0].rows + head * D : rotated;
-    rotate(values, half, args.cosines + row * half, args.sines + row * half, out);
-    if (part == 1) write_key(args.caches, args.slots[row], head, rotated);
+    T* q = args.q + row * args.weights[0].rows + head * D;
+    if (args.over_heads) {
+        T* out = part == 0 ? q : keys + row * args.weights[1].rows + head * D;
+        memcpy(out, values, static_cast<size_t>(D) * sizeof(T));
+        return;
+    }
+    if (args.norms[part].weight != nullptr) normalize(values, D, args.norms[part], values);
+    place_head(args, part, head, row, values, part == 0 ? q : values + D);
+}
+
+// The rows of q (part 0) or k (1), all heads at once.
+template <class T>
+void finish_rows(const QkvArgs<T>& args, long part, T* rows) {
+    const long D = args.caches.head_dim, width = args.weights[part].rows;
+    parallel(args.x.count, [&](long row) {
+        T* values = rows + row * width;
+        normalize(values, width, args.norms[part], values);
+        for (long head = 0; head < width / D; ++head)
+            place_head(args, part, head, row, values + head * D, values + head * D);
+    });
 }
 
 template <class T>
@@ -191,6 +241,7 @@ void qkv(const QkvArgs<T>& args) {
     const Left<T> left(args.x);
     const long D = args.caches.head_dim, panels = D / LANES;
     const long heads = args.weights[0].rows / D, kv_heads = args.caches.kv_heads;
+    T* keys = args.over_heads ? scratch<T>(KEYS, args.x.count * args.weights[1].rows) : nullptr;
     for_tiles(args.x.count, heads + 2 * kv_heads, [&](long start, long rows, long group) {
         const long part = group < heads ? 0 : group < heads + kv_heads ? 1 : 2;
         const long head = part == 0 ? group : (group - heads) % kv_heads;
@@ -200,6 +251,7 @@ void qkv(const QkvArgs<T>& args) {
         const T* a = left.data + start * left.stride;
         const Matrix<T>& weight = args.weights[part];
         multiply_all(a, left.stride, rows, b, panels, weight.steps(), hop(weight, panels), c, D);
-        for (long row = 0; row < rows; ++row) finish_head(args, part, head, start + row, c + row * D);
+        for (long row = 0; row < rows; ++row) finish_head(args, part, head, start + row, c + row * D, keys);
     });
+    if (args.over_heads) finish_rows(args, 0, args.q), finish_rows(args, 1, keys);
 }
