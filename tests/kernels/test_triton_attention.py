@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -31,20 +30,19 @@ def sequences_of(
     group: int = 2,
     kv_heads: int = 1,
     block_size: int = 16,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **attention: Any,
 ) -> Paged:
-    """Sequences in a cache, attended to by the Triton kernels with this window and cap."""
-    attend = partial(paged_attention, window=window, soft_cap=soft_cap)
-    ops: Any = SimpleNamespace(paged_attention=attend, write_kv=reference.write_kv)
-    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size)
+    """Sequences in a cache, attended to by the Triton kernels. `attention`: their window and soft cap."""
+    ops: Any = SimpleNamespace(paged_attention=paged_attention, write_kv=reference.write_kv)
+    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
 
 
 def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> Tensor:
     """The attention of single queries by the way of graphs: context lengths on the device, of up to `most` tokens."""
     q, batch = sequences.batch(chunks)
     batch = dataclasses.replace(batch, context_lens=[most] * len(chunks), lens=torch.tensor(batch.context_lens))
-    return sequences.ops.paged_attention(q, sequences.k_cache, sequences.v_cache, batch, sequences.size**-0.5)
+    caches = sequences.k_cache, sequences.v_cache
+    return paged_attention(q, *caches, batch, sequences.size**-0.5, **sequences.attention)
 
 
 def in_float64(sequences: Paged, i: int, window: int | None, soft_cap: float | None, rounded: bool = False) -> Tensor:
