@@ -24,7 +24,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import MockTensor
 
-from trueroll.kernels.ops import SAMPLE, AttentionBatch, Qkv, Wanted
+from trueroll.kernels.contract import SAMPLE, AttentionBatch, AttentionWeights, Wanted
+from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
 from trueroll.kernels.triton import backend
 from trueroll.kernels.triton.launch import PINNED, Launch, recording
 
@@ -36,7 +37,9 @@ NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a decoder, and whether its queries, keys and values have biases or norms of their heads."""
+    """The sizes of a decoder, whether its queries, keys and values have biases or norms of their heads, its norms and
+    activation, and the soft caps to compile its attention with.
+    """
 
     hidden: int
     intermediate: int
@@ -45,14 +48,39 @@ class Model:
     head_dim: int
     vocab_size: int
     biases: bool = False
-    norms: bool = False
+    qk_norms: bool = False
+    norm: NormSpec = NormSpec(1e-6)
+    activation: Activation = "silu"
+    soft_caps: tuple[float | None, ...] = (None,)
+
+    @property
+    def mixer(self) -> AttentionSpec:
+        return AttentionSpec(
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            scale=self.head_dim**-0.5,
+            qkv_bias=self.biases,
+            qk_norm=self.norm if self.qk_norms else None,
+        )
 
 
 MODELS = {
     "Qwen2.5-7B": Model(3584, 18944, 28, 4, 128, 152064, biases=True),
-    "Qwen3-0.6B": Model(1024, 3072, 16, 8, 128, 151936, norms=True),
-    "Qwen3-1.7B": Model(2048, 6144, 16, 8, 128, 151936, norms=True),
-    "Gemma-2B": Model(2048, 16384, 8, 1, 256, 256000),
+    "Qwen3-0.6B": Model(1024, 3072, 16, 8, 128, 151936, qk_norms=True),
+    "Qwen3-1.7B": Model(2048, 6144, 16, 8, 128, 151936, qk_norms=True),
+    "Gemma-3-12B": Model(
+        3840,
+        15360,
+        16,
+        8,
+        256,
+        262208,
+        qk_norms=True,
+        norm=NormSpec(1e-6, zero_centered=True),
+        activation="gelu_tanh",
+        soft_caps=(None, 50.0),
+    ),
     "SmolLM2-135M": Model(576, 1536, 9, 3, 64, 49152),
     "no multiples of 16": Model(1001, 1537, 6, 2, 80, 1001, biases=True),
 }
@@ -87,7 +115,7 @@ class Calls:
             self.head(rows)
             self.attention([1] * rows)
             self.attention([rows])
-        self.attention([1] * 8, torch.empty(8, dtype=torch.int64, device="meta"))
+        self.attention([1] * 8, integers(8))
 
     def weight(self, rows: int, columns: int) -> torch.Tensor:
         return backend.new_weight(rows, columns, self.empty)
@@ -100,23 +128,25 @@ class Calls:
         backend.linear_add(heads, self.weight(m.hidden, m.heads * m.head_dim), x)
         backend.linear_add(self.empty(rows, m.intermediate), self.weight(m.hidden, m.intermediate), x)
         gate, up = self.weight(m.intermediate, m.hidden), self.weight(m.intermediate, m.hidden)
-        backend.gate_up(x, self.empty(m.hidden), 1e-6, gate, up)
+        backend.gate_up(x, gate, up, m.activation)
 
     def norms(self, rows: int) -> None:
-        backend.rmsnorm(self.empty(rows, self.model.hidden), self.empty(self.model.hidden), 1e-6)
-        backend.silu_mul(self.empty(rows, self.model.intermediate), self.empty(rows, self.model.intermediate))
+        m = self.model
+        backend.rmsnorm(self.empty(rows, m.hidden), self.empty(m.hidden), m.norm)
+        backend.gate_mul(self.empty(rows, m.intermediate), self.empty(rows, m.intermediate), m.activation)
 
     def keys_and_values(self, rows: int) -> None:
         m, slots = self.model, integers(rows)
         q_size, kv_size = m.heads * m.head_dim, m.kv_heads * m.head_dim
-        weights = Qkv(
+        weights = AttentionWeights(
             *(self.weight(size, m.hidden) for size in (q_size, kv_size, kv_size)),
             (self.empty(q_size), self.empty(kv_size), self.empty(kv_size)) if m.biases else None,
-            (self.empty(m.head_dim), self.empty(m.head_dim)) if m.norms else None,
+            (self.empty(m.head_dim), self.empty(m.head_dim)) if m.qk_norms else None,
+            o=self.weight(m.hidden, q_size),
         )
-        x, norm = self.empty(rows, m.hidden), self.empty(m.hidden)
+        x = self.empty(rows, m.hidden)
         rotation = backend.rotation(slots, floats(m.head_dim // 2), 1.0)
-        backend.qkv(x, norm, 1e-6, weights, rotation, self.cache, self.cache, slots)
+        backend.qkv(x, m.mixer, weights, rotation, self.cache, self.cache, slots)
         backend.rope(self.empty(rows, m.heads, m.head_dim), rotation)
         keys = self.empty(rows, m.kv_heads, m.head_dim)
         backend.write_kv(keys, keys, self.cache, self.cache, slots)
@@ -127,7 +157,8 @@ class Calls:
             [0, *accumulate(queries)], [CONTEXT] * len(queries), integers(len(queries), CONTEXT // 16), lens
         )
         q = self.empty(sum(queries), self.model.heads, self.model.head_dim)
-        backend.paged_attention(q, self.cache, self.cache, batch, self.model.head_dim**-0.5)
+        for soft_cap in self.model.soft_caps:
+            backend.paged_attention(q, self.cache, self.cache, batch, self.model.mixer.scale, soft_cap=soft_cap)
 
     def head(self, rows: int) -> None:
         m, ids, logits = self.model, integers(rows), floats(rows, self.model.vocab_size)

@@ -12,21 +12,25 @@ interpreter, for tests.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
+
+from ..specs import LayerSpec
 
 MOST_HEAD_DIM = 256
 LEAST_CAPABILITY = (8, 0)
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Why these kernels cannot serve a model with this dtype and head size on this device, or an empty string."""
+def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
+    """Why these kernels cannot serve a model with this dtype and such layers on this device, or an empty string."""
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
-    if head_dim % 2 or head_dim > MOST_HEAD_DIM:
-        expected = f"an even head size up to {MOST_HEAD_DIM}"
-        return f"Triton kernels expect {expected}, found {head_dim}; use the backend reference"
+    for head_dim in (layer.mixer.head_dim for layer in layers):
+        if head_dim % 2 or head_dim > MOST_HEAD_DIM:
+            expected = f"an even head size up to {MOST_HEAD_DIM}"
+            return f"Triton kernels expect {expected}, found {head_dim}; use the backend reference"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:

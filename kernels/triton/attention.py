@@ -18,8 +18,10 @@ ways, by the same functions, so that a query's bits do not depend on the way:
 - Sequences with more queries: one program takes a tile of rows through all its partitions and folds on the way. Keys
   and values are read once for each tile of rows.
 
-A row that sees nothing of a tile or of a partition multiplies what it holds by 1 and adds zeros: that changes no more
-than the sign of a zero, and zeros are made positive at the end.
+A row that sees nothing of a tile or of a partition multiplies what it holds by 1, or by 0 the zeros that it holds
+before its first key, and adds zeros: that changes no more than the sign of a zero, and zeros are made positive at the
+end. So a program leaves out the partitions and tiles that lie behind the windows of all its rows. Of the first tile it
+reads no key behind them, whatever the block table has there.
 """
 
 from __future__ import annotations
@@ -39,7 +41,20 @@ KEYS = 64
 PARTITION = 512
 DECODE_PROGRAMS = 2048  # several for each multiprocessor of a large GPU
 WARPS, STAGES = 4, 3
-LOG2_E = 1.4426950408889634
+NO_WINDOW = 2**31 - 1  # no position is higher
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class _Inputs(NamedTuple):
+    """What all kernels take. `tables`: the block tables. `scale`: of scores in powers of 2."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    tables: Tensor
+    scale: float
+    window: int
+    soft_cap: float | None
 
 
 class _Plan(NamedTuple):
@@ -56,24 +71,33 @@ class _Plan(NamedTuple):
     longest: int
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
     bfloat16 or float16, D up to 256. Scores, softmax and sums are float32; weights are rounded to the dtype before they
-    multiply values. With `batch.lens`, what is computed follows from tensors on the device alone.
+    multiply values. With `batch.lens`, what is computed follows from tensors on the device alone. Block tables may have
+    any block for what lies behind the windows of all queries of a call.
     """
-    q, caches, tables = aligned(q), (k_cache, v_cache), aligned(batch.block_tables)
-    out = torch.empty_like(q)
+    window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+    inputs = _Inputs(aligned(q), k_cache, v_cache, aligned(batch.block_tables), scale * _LOG2_E.value, window, soft_cap)
+    out = torch.empty_like(inputs.q)
     if batch.lens is not None:
         lens = aligned(batch.lens)
         # Where sequences are not listed, the kernels read only the last of the three places.
-        _decode(q, caches, tables, (lens, lens, lens), max(batch.context_lens), scale, out, listed=False)
+        _decode(inputs, (lens, lens, lens), max(batch.context_lens), out, listed=False)
         return out
     rows_per_query, tile_rows = q.shape[1] // k_cache.shape[2], _tile_rows(q.shape[2])
     plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, tile_rows, q.device)
-    places = plan.decodes, plan.starts, plan.lens
-    _decode(q, caches, tables, places, plan.longest, scale, out, listed=True)
-    _prefill(q, caches, tables, plan, scale, out)
+    _decode(inputs, (plan.decodes, plan.starts, plan.lens), plan.longest, out, listed=True)
+    _prefill(inputs, plan, out)
     return out
 
 
@@ -98,38 +122,40 @@ def _tile_rows(head_dim: int) -> int:
     return 32 if head_dim <= 128 else 16
 
 
-def _decode(
-    q: Tensor,
-    caches: tuple[Tensor, Tensor],
-    tables: Tensor,
-    places: tuple[Tensor, Tensor, Tensor],
-    longest: int,
-    scale: float,
-    out: Tensor,
-    listed: bool,
-) -> None:
+def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
     """Computes the sequences that `places` lists, or if they are not listed, query i from sequence i for all.
 
     `places`: `decodes`, `starts` and `lens` of a plan. `longest`: the most tokens that such a sequence may have.
     """
-    kv_heads, count, partitions = caches[0].shape[2], len(places[0]), -(-longest // PARTITION)
-    group = q.shape[1] // kv_heads
+    q, kv_heads, count, window = inputs.q, inputs.k_cache.shape[2], len(places[0]), inputs.window
+    group, partitions = q.shape[1] // kv_heads, _most_partitions(longest, window)
     peaks = q.new_empty((count, kv_heads, partitions, group), dtype=torch.float32)
     parts = peaks, torch.empty_like(peaks), q.new_empty((*peaks.shape, q.shape[2]), dtype=torch.float32)
     shapes = _shapes(q, kv_heads, max(16, _power_of_2(group)))
     grid = count, kv_heads, min(partitions, -(-DECODE_PROGRAMS // max(1, count * kv_heads)))
-    args = q, *caches, tables, *places, *parts, tables.shape[1], partitions, scale * LOG2_E
-    form = dict(LISTED=listed, KEYS=KEYS, BLOCK=caches[0].shape[1], **shapes)
-    launch(_decode_kernel, grid, *args, warps=WARPS, stages=STAGES, **form)
-    launch(_fold_kernel, grid[:2], *parts, *places, out, partitions, warps=WARPS, LISTED=listed, **shapes)
+    args = *inputs[:4], *places, *parts, inputs.tables.shape[1], partitions, window, inputs.scale
+    launch(_decode_kernel, grid, *args, warps=WARPS, stages=STAGES, LISTED=listed, **_scoring(inputs), **shapes)
+    launch(_fold_kernel, grid[:2], *parts, *places, out, partitions, window, warps=WARPS, LISTED=listed, **shapes)
 
 
-def _prefill(q: Tensor, caches: tuple[Tensor, Tensor], tables: Tensor, plan: _Plan, scale: float, out: Tensor) -> None:
+def _most_partitions(longest: int, window: int) -> int:
+    """Of how many partitions a query may see keys, in a context of up to `longest` tokens."""
+    return min(-(-longest // PARTITION), (window + PARTITION - 2) // PARTITION + 1)
+
+
+def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
     """Computes the tiles of a plan."""
-    _, block_size, kv_heads, head_dim = caches[0].shape
-    args = q, *caches, tables, plan.tiles, plan.starts, plan.lens, out, tables.shape[1], scale * LOG2_E
-    form = dict(KEYS=KEYS, BLOCK=block_size, **_shapes(q, kv_heads, _tile_rows(head_dim)))
-    launch(_prefill_kernel, (len(plan.tiles), kv_heads), *args, warps=WARPS, stages=STAGES, **form)
+    kv_heads, head_dim = inputs.k_cache.shape[2:]
+    numbers = inputs.tables.shape[1], inputs.window, inputs.scale
+    args = *inputs[:4], plan.tiles, plan.starts, plan.lens, out, *numbers
+    shapes = _shapes(inputs.q, kv_heads, _tile_rows(head_dim))
+    grid = len(plan.tiles), kv_heads
+    launch(_prefill_kernel, grid, *args, warps=WARPS, stages=STAGES, **_scoring(inputs), **shapes)
+
+
+def _scoring(inputs: _Inputs) -> dict[str, Any]:
+    """Constants of the kernels that read keys."""
+    return dict(KEYS=KEYS, BLOCK=inputs.k_cache.shape[1], SOFT_CAP=inputs.soft_cap)
 
 
 def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
@@ -157,17 +183,20 @@ def _decode_kernel(
     outs_ptr,
     width,
     partitions,
+    window,
     scale,
     LISTED: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head, j): partitions j, j + number of such programs, ... of the i-th sequence."""
+    """Program (i, kv_head, j): partitions j, j + number of such programs, ... of those that the i-th sequence's query
+    sees."""
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -176,13 +205,15 @@ def _decode_kernel(
     position = tl.zeros([ROWS], tl.int32) + (length - 1)
     table_ptr = tables_ptr + sequence * width
     real = row < GROUP
-    for index in range(tl.program_id(2), tl.cdiv(length, PARTITION), tl.num_programs(2)):
+    oldest = _oldest(length - 1, window)
+    first = oldest // PARTITION
+    for index in range(first + tl.program_id(2), tl.cdiv(length, PARTITION), tl.num_programs(2)):
         start = index * PARTITION
-        end = tl.minimum(start + PARTITION, length)
+        seen = oldest, start, tl.minimum(start + PARTITION, length), length - 1
         peak, total, out = _partition(
-            q, position, start, end, length - 1, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, D, SIZE, ROWS
+            q, position, window, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
         )
-        part = ((i * tl.num_programs(1) + kv_head) * partitions + index) * GROUP + row
+        part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         tl.store(peaks_ptr + part, peak, mask=real)
         tl.store(totals_ptr + part, total, mask=real)
         tl.store(outs_ptr + part[None, :] * D + d[:, None], out, mask=real[None, :] & (d < D)[:, None])
@@ -198,6 +229,7 @@ def _fold_kernel(
     lens_ptr,
     out_ptr,
     partitions,
+    window,
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -211,7 +243,8 @@ def _fold_kernel(
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
     real = (row < GROUP)[None, :] & (d < D)[:, None]
     peak, total, out = _fresh(SIZE, ROWS)
-    for index in tl.range(0, tl.cdiv(length, PARTITION), loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
+    count = tl.cdiv(length, PARTITION) - _oldest(length - 1, window) // PARTITION
+    for index in tl.range(0, count, loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
         part = ((i * tl.num_programs(1) + kv_head) * partitions + index) * GROUP + row
         part_peak = tl.load(peaks_ptr + part, mask=row < GROUP, other=0.0)
         part_total = tl.load(totals_ptr + part, mask=row < GROUP, other=1.0)
@@ -232,9 +265,11 @@ def _prefill_kernel(
     lens_ptr,
     out_ptr,
     width,
+    window,
     scale,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
@@ -252,13 +287,14 @@ def _prefill_kernel(
     head = ((start + row // GROUP) * tl.num_programs(1) + kv_head) * GROUP + row % GROUP
     q = tl.load(q_ptr + head[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0)
     position = length - queries + row // GROUP
-    seen = length - queries + tl.minimum(first + ROWS - 1, last) // GROUP + 1
+    oldest = _oldest(length - queries + first // GROUP, window)
+    end = length - queries + tl.minimum(first + ROWS - 1, last) // GROUP + 1
     table_ptr = tables_ptr + sequence * width
     peak, total, out = _fresh(SIZE, ROWS)
-    for begin in range(0, seen, PARTITION):
-        end = tl.minimum(begin + PARTITION, seen)
+    for start in range(oldest // PARTITION * PARTITION, end, PARTITION):
+        seen = oldest, start, tl.minimum(start + PARTITION, end), length - 1
         part_peak, part_total, part_out = _partition(
-            q, position, begin, end, length - 1, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, D, SIZE, ROWS
+            q, position, window, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
         )
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
     real = (first + tl.arange(0, ROWS) <= last)[None, :] & (d < D)[:, None]
@@ -277,36 +313,45 @@ def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
 
 
 @device_function
+def _oldest(position, window):
+    """The first key that a query at this position sees."""
+    return tl.maximum(position - window + 1, 0)
+
+
+@device_function
 def _partition(
     q,
     position,
-    start,
-    end,
-    last,
+    window,
+    seen,
     table_ptr,
     k_ptr,
     v_ptr,
     scale,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The partial softmax of rows q [SIZE, ROWS] over keys [start, end), of which a row sees those up to its position.
+    """The partial softmax of rows q [SIZE, ROWS] over the keys of a partition that lie in their windows.
 
-    `last`: the sequence's last token, read again in place of later ones, which may be another sequence's.
+    `seen`: the first key that any row sees, where the partition starts and ends, and the sequence's last token. Keys
+    before the first and after the last are not read, but these two in their place: they may be another sequence's.
     """
     d = tl.arange(0, SIZE)
+    oldest, start, end, last = seen
     peak, total, out = _fresh(SIZE, ROWS)
-    for first in range(start, end, KEYS):
+    for first in range(tl.maximum(start, oldest // KEYS * KEYS), end, KEYS):
         token = first + tl.arange(0, KEYS)
-        stored = tl.minimum(token, last)
+        stored = tl.minimum(tl.maximum(token, oldest), last)
         slot = tl.load(table_ptr + stored // BLOCK) * BLOCK + stored % BLOCK
         place = (slot * tl.num_programs(1) + tl.program_id(1)) * D
         k = tl.load(k_ptr + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
         v = tl.load(v_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-        scores = _scores(q, k, token[:, None] <= position[None, :], scale)
+        distance = position[None, :] - token[:, None]
+        scores = _scores(q, k, (distance >= 0) & (distance < window), scale, SOFT_CAP)
         peak, total, out = _add_tile(peak, total, out, scores, v)
     return peak, total, out
 
@@ -318,9 +363,20 @@ def _fresh(SIZE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @device_function
-def _scores(q, k, visible, scale):
+def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
     """Scores [KEYS, ROWS] of keys k [KEYS, SIZE] in powers of 2."""
-    return tl.where(visible, tl.dot(k, q) * scale, -float("inf"))
+    scores = tl.dot(k, q) * scale
+    if SOFT_CAP is not None:
+        scores = _capped(scores, SOFT_CAP)
+    return tl.where(visible, scores, -float("inf"))
+
+
+@device_function
+def _capped(scores, SOFT_CAP: tl.constexpr):
+    """SOFT_CAP * tanh(score / SOFT_CAP) of scores, which like the results are in powers of 2."""
+    decay = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
+    capped = (1.0 - decay) / (1.0 + decay) * (SOFT_CAP * _LOG2_E)
+    return tl.where(scores < 0, -capped, capped)
 
 
 @device_function

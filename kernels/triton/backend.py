@@ -1,4 +1,4 @@
-"""The ops of `kernels.ops.Backend` by Triton kernels, for bfloat16 and float16.
+"""The ops of `contract.Backend` by Triton kernels, for bfloat16 and float16.
 
 Joins the kernels of the modules beside it; `launch` says how they keep the contract. A weight is a plain tensor. The
 tensors of a call lie on one CUDA device, or all on the CPU where kernels are interpreted. No op reads a tensor
@@ -15,12 +15,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..contract import Backend, Qkv, run_layers
+from ..contract import AttentionWeights, Backend, Rotation
+from ..layer import project, run_layers
 from ..reference import embedding as embedding
 from ..reference import new_layers as new_layers
 from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation
-from . import is_interpreted, products
+from ..specs import AttentionSpec
+from . import is_interpreted
 from .attention import paged_attention as paged_attention
 from .head import filter_logits as filter_logits
 from .head import log_probs as log_probs
@@ -29,13 +31,18 @@ from .head import next_tokens as next_tokens
 from .head import sample as sample
 from .head import token_statistics as token_statistics
 from .launch import describe_settings
+from .products import gate_up as gate_up
 from .products import linear as linear
 from .products import linear_add as linear_add
 from .products import lm_head as lm_head
-from .rows import qkv_epilogue, rmsnorm
+from .products import qkv_parts
+from .rows import gate_mul as gate_mul
+from .rows import qkv_epilogue
+from .rows import rmsnorm as rmsnorm
 from .rows import rope as rope
-from .rows import silu_mul as silu_mul
 from .rows import write_kv as write_kv
+
+_SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
@@ -50,23 +57,21 @@ def _processor() -> str:
     return f"sm_{major}{minor}"
 
 
-def gate_up(x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
-    return products.gate_up(rmsnorm(x, norm, eps), gate, up)
-
-
 def qkv(
     x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weights: Qkv,
-    rotation: tuple[Tensor, Tensor],
+    spec: AttentionSpec,
+    weights: AttentionWeights,
+    rotation: Rotation,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    matrices = cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v))
-    parts = products.qkv_parts(rmsnorm(x, norm, eps), matrices)
-    return qkv_epilogue(parts, weights.biases, weights.head_norms, eps, rotation, k_cache, v_cache, slots)
+    if spec.qk_norm_over_heads:
+        q, k, v = project(_SELF, x, spec, weights, rotation)
+        write_kv(k, v, k_cache, v_cache, slots)
+        return q
+    parts = qkv_parts(x, cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v)))
+    return qkv_epilogue(parts, weights.biases, weights.qk_norms, spec.qk_norm, rotation, k_cache, v_cache, slots)
 
 
-layers = partial(run_layers, cast(Backend, sys.modules[__name__]))
+layers = partial(run_layers, _SELF)

@@ -11,7 +11,7 @@ many as the tile allows), tokens on the N side, where it takes what the tile has
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if both are. So to add a part of
 +0.0 changes no bit, and weights with fewer pieces than others beside them have such parts.
 
-Owns: the cut of K, the tiles of all products, and the epilogues of products: bias, residual, SiLU. Does not own:
+Owns: the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own:
 norms, and what follows the products of q, k and v. Activations are copied if `launch` could not take them; weights must
 be contiguous and begin at a multiple of 16 bytes.
 
@@ -36,6 +36,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..reference import GELU_CUBIC, GELU_SLOPE
+from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
 
 
@@ -72,6 +74,7 @@ FOLD_COLUMNS = 1024
 _PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
+_GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
 
 
 def k_splits(rows: int, columns: int) -> int:
@@ -94,15 +97,15 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     return _linear(x, weight, "residual", residual, x.dtype)
 
 
-def gate_up(hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """The bits of silu_mul(linear(hidden, gate), linear(hidden, up)) for gate and up [I, H]: [M, I]."""
-    hidden = aligned(hidden)
-    out = hidden.new_empty(len(hidden), len(gate))
-    if _apart(hidden, (gate, up)):
-        _launch_fold(_fold_gate_up_kernel, _parts(hidden, (gate, up)), out)
+def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """The bits of gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
+    x = aligned(x)
+    out = x.new_empty(len(x), len(gate))
+    if _apart(x, (gate, up)):
+        _launch_fold(_fold_gate_up_kernel, _parts(x, (gate, up)), out, ACTIVATION=activation)
     else:
         tiles = PAIR_TILES if k_splits(*gate.shape) == 1 else CUT_PAIR_TILES
-        _launch_whole(_gate_up_kernel, tiles, hidden, (gate, up), out)
+        _launch_whole(_gate_up_kernel, tiles, x, (gate, up), out, ACTIVATION=activation)
     return out
 
 
@@ -273,9 +276,12 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
 
 
 @device_function
-def silu_mul_tile(gate, up):
-    """silu(gate) * up of float32 tiles, to be rounded once."""
-    return gate / (1.0 + tl.exp(-gate)) * up
+def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up of float32 tiles, to be rounded once."""
+    slope = gate
+    if ACTIVATION == "gelu_tanh":
+        slope = gate * (_GELU_SLOPE + _GELU_CUBIC * (gate * gate))
+    return gate / (1.0 + tl.exp(-slope)) * up
 
 
 @device_function
@@ -332,6 +338,7 @@ def _gate_up_kernel(
     features,
     columns,
     piece,
+    ACTIVATION: tl.constexpr,
     CUT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
@@ -353,7 +360,8 @@ def _gate_up_kernel(
     gate, up = tl.split(total.reshape(2, half, TOKENS).permute(1, 2, 0))
     feature = tile[1] * half + tl.arange(0, half)
     inside = (feature < features)[:, None] & (token < tokens)[None, :]
-    _finish(silu_mul_tile(gate, up), x_ptr, out_ptr, feature[:, None], token[None, :], features, inside, "none")
+    product = gate_mul_tile(gate, up, ACTIVATION)
+    _finish(product, x_ptr, out_ptr, feature[:, None], token[None, :], features, inside, "none")
 
 
 @exact_jit
@@ -417,13 +425,15 @@ def _fold_kernel(
 
 
 @exact_jit
-def _fold_gate_up_kernel(parts_ptr, out_ptr, tokens, features, PIECES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Folds parts of one token, gate and up side by side, and stores silu_mul of the two."""
+def _fold_gate_up_kernel(
+    parts_ptr, out_ptr, tokens, features, ACTIVATION: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Folds parts of one token, gate and up side by side, and stores gate_mul of the two."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features
     gate = fold_parts(parts_ptr, tokens, 2 * features, token, feature, inside, PIECES)
     up = fold_parts(parts_ptr, tokens, 2 * features, token, features + feature, inside, PIECES)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    product = silu_mul_tile(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+    product = gate_mul_tile(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
     _finish(product, parts_ptr, out_ptr, feature, token, features, inside, "none")

@@ -18,30 +18,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..specs import Activation, NormSpec
 from .launch import aligned, device_function, exact_jit, launch
-from .products import fold_parts, silu_mul_tile
+from .products import fold_parts, gate_mul_tile
 
 _HEAD_WARPS = 1
 _ACTIVATION_TILE = 1024
 
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [M, H] over its root mean square, rounded to the dtype, times weight [H]: [M, H]."""
+def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
+    """x [M, H] over its root mean square, rounded to the dtype, times weight [H]: [M, H].
+
+    If zero-centered: not rounded before, times 1 + weight in float32, rounded once.
+    """
     x, weight = aligned(x), aligned(weight)
     out = torch.empty_like(x)
     rows, size = x.shape
     warps = min(max(2 ** (size - 1).bit_length() // 512, 1), 16)
-    launch(_rmsnorm_kernel, (rows,), x, weight, eps, out, warps=warps, SIZE=size)
+    options = dict(SIZE=size, ZERO_CENTERED=norm.zero_centered)
+    launch(_rmsnorm_kernel, (rows,), x, weight, norm.eps, out, warps=warps, **options)
     return out
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up of tensors of one shape."""
+def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """activation(gate) * up of tensors of one shape, rounded once."""
     gate, up = aligned(gate), aligned(up)
     out = torch.empty_like(gate)
     columns = gate.shape[-1]
     grid = (gate.numel() // columns, -(-columns // _ACTIVATION_TILE))
-    launch(_silu_mul_kernel, grid, gate, up, out, warps=4, COLUMNS=columns, TILE=_ACTIVATION_TILE)
+    options = dict(ACTIVATION=activation, COLUMNS=columns, TILE=_ACTIVATION_TILE)
+    launch(_gate_mul_kernel, grid, gate, up, out, warps=4, **options)
     return out
 
 
@@ -65,8 +71,8 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 def qkv_epilogue(
     parts: Tensor,
     biases: tuple[Tensor, Tensor, Tensor] | None,
-    head_norms: tuple[Tensor, Tensor] | None,
-    eps: float,
+    qk_norms: tuple[Tensor, Tensor] | None,
+    norm: NormSpec | None,
     rotation: tuple[Tensor, Tensor],
     k_cache: Tensor,
     v_cache: Tensor,
@@ -74,17 +80,18 @@ def qkv_epilogue(
 ) -> Tensor:
     """Queries [M, heads, D] from the products of q, k and v; keys and values go to the caches like `write_kv`.
 
-    `parts` float32 [pieces, M, (heads + 2 * kv_heads) * D]: sums over pieces of K, of q, k and v side by side. The
-    other arguments are those of `ops.Backend.qkv`.
+    `parts` float32 [pieces, M, (heads + 2 * kv_heads) * D]: sums over pieces of K, of q, k and v side by side.
+    `qk_norms` [D] and `norm`: of each head of q and of k by itself, or none. The others are those of `Backend.qkv`.
     """
     pieces, rows, columns = parts.shape
     kv_heads, size = k_cache.shape[2:]
     heads = columns // size - 2 * kv_heads
     q = torch.empty(rows, heads, size, dtype=k_cache.dtype, device=parts.device)
     # Pointers that the kernel does not read have to point somewhere.
-    weights = *(biases or (q, q, q)), *(head_norms or (q, q))
+    weights = *(biases or (q, q, q)), *(qk_norms or (q, q))
+    eps, zero_centered = (norm.eps, norm.zero_centered) if norm is not None else (0.0, False)
     args = parts, rows, *map(aligned, weights), eps, *map(aligned, rotation), aligned(slots), q, k_cache, v_cache
-    options = dict(BIASES=biases is not None, NORMS=head_norms is not None)
+    options = dict(BIASES=biases is not None, NORMS=qk_norms is not None, ZERO_CENTERED=zero_centered)
     grid = (rows * (heads + kv_heads),)
     sizes = dict(PIECES=pieces, HEADS=heads, KV_HEADS=kv_heads, SIZE=size)
     launch(_qkv_epilogue_kernel, grid, *args, warps=_HEAD_WARPS, **sizes, **options)
@@ -92,20 +99,20 @@ def qkv_epilogue(
 
 
 @exact_jit
-def _rmsnorm_kernel(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr):
+def _rmsnorm_kernel(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
-    x = _norm(_load_halves(x_ptr + row, SIZE), weight_ptr, eps, SIZE)
+    x = _norm(_load_halves(x_ptr + row, SIZE), weight_ptr, eps, SIZE, ZERO_CENTERED)
     _store_halves(out_ptr + row, x, SIZE)
 
 
 @exact_jit
-def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+def _gate_mul_kernel(gate_ptr, up_ptr, out_ptr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     at = tl.program_id(0).to(tl.int64) * COLUMNS + column
     mask = column < COLUMNS
     gate = tl.load(gate_ptr + at, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + at, mask=mask).to(tl.float32)
-    tl.store(out_ptr + at, silu_mul_tile(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + at, gate_mul_tile(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @exact_jit
@@ -145,6 +152,7 @@ def _qkv_epilogue_kernel(
     SIZE: tl.constexpr,
     BIASES: tl.constexpr,
     NORMS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
 ):
     """For each row a program for each head of q, then one for each key-value head, which takes both k and v."""
     row = (tl.program_id(0) // (HEADS + KV_HEADS)).to(tl.int64)
@@ -154,14 +162,14 @@ def _qkv_epilogue_kernel(
     if head < HEADS:
         q = _fold_head(parts, head, q_bias_ptr + head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
         if NORMS:
-            q = _norm(q, q_norm_ptr, eps, SIZE)
+            q = _norm(q, q_norm_ptr, eps, SIZE, ZERO_CENTERED)
         q = _rotate(q, cosines_ptr, sines_ptr, row, SIZE)
         _store_halves(q_ptr + (row * HEADS + head) * SIZE, q, SIZE)
     else:
         kv_head = head - HEADS
         k = _fold_head(parts, head, k_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
         if NORMS:
-            k = _norm(k, k_norm_ptr, eps, SIZE)
+            k = _norm(k, k_norm_ptr, eps, SIZE, ZERO_CENTERED)
         k = _rotate(k, cosines_ptr, sines_ptr, row, SIZE)
         v = _fold_head(parts, head + KV_HEADS, v_bias_ptr + kv_head * SIZE, q_ptr, PIECES, COLUMNS, SIZE, BIASES)
         place = (tl.load(slots_ptr + row) * KV_HEADS + kv_head) * SIZE
@@ -193,12 +201,19 @@ def _fold_head(
 
 
 @device_function
-def _norm(x, weight_ptr, eps, SIZE: tl.constexpr):
-    """Halves over the root mean square of the row, rounded to the weight's dtype, times the weight."""
+def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """Halves over the root mean square of the row, rounded to the weight's dtype, times the weight.
+
+    If `ZERO_CENTERED`: not rounded before, times 1 + the weight.
+    """
     squares = _sum_in_pairs(x[0] * x[0] + x[1] * x[1])
     scale = tl.rsqrt(squares * (1.0 / SIZE) + eps)
-    x = _round((x[0] * scale, x[1] * scale), weight_ptr)
+    x = x[0] * scale, x[1] * scale
     weight = _load_halves(weight_ptr, SIZE)
+    if ZERO_CENTERED:
+        weight = 1.0 + weight[0], 1.0 + weight[1]
+    else:
+        x = _round(x, weight_ptr)
     return _round((x[0] * weight[0], x[1] * weight[1]), weight_ptr)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trueroll.kernels import reference
@@ -25,23 +24,39 @@ Chunk = tuple[int, int, int]  # sequence, first query, end of the queries
 
 
 def sequences_of(
-    lens: Sequence[int], dtype: torch.dtype, size: int = 16, group: int = 2, kv_heads: int = 1, block_size: int = 16
+    lens: Sequence[int],
+    dtype: torch.dtype,
+    size: int = 16,
+    group: int = 2,
+    kv_heads: int = 1,
+    block_size: int = 16,
+    **attention: Any,
 ) -> Paged:
-    """Sequences in a cache, attended to by the Triton kernels."""
+    """Sequences in a cache, attended to by the Triton kernels. `attention`: their window and soft cap."""
     ops: Any = SimpleNamespace(paged_attention=paged_attention, write_kv=reference.write_kv)
-    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size)
+    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
 
 
 def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> Tensor:
     """The attention of single queries by the way of graphs: context lengths on the device, of up to `most` tokens."""
     q, batch = sequences.batch(chunks)
     batch = dataclasses.replace(batch, context_lens=[most] * len(chunks), lens=torch.tensor(batch.context_lens))
-    return paged_attention(q, sequences.k_cache, sequences.v_cache, batch, sequences.size**-0.5)
+    caches = sequences.k_cache, sequences.v_cache
+    return paged_attention(q, *caches, batch, sequences.size**-0.5, **sequences.attention)
 
 
-def by_torch(sequences: Paged, i: int, dtype: torch.dtype) -> Tensor:
-    q, k, v = (x[i].to(dtype).transpose(0, 1)[None] for x in (sequences.q, sequences.k, sequences.v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+def in_float64(sequences: Paged, i: int, window: int | None, soft_cap: float | None, rounded: bool = False) -> Tensor:
+    """The attention of sequence i; if `rounded`, with weights rounded to the dtype, relative to the highest."""
+    q, k, v = (x[i].double().transpose(0, 1) for x in (sequences.q, sequences.k, sequences.v))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * sequences.size**-0.5
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    scores.masked_fill_((distance < 0) | (distance >= (window or q.shape[1])), -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    weighed = (weights.to(sequences.v[i].dtype).double() if rounded else weights) @ v
+    return (weighed / weights.sum(-1, keepdim=True)).transpose(0, 1)
 
 
 @pytest.fixture
@@ -63,31 +78,56 @@ PREFILL, DECODE = ["_prefill_kernel"], ["_decode_kernel", "_fold_kernel"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size,group,kv_heads", [(16, 7, 1), (64, 1, 2), (80, 2, 1), (128, 2, 2), (256, 1, 1)])
-def test_error_is_not_above_that_of_torch(dtype: torch.dtype, size: int, group: int, kv_heads: int) -> None:
-    sequences = sequences_of([150], dtype, size, group, kv_heads)
-    exact = by_torch(sequences, 0, torch.float64)
-    error = (sequences.whole(0) - exact).abs().mean()
-    torch_error = (by_torch(sequences, 0, dtype) - exact).abs().mean()
-    assert 0 < error <= 1.01 * torch_error
+@pytest.mark.parametrize(
+    "size,group,kv_heads,window,soft_cap",
+    [
+        (16, 7, 1, None, None),
+        (64, 1, 2, None, None),
+        (80, 2, 1, None, 2.0),
+        (128, 2, 2, None, None),
+        (256, 1, 1, None, None),
+        (16, 1, 1, 1, None),
+        (16, 2, 1, 70, None),
+        (16, 2, 1, 20, 0.5),
+    ],
+)
+def test_error_is_that_of_rounding_weights_and_results(
+    dtype: torch.dtype, size: int, group: int, kv_heads: int, window: int | None, soft_cap: float | None
+) -> None:
+    sequences = sequences_of([150], dtype, size, group, kv_heads, window=window, soft_cap=soft_cap)
+    exact = in_float64(sequences, 0, window, soft_cap)
+    rounded = in_float64(sequences, 0, window, soft_cap, rounded=True).to(dtype)
+    error, least = ((x - exact).abs() for x in (sequences.whole(0), rounded))
+    assert error.mean() <= 1.01 * least.mean()
 
 
 @pytest.mark.parametrize(
-    "dtype,size,group,length,chunk_ends",
+    "dtype,size,group,length,chunk_ends,window,soft_cap",
     [
-        (torch.bfloat16, 16, 1, 1111, (64, 65, 300, 512, 513, 1023, 1024, 1100)),
-        (torch.float16, 16, 2, 530, (1, 40, 64, 129, 512, 513)),
-        (torch.float16, 80, 2, 140, (63, 64, 128)),
-        (torch.bfloat16, 80, 7, 70, (63, 64)),
-        (torch.float16, 128, 7, 70, (63, 64)),
-        (torch.bfloat16, 128, 2, 140, (63, 64, 128)),
-        (torch.bfloat16, 256, 1, 70, (63, 64)),
+        (torch.bfloat16, 16, 1, 1111, (64, 65, 300, 512, 513, 1023, 1024, 1100), None, None),
+        (torch.bfloat16, 16, 1, 640, (64, 65, 300, 512, 513, 582, 600), 70, None),
+        (torch.bfloat16, 16, 1, 600, (64, 511, 512, 513, 576), 513, 1.0),
+        (torch.float16, 16, 2, 530, (1, 40, 64, 129, 512, 513), None, None),
+        (torch.float16, 16, 3, 200, (1, 3, 5, 40, 64, 66, 129), 3, None),
+        (torch.float16, 80, 2, 140, (63, 64, 128), None, None),
+        (torch.bfloat16, 80, 7, 70, (63, 64), None, None),
+        (torch.float16, 128, 7, 70, (63, 64), None, None),
+        (torch.bfloat16, 128, 2, 140, (63, 64, 128), None, 2.0),
+        (torch.bfloat16, 256, 1, 70, (63, 64), None, None),
+        (torch.bfloat16, 256, 2, 140, (63, 64, 128), 64, None),
     ],
 )
 def test_chunks_and_single_queries_give_the_bits_of_the_whole(
-    launched: list[str], dtype: torch.dtype, size: int, group: int, length: int, chunk_ends: tuple[int, ...]
+    launched: list[str],
+    dtype: torch.dtype,
+    size: int,
+    group: int,
+    length: int,
+    chunk_ends: tuple[int, ...],
+    window: int | None,
+    soft_cap: float | None,
 ) -> None:
-    sequences = sequences_of([length], dtype, size, group)
+    sequences = sequences_of([length], dtype, size, group, window=window, soft_cap=soft_cap)
     whole = sequences.whole(0)
     assert launched == PREFILL and len(whole.unique()) > len(whole)
     chunks = [(0, start, end) for start, end in pairwise((0, *chunk_ends, length))]
@@ -121,10 +161,70 @@ def test_block_size_does_not_matter(launched: list[str], dtype: torch.dtype) -> 
     assert all(same_bits(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype) -> None:
+def test_a_window_that_holds_all_tokens_is_none() -> None:
+    sequences, windowed = (sequences_of([600], torch.bfloat16, window=window) for window in (None, 520))
+    chunk, singles = [(0, 500, 560)], [(0, 519, 520), (0, 520, 521)]
+    for found, expected, inside in (
+        (windowed.attend(x), sequences.attend(x), n) for x, n in ((chunk, 20), (singles, 1))
+    ):
+        found, expected = torch.cat(found), torch.cat(expected)
+        assert same_bits(found[:inside], expected[:inside])
+        assert (found[inside:] != expected[inside:]).flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("window", [70, 600])
+def test_what_is_left_out_behind_a_window_changes_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions and tiles; every key before them computes to the same bits."""
+    sequences = sequences_of([1111], torch.bfloat16, window=window)
+    attend = (lambda: sequences.attend([(0, 1075, 1111)])), (lambda: sequences.attend([(0, 575, 576), (0, 1110, 1111)]))
+    tiles = count_tiles(monkeypatch)
+    expected = [torch.cat(each()) for each in attend]
+    computed = len(tiles)
+    monkeypatch.setattr(attention, "_oldest", lambda position, window: 0)
+    monkeypatch.setattr(attention, "_most_partitions", lambda longest, window: -(-longest // PARTITION))
+    assert all(same_bits(torch.cat(each()), x) for each, x in zip(attend, expected, strict=True))
+    assert computed < len(tiles) - computed, "premise"
+
+
+def test_a_window_bounds_the_tiles_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the memory, with context lengths on the device too."""
+    sequences = sequences_of([5000], torch.bfloat16, window=KEYS)
+    tiles = count_tiles(monkeypatch)
+    sequences.attend([(0, 4992, 5000)])
+    sequences.attend([(0, 4999, 5000)])
+    attend_in_a_graph(sequences, [(0, 4999, 5000)], 2**17)
+    assert len(tiles) == 3 * 2
+    assert [attention._most_partitions(n, KEYS) for n in (5, PARTITION, PARTITION + 1, 2**17)] == [1, 1, 2, 2]
+    assert [attention._most_partitions(2**17, n) for n in (1, 2, PARTITION + 1, PARTITION + 2)] == [1, 2, 2, 3]
+
+
+def count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one for each tile of keys that a program computes."""
+    tiles: list[None] = []
+    add_tile = attention._add_tile
+    monkeypatch.setattr(attention, "_add_tile", lambda *args: (tiles.append(None), add_tile(*args))[1])
+    return tiles
+
+
+@pytest.mark.parametrize("window", [1, 70, 600])
+def test_what_a_table_has_behind_the_windows_is_never_read(launched: list[str], window: int) -> None:
+    """Such blocks may be other sequences' by then, or nobody's."""
+    sequences = sequences_of([1111], torch.bfloat16, window=window)
+    chunk, single = (0, 1080, 1100), (0, 1110, 1111)
+    expected = [sequences.attend([each])[0] for each in (chunk, single)]
+    unused = next(i for i, block in enumerate(sequences.k_cache) if block.isnan().all())
+    for (_, first, end), before in zip((chunk, single), expected, strict=True):
+        sequences.tables[0, : (first - window + 1) // sequences.block_size] = unused
+        assert sequences.v_cache[sequences.tables[0, 0]].isnan().all()
+        assert same_bits(sequences.attend([(0, first, end)])[0], before)
+    assert launched == (PREFILL + DECODE) * 2
+    assert same_bits(attend_in_a_graph(sequences, [single], 2048), expected[1])
+
+
+@pytest.mark.parametrize("dtype,window", [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, 70)], ids=str)
+def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype, window: int | None) -> None:
     """Whatever the host takes for the longest context, and however many programs share the partitions."""
-    sequences = sequences_of([1100, 70, 513], dtype, group=7)
+    sequences = sequences_of([1100, 70, 513], dtype, group=7, window=window)
     chunks = [(0, 1099, 1100), (1, 69, 70), (2, 512, 513), (0, 40, 41)]
     expected = torch.cat(sequences.attend(chunks))
     for most in (1100, 4 * PARTITION):
@@ -139,11 +239,15 @@ def test_few_programs_may_share_many_partitions(monkeypatch: pytest.MonkeyPatch)
     assert same_bits(sequences.attend([(0, 1099, 1100)])[0], expected)
 
 
-@pytest.mark.parametrize("place", [KEYS - 1, KEYS, PARTITION - 4, PARTITION])
-def test_a_token_that_is_not_finite_reaches_those_who_see_it(launched: list[str], place: int) -> None:
+@pytest.mark.parametrize(
+    "place,window", [(KEYS - 1, None), (KEYS, 5), (PARTITION - 4, None), (PARTITION - 4, 5), (PARTITION, 5)]
+)
+def test_a_token_that_is_not_finite_reaches_those_who_see_it(
+    launched: list[str], place: int, window: int | None
+) -> None:
     """Stored as `write_kv` does: 0 for the values that are not finite, NaN for the whole key."""
-    sequences = sequences_of([place + 9], torch.bfloat16, kv_heads=2)
-    chunk, singles = (0, place - 3, place + 9), [(0, i, i + 1) for i in (place - 1, place, place + 8)]
+    sequences = sequences_of([place + 9], torch.bfloat16, kv_heads=2, window=window)
+    chunk, singles = (0, place - 3, place + 9), [(0, i, i + 1) for i in (place - 1, place, place + 4, place + 8)]
 
     def attend() -> tuple[Tensor, Tensor]:
         return sequences.attend([chunk])[0], torch.cat(sequences.attend(singles))
@@ -154,10 +258,12 @@ def test_a_token_that_is_not_finite_reaches_those_who_see_it(launched: list[str]
     sequences.write(0)
     after = attend()
     assert launched == (PREFILL + DECODE) * 2
-    for was, now, hidden in zip(before, after, (3, 1), strict=True):
+    seen = 9 if window is None else window
+    for was, now, positions in zip(before, after, (range(-3, 9), (-1, 0, 4, 8)), strict=True):
+        sees = torch.tensor([0 <= distance < seen for distance in positions])
         assert not was.isnan().any()
-        assert now[hidden:, :2].isnan().all(), "the head that has the token, for those who see it"
-        assert same_bits(now[:hidden], was[:hidden]) and same_bits(now[:, 2:], was[:, 2:])
+        assert now[sees, :2].isnan().all(), "the head that has the token, for those who see it"
+        assert same_bits(now[~sees], was[~sees]) and same_bits(now[:, 2:], was[:, 2:])
 
 
 def test_what_another_sequence_left_in_a_block_is_never_read() -> None:

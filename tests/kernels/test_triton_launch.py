@@ -9,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from trueroll.kernels.ops import select_backend
+from trueroll.errors import ConfigError
+from trueroll.kernels.selection import select_backend
 from trueroll.kernels.triton import obstacle
 from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
+
+from .inputs import layer_spec
 
 
 def scale(x_ptr: Any, out_ptr: Any, factor: Any, count: Any, BLOCK: tl.constexpr) -> None:
@@ -68,7 +71,7 @@ def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_health_says_what_is_pinned_and_what_the_environment_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = select_backend("triton", torch.device("cpu"), torch.bfloat16, 64).ops
+    ops = select_backend("triton", torch.device("cpu"), torch.bfloat16, []).ops
     assert ops.instruction_set().startswith(f"interpreter, triton {triton.__version__}, enable_fp_fusion=False")
     assert "DISABLE_MMA_V3" not in ops.instruction_set() and "PTXAS" not in ops.instruction_set()
     monkeypatch.setenv("DISABLE_MMA_V3", "1")
@@ -94,9 +97,10 @@ def test_what_the_kernels_do_not_serve(
     dtype: torch.dtype, head_dim: int, interpreted: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
-    with pytest.raises(ValueError, match=reason):
-        select_backend("triton", torch.device("cpu"), dtype, head_dim)
-    assert select_backend("auto", torch.device("cpu"), dtype, 64).name in ("cpu", "reference")
+    layers = [layer_spec(size=64), layer_spec(size=head_dim)]
+    with pytest.raises(ConfigError, match=reason):
+        select_backend("triton", torch.device("cpu"), dtype, layers)
+    assert select_backend("auto", torch.device("cpu"), dtype, layers[:1]).name in ("cpu", "reference")
 
 
 @pytest.mark.parametrize(
@@ -113,5 +117,5 @@ def test_which_gpus_the_kernels_serve(
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = obstacle(torch.device("cuda"), torch.bfloat16, 64)
+    found = obstacle(torch.device("cuda"), torch.bfloat16, [layer_spec(size=64)])
     assert reason in found and bool(reason) == bool(found)

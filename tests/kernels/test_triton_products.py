@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trueroll.kernels.specs import Activation
 from trueroll.kernels.triton import launch, products, rows
 from trueroll.kernels.triton.products import CUT_PAIR_TILES, NARROW_TILE, PAIR_TILES, TILES, Tile
 
@@ -87,9 +88,9 @@ def test_linear_has_the_same_bits_from_every_tile(
 
 
 @cache
-def steps_of_gate_up(columns: int, dtype: torch.dtype) -> Tensor:
+def steps_of_gate_up(columns: int, dtype: torch.dtype, activation: Activation) -> Tensor:
     x, gate, up = gate_up_inputs(columns, dtype)
-    return rows.silu_mul(products.linear(x, gate), products.linear(x, up))
+    return rows.gate_mul(products.linear(x, gate), products.linear(x, up), activation)
 
 
 def gate_up_inputs(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,15 +100,20 @@ def gate_up_inputs(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 @pytest.mark.parametrize("tile", [*PAIR_TILES, NARROW_TILE], ids=str)
-@pytest.mark.parametrize("columns,dtype", [WHOLE, MASKED])
+@pytest.mark.parametrize("columns,dtype,activation", [(*WHOLE, "silu"), (*MASKED, "gelu_tanh")])
 def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
-    columns: int, dtype: torch.dtype, tile: Tile, apart: bool, monkeypatch: pytest.MonkeyPatch
+    columns: int,
+    dtype: torch.dtype,
+    activation: Activation,
+    tile: Tile,
+    apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cut_everything(monkeypatch)
     x, gate, up = gate_up_inputs(columns, dtype)
-    expected = steps_of_gate_up(columns, dtype)
+    expected = steps_of_gate_up(columns, dtype, activation)
     for tokens in use_tile(monkeypatch, tile, apart):
-        assert same_bits(products.gate_up(x[:tokens], gate, up), expected[:tokens]), tokens
+        assert same_bits(products.gate_up(x[:tokens], gate, up, activation), expected[:tokens]), tokens
 
 
 @both_dtypes
@@ -153,12 +159,12 @@ def test_rows_alone_and_in_company(dtype: torch.dtype, monkeypatch: pytest.Monke
     cut_everything(monkeypatch)
     x, weight, bias, _ = inputs(140, 121, dtype)
     x[[5, 131]] = torch.nan
-    whole = products.linear(x, weight, bias), products.gate_up(x, weight, weight), products.lm_head(x, weight)
+    whole = products.linear(x, weight, bias), products.gate_up(x, weight, weight, "silu"), products.lm_head(x, weight)
     for row in (0, 16, 130, 139):
         alone = x[row : row + 1]
         assert not whole[0][row].isnan().any()
         assert same_bits(products.linear(alone, weight, bias)[0], whole[0][row])
-        assert same_bits(products.gate_up(alone, weight, weight)[0], whole[1][row])
+        assert same_bits(products.gate_up(alone, weight, weight, "silu")[0], whole[1][row])
         assert same_bits(products.lm_head(alone, weight)[0], whole[2][row])
     assert all(product[[5, 131]].isnan().all() for product in whole)
 
@@ -189,7 +195,7 @@ def test_no_tokens(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: pieces)
     x, weight, _, residual = inputs(0, *ODD)
     assert products.linear(x, weight).shape == products.linear_add(x, weight, residual).shape == (0, FEATURES)
-    assert products.gate_up(x, weight, weight).shape == products.lm_head(x, weight).shape == (0, FEATURES)
+    assert products.gate_up(x, weight, weight, "silu").shape == products.lm_head(x, weight).shape == (0, FEATURES)
     assert products.qkv_parts(x, (weight, weight, weight)).shape == (pieces, 0, 3 * FEATURES)
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from trueroll.kernels import reference
+from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.triton import rows
 
 from .accuracy import check
-from .inputs import empty_caches, randn, same_bits
+from .inputs import NORM, ZERO_CENTERED, empty_caches, randn, same_bits
 
 ROWS = 5
-EPS = 1e-5
 HEAD_SIZES = [16, 64, 80, 96, 128, 256]
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -28,26 +28,40 @@ def angles(count: int, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("size", [1, 7, 16, 80, 577, 3584, 8192])
 def test_rmsnorm(size: int, dtype: torch.dtype) -> None:
     x, weight = randn(ROWS, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
-    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    check(rows.rmsnorm(x, weight, EPS), expected, 2, size / 2 + 8, expected.abs())
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + NORM.eps).sqrt() * weight.double()
+    check(rows.rmsnorm(x, weight, NORM), expected, 2, size / 2 + 8, expected.abs())
+
+
+@both_dtypes
+@pytest.mark.parametrize("size", [1, 80, 577])
+def test_zero_centered_rmsnorm(size: int, dtype: torch.dtype) -> None:
+    """Rounded once, also where 1 + weight is 0."""
+    x, weight = randn(ROWS, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
+    weight[-1] = -1
+    expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + NORM.eps).sqrt() * (1 + weight.double())
+    check(rows.rmsnorm(x, weight, ZERO_CENTERED), expected, 1, size / 2 + 9, expected.abs())
 
 
 @both_dtypes
 def test_rmsnorm_of_zeros_and_of_nan(dtype: torch.dtype) -> None:
     x = torch.zeros(3, 48, dtype=dtype)
     x[1, 40], x[2, 3] = torch.nan, torch.inf
-    found = rows.rmsnorm(x, torch.ones(48, dtype=dtype), EPS)
+    found = rows.rmsnorm(x, torch.ones(48, dtype=dtype), NORM)
     assert found[0].eq(0).all() and found[1].isnan().all() and found[2, 3].isnan()
 
 
 @both_dtypes
 @pytest.mark.parametrize("shape", [(63,), (3, 1500), (2, 3, 1024)])
-def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_gate_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gate, up = (4 * randn(*shape)).to(dtype), randn(*shape, dtype=dtype, seed=1)
     special = torch.tensor([0.0, 1e-3, -1e-3, 20.0, -20.0, 87.0, -87.0, 89.0, -104.0, 6e4, -6e4])
     gate.view(-1)[: len(special)], up.view(-1)[: len(special)] = special.to(dtype), 1.0
     expected = gate.double() / (1 + torch.exp(-gate.double())) * up.double()
-    check(rows.silu_mul(gate, up), expected, 1, 8, expected.abs())
+    check(rows.gate_mul(gate, up, "silu"), expected, 1, 8, expected.abs())
+    slope = gate.double() * (reference.GELU_SLOPE + reference.GELU_CUBIC * gate.double() ** 2)
+    expected = gate.double() / (1 + torch.exp(-slope)) * up.double()
+    # The exponential is wrong in proportion to its argument.
+    check(rows.gate_mul(gate, up, "gelu_tanh"), expected, 1, 8, expected.abs() * (1 + slope.abs().clamp(max=110)))
 
 
 @both_dtypes
@@ -87,20 +101,20 @@ def summed(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 @both_dtypes
 @pytest.mark.parametrize(
-    "with_biases,with_norms,pieces", [(False, False, 1), (True, False, 3), (False, True, 3), (True, True, 1)]
+    "with_biases,norm,pieces", [(False, None, 1), (True, None, 3), (False, ZERO_CENTERED, 3), (True, NORM, 1)]
 )
 @pytest.mark.parametrize(
     "heads,kv_heads,size", [(4, 2, 16), (3, 1, 64), (2, 2, 80), (3, 1, 96), (2, 1, 128), (1, 1, 256)]
 )
 def test_the_epilogue_gives_the_bits_of_its_steps(
-    heads: int, kv_heads: int, size: int, with_biases: bool, with_norms: bool, pieces: int, dtype: torch.dtype
+    heads: int, kv_heads: int, size: int, with_biases: bool, norm: NormSpec | None, pieces: int, dtype: torch.dtype
 ) -> None:
     parts, cosines, sines, slots = epilogue_inputs(heads, kv_heads, size, pieces)
     biases, norms = make_biases(heads, kv_heads, size, dtype), make_norms(size, dtype)
     caches, expected_caches = (empty_caches(ROWS, 2, kv_heads, size, dtype) for _ in range(2))
 
-    options = biases if with_biases else None, norms if with_norms else None
-    found = rows.qkv_epilogue(parts, *options, EPS, (cosines, sines), *caches, slots)
+    options = biases if with_biases else None, norms if norm else None, norm
+    found = rows.qkv_epilogue(parts, *options, (cosines, sines), *caches, slots)
 
     bias = torch.cat(biases) if with_biases else None
     columns = summed(parts, bias, dtype)
@@ -108,8 +122,8 @@ def test_the_epilogue_gives_the_bits_of_its_steps(
         descending = summed(parts.flip(0), bias, dtype)
         assert not torch.equal(columns, descending), "the order of the parts matters"
     q, k, v = columns.view(ROWS, -1, size).split([heads, kv_heads, kv_heads], 1)
-    if with_norms:
-        q, k = (rows.rmsnorm(x.reshape(-1, size), norm, EPS).view_as(x) for x, norm in zip((q, k), norms, strict=True))
+    if norm is not None:
+        q, k = (rows.rmsnorm(x.reshape(-1, size), w, norm).view_as(x) for x, w in zip((q, k), norms, strict=True))
     assert same_bits(found, rows.rope(q, (cosines, sines)))
     rows.write_kv(rows.rope(k, (cosines, sines)), v, *expected_caches, slots)
     for cache, expected in zip(caches, expected_caches, strict=True):
@@ -148,7 +162,7 @@ def test_the_epilogue_shows_what_rounds_to_infinity() -> None:
         parts, cosines, sines, slots = epilogue_inputs(heads, kv_heads, size, 1)
         parts[0, 3, head * size + 5] = 1e5
         k_cache, v_cache = empty_caches(ROWS, 2, kv_heads, size, torch.float16)
-        rows.qkv_epilogue(parts, None, None, EPS, (cosines, sines), k_cache, v_cache, slots)
+        rows.qkv_epilogue(parts, None, None, None, (cosines, sines), k_cache, v_cache, slots)
         k, v = k_cache.flatten(0, 1)[slots], v_cache.flatten(0, 1)[slots]
         assert k[3, 0].isnan().all() and k.isnan().sum() == size
         assert v.isfinite().all() and (v[3, 0, 5] == 0) == v_is_zero
@@ -161,7 +175,7 @@ def some_ops(dtype: torch.dtype) -> dict[str, tuple[Callable[..., tuple[Tensor, 
 
     def epilogue(left: Tensor, right: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
         caches = empty_caches(ROWS, 2, 1, 80, dtype)
-        q = rows.qkv_epilogue(torch.stack((left, right)), biases, norms, EPS, (cosines, sines), *caches, slots)
+        q = rows.qkv_epilogue(torch.stack((left, right)), biases, norms, NORM, (cosines, sines), *caches, slots)
         return q, *(cache[slots // 2] for cache in caches)
 
     def write_kv(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
@@ -171,15 +185,15 @@ def some_ops(dtype: torch.dtype) -> dict[str, tuple[Callable[..., tuple[Tensor, 
 
     heads, more_heads = (randn(ROWS, 3, 80, dtype=dtype, seed=seed) for seed in (1, 2))
     return {
-        "rmsnorm": (lambda x: (rows.rmsnorm(x, weight, EPS),), (randn(ROWS, 577, dtype=dtype),)),
-        "silu_mul": (lambda gate, up: (rows.silu_mul(gate, up),), tuple(randn(2, ROWS, 1030, dtype=dtype))),
+        "rmsnorm": (lambda x: (rows.rmsnorm(x, weight, NORM),), (randn(ROWS, 577, dtype=dtype),)),
+        "gate_mul": (lambda gate, up: (rows.gate_mul(gate, up, "silu"),), tuple(randn(2, ROWS, 1030, dtype=dtype))),
         "rope": (lambda x, *rotation: (rows.rope(x, rotation),), (heads, *angles(ROWS, 80))),
         "write_kv": (write_kv, (heads, more_heads, others[-1])),
         "qkv_epilogue": (epilogue, (*parts, *others)),
     }
 
 
-every_op = pytest.mark.parametrize("name", ["rmsnorm", "silu_mul", "rope", "write_kv", "qkv_epilogue"])
+every_op = pytest.mark.parametrize("name", ["rmsnorm", "gate_mul", "rope", "write_kv", "qkv_epilogue"])
 
 
 @every_op
