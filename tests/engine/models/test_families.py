@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2F
 
 from tiny import TINY, WINDOWED, make_tiny_model, save_tiny_model
 from trueroll.engine.engine import Engine
-from trueroll.engine.errors import ModelError
 from trueroll.engine.models.decoder import ModelInput
+from trueroll.errors import ModelError
 from trueroll.kernels import families
 from trueroll.kernels.contract import AttentionBatch
 from trueroll.kernels.families import describe, gemma3, settings

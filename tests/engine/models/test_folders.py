@@ -79,7 +79,7 @@ def test_what_pickled_weights_would_not_help_is_said_first(folder: Path) -> None
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | dict(architectures=["OPTForCausalLM"])))
-    assert "expected an architecture of LlamaForCausalLM" in refusal(folder)
+    assert "expected an architecture of " in refusal(folder)
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from trueroll.engine import loading
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models import loader
-from trueroll.kernels.families import describe
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.errors import ModelError
+from trueroll.kernels.families import describe
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
