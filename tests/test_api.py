@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import trueroll.errors
 import trueroll.rollout
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
@@ -51,8 +52,10 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     assert made_up == [] and [name for name, text in found.items() if not text] == []
 
 
-def test_every_error_that_a_worker_sends_is_public() -> None:
-    assert {kind.__name__ for kind in SENT_ERRORS} <= {*trueroll.rollout.__all__}
+def test_the_errors_are_one_tree_and_public() -> None:
+    kinds = {name: kind for name, kind in vars(trueroll.errors).items() if isinstance(kind, type)}
+    assert {kind.__name__ for kind in SENT_ERRORS} < kinds.keys() <= {*trueroll.rollout.__all__}
+    assert [name for name, kind in kinds.items() if not issubclass(kind, trueroll.errors.TruerollError)] == []
 
 
 def test_the_pages_have_every_public_name(tmp_path: Path) -> None:

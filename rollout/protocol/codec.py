@@ -1,7 +1,7 @@
 """Messages as bytes on the wire: a message is one frame, a MessagePack map with `version`, `type` and its fields.
 
 Everything received passes through `from_client` or `from_worker`, so that nothing behind this module meets a field that
-is missing, unknown, mistyped or out of its range, and no frame takes much more time and memory than its bytes.
+is missing, unknown, mistyped or out of its range.
 """
 
 from __future__ import annotations

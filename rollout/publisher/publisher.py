@@ -90,12 +90,7 @@ class WeightPublisher:
         client_key: Key | None = None,
     ) -> None:
         _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
-        _check(
-            in_flight in get_args(InFlight),
-            "in_flight",
-            f"one of {', '.join(get_args(InFlight))}",
-            in_flight,
-        )
+        _check(in_flight in get_args(InFlight), "in_flight", f"one of {', '.join(get_args(InFlight))}", in_flight)
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
         _check(0.0 < timeout <= 86400.0, "timeout", "seconds from 0 to 86400", timeout)
         _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "seconds from 0 to 86400", drain_timeout)
