@@ -5,6 +5,8 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
+# Files of tests side by side, each file in one process. In the order of their names, where the last ones are short.
+IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/*)
 
 .PHONY: demo test test-gpu test-trl fuzz lint docs clean
@@ -13,7 +15,7 @@ demo: .venv/.demo
 	@$(BIN)/trueroll demo
 
 test: .venv/.dev
-	@$(BIN)/pytest
+	@$(BIN)/pytest $(IN_PARALLEL)
 
 test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu

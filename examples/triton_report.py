@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, groupby
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -30,6 +30,9 @@ from trueroll.kernels.triton import backend
 from trueroll.kernels.triton.launch import PINNED, Launch, recording
 
 CAPABILITIES = (80, 90, 100)
+TUNED_FOR = 90
+TILE = ("FEATURES", "TOKENS", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
+"""The constants that make a kernel's tile."""
 ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1})
 CONTEXT = 40_000
 NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
@@ -280,12 +283,42 @@ def along_axis_0(layout: str) -> str:
     return re.sub(r"\[[\d, ]+\]", lambda match: str([n for n in json.loads(match[0]) if n]), first)
 
 
-JOBS: list[tuple[int, Launch]] = []
+Job: TypeAlias = tuple[int, Launch]
+"""A target's capability, and what to compile for it."""
+JOBS: list[Job] = []
 
 
-def compile_all(launches: list[Launch]) -> list[Compiled]:
-    """In two processes, for all targets."""
-    jobs = [(capability, launch) for launch in launches for capability in CAPABILITIES]
+def jobs_of(launches: list[Launch]) -> list[Job]:
+    """All launches for all targets."""
+    return [(capability, launch) for launch in launches for capability in CAPABILITIES]
+
+
+def jobs_of_all_models() -> list[Job]:
+    """All launches for the target that tiles were chosen for, and `some` of them for the others."""
+    launches = record(MODELS)
+    chosen = some(launches)
+    return [job for job in jobs_of(launches) if job[0] == TUNED_FOR or job[1] in chosen]
+
+
+def some(launches: list[Launch]) -> list[Launch]:
+    """As many as show of each kernel every tile, every value of each constant and every type of each argument."""
+    seen: set[Any] = set()
+    chosen = []
+    for launch in launches:
+        if not (shown := shown_by(launch)) <= seen:
+            seen |= shown
+            chosen.append(launch)
+    return chosen
+
+
+def shown_by(launch: Launch) -> set[Any]:
+    tile = [constant for constant in launch.constants if constant[0] in TILE]
+    shown = (*launch.types, *launch.constants, (*tile, launch.warps, launch.stages))
+    return {(launch.kernel, each) for each in shown}
+
+
+def compile_all(jobs: list[Job]) -> list[Compiled]:
+    """In two processes."""
     # Kernels cannot be pickled: the processes inherit the jobs.
     with get_context("fork").Pool(2, initializer=JOBS.extend, initargs=(jobs,)) as pool:
         return pool.map(compile_job, range(len(jobs)), chunksize=1)
@@ -321,12 +354,15 @@ def main() -> None:
         description="Compiles the Triton kernels for GPUs and prints what they take there."
     )
     parser.add_argument(
-        "--json", action="store_true", help="print every launch of every model as JSON, not a table of one model"
+        "--json",
+        action="store_true",
+        help=f"print every launch of every model for sm_{TUNED_FOR}, and some for the others, as JSON; not a table of "
+        "one model",
     )
     if parser.parse_args().json:
-        print(json.dumps([asdict(compiled) for compiled in compile_all(record(MODELS))]))
+        print(json.dumps([asdict(compiled) for compiled in compile_all(jobs_of_all_models())]))
     else:
-        print_table(compile_all(record(["Qwen2.5-7B"])))
+        print_table(compile_all(jobs_of(record(["Qwen2.5-7B"]))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +28,26 @@ from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 triton_interpreter.install()
 hypothesis.settings.register_profile("trueroll", deadline=None)
 hypothesis.settings.load_profile("trueroll")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes a folder for what the processes of a run share, in the first of them; the others inherit its name.
+
+    Tests convert the embedded model anew, into that folder; set TRUEROLL_CACHE to reuse one instead.
+    """
+    if "TRUEROLL_TEST_RUN" in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="trueroll-tests-")
+    config.add_cleanup(partial(shutil.rmtree, folder))
+    os.environ["TRUEROLL_TEST_RUN"] = folder
+    os.environ.setdefault("TRUEROLL_CACHE", f"{folder}/cache")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says why tests were skipped, with a line for each reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    for reason, count in Counter(report.longrepr[2] for report in reports).most_common():
+        terminalreporter.write_line(f"{count} tests: {reason}")
 
 
 @pytest.fixture(scope="session")
@@ -85,19 +108,6 @@ def native_library() -> Iterator[Library]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests convert the embedded model anew, into a folder of the session; set TRUEROLL_CACHE to reuse one instead."""
-    if "TRUEROLL_CACHE" in os.environ:
-        yield
-        return
-    folder = tmp_path_factory.mktemp("cache")
-    os.environ["TRUEROLL_CACHE"] = str(folder)
-    yield
-    del os.environ["TRUEROLL_CACHE"]
-    shutil.rmtree(folder)
-
-
-@pytest.fixture(scope="session", autouse=True)
 def _own_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The keys for tcp addresses on loopback are made in a folder of the session."""
     with pytest.MonkeyPatch.context() as patch:
@@ -107,5 +117,5 @@ def _own_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of the embedded model, converted for this session of tests."""
+    """The folder of the embedded model, converted once for this run of the tests."""
     return smollm2_folder()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from trueroll.engine.models.smollm2 import make_folder_once
 from trueroll.kernels.cpu.library import Library
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,9 @@ def _run(command: list[str]) -> None:
 
 @cache
 def emulated_library() -> Library:
-    """The library with emulated tiles, beside the installed one. Built once for a run of the tests."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "emulated.so"
-        build(path, ["-O1", "-shared"])
-        library = Library(path)
+    """The library with emulated tiles, beside the installed one. Built once for all processes of a run of the tests."""
+    folder = Path(os.environ["TRUEROLL_TEST_RUN"]) / "emulated"
+    make_folder_once(folder, lambda folder: build(folder / "emulated.so", ["-O1", "-shared"]))
+    library = Library(folder / "emulated.so")
     assert library.instruction_sets()[0] == "amx_bf16"
     return library

@@ -1,4 +1,4 @@
-"""Every Triton kernel, in every configuration of its table, compiled for three generations of GPUs without one.
+"""Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without one.
 
 `examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
 interpreter.
@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +72,24 @@ def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled]) -> 
     }
 
 
-def test_every_tile_of_the_tables_is_compiled(compiled: list[Compiled]) -> None:
+def test_every_tile_of_the_tables_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
     found = {
-        tuple(c["constants"][name] for name in ("FEATURES", "TOKENS", "DEPTH")) + (c["warps"], c["stages"])
+        (c["capability"], *(c["constants"][name] for name in ("FEATURES", "TOKENS", "DEPTH")), c["warps"], c["stages"])
         for c in compiled_of("products", compiled)
         if "FEATURES" in c["constants"]
     }
-    assert found == {*products.TILES, *products.PAIR_TILES, products.NARROW_TILE}
+    tiles = {*products.TILES, *products.PAIR_TILES, products.NARROW_TILE}
+    assert found == {(sm, *tile) for sm in SHARED_MEMORY for tile in tiles}
+
+
+def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
+    """In every combination that the models have for the target of the tiles; fewer for the others."""
+    found = defaultdict(set)
+    for c in compiled:
+        found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
+    assert found[80] == found[90] == found[100] and len(found[90]) > 100
+    number = Counter(c["capability"] for c in compiled)
+    assert number[90] > 1.5 * number[80] == 1.5 * number[100], "premise: fewer"
 
 
 def test_only_known_kernels_spill(compiled: list[Compiled]) -> None:
