@@ -77,7 +77,7 @@ class LayerSpec:
 
 
 # The weights of a layer by their role, and the names that most checkpoints give them.
-LAYER_NAMES: Mapping[str, str] = {
+LAYER_NAMES = {
     "mixer_norm.before": "input_layernorm.weight",
     "mixer.q": "self_attn.q_proj.weight",
     "mixer.k": "self_attn.k_proj.weight",

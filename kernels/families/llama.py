@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
@@ -26,7 +27,7 @@ def _family(
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
         raw = defaults | raw
-        return raw if is_sliding is None else fill_layer_types(raw, lambda i: is_sliding(raw, i))
+        return fill_layer_types(raw, partial(is_sliding, raw)) if is_sliding else raw
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         settings = read_settings(fill, raw)
@@ -48,8 +49,10 @@ def _qwen_windows(settings: Any) -> list[int | None]:
     return settings.windows(settings.sliding_window if settings.use_sliding_window else None)
 
 
-_MISTRAL = dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096)
-_QWEN = dict(max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
+_MISTRAL: dict[str, Any] = dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096)
+_QWEN: dict[str, Any] = dict(
+    max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28
+)
 FAMILIES = {
     "LlamaForCausalLM": _family(lambda settings: [None] * settings.num_hidden_layers, max_position_embeddings=2048),
     "MistralForCausalLM": _family(lambda settings: [settings.sliding_window] * settings.num_hidden_layers, **_MISTRAL),

@@ -97,7 +97,7 @@ class Settings(PreTrainedConfig):
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**others)
 
-    def windows(self, window: int | None) -> list[int | None]:
+    def windows(self: Any, window: int | None) -> list[int | None]:
         """For each layer `window` or none, as `layer_types` say.
 
         Raise ModelError unless they name one known type for each layer, and for a window that is missing.
@@ -112,13 +112,13 @@ class Settings(PreTrainedConfig):
             raise ModelError("expected a sliding_window in config.json, found none; correct the file")
         return [window if kind == SLIDING else None for kind in types]
 
-    def attention(self, **others: Any) -> AttentionSpec:
+    def attention(self: Any, **others: Any) -> AttentionSpec:
         """Attention with the heads of these settings. `others`: further fields of the spec."""
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
     def decoder(
-        self, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
+        self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
         """A decoder of these layers, whose last norm is like theirs. `others`: further fields of the spec."""
         return DecoderSpec(
@@ -134,7 +134,7 @@ class Settings(PreTrainedConfig):
             **others,
         )
 
-    def rotation(self, layer_type: str | None = None) -> RotationSpec:
+    def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
         """The rotation of all layers, or of those of a type, where each type has its own.
 
         Raise ModelError for one that is not served or does not rotate.
@@ -156,7 +156,7 @@ class Settings(PreTrainedConfig):
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale)
 
-    def _inv_freq(self, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
+    def _inv_freq(self: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
         if kind != "default":
             of_type = {} if layer_type is None else {"layer_type": layer_type}
             inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](self, torch.device("cpu"), **of_type)
@@ -169,8 +169,8 @@ class Settings(PreTrainedConfig):
 _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
 
 
-def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any]) -> Settings:
-    """The settings in `raw`, the content of config.json. `fill`: adds what a file may leave out.
+def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any]) -> Any:
+    """The `Settings` in `raw`, the content of config.json. `fill`: adds what a file may leave out.
 
     Raise ModelError for a file that is broken, and for settings of single layers, which no family has.
     """

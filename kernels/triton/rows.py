@@ -46,8 +46,8 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     out = torch.empty_like(gate)
     columns = gate.shape[-1]
     grid = (gate.numel() // columns, -(-columns // _ACTIVATION_TILE))
-    options = dict(ACTIVATION=activation, COLUMNS=columns, TILE=_ACTIVATION_TILE)
-    launch(_gate_mul_kernel, grid, gate, up, out, warps=4, **options)
+    sizes = dict(COLUMNS=columns, TILE=_ACTIVATION_TILE)
+    launch(_gate_mul_kernel, grid, gate, up, out, warps=4, ACTIVATION=activation, **sizes)
     return out
 
 

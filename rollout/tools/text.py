@@ -122,7 +122,7 @@ def _render(tokenizer: Any, messages: list[dict[str, str]]) -> str:
 
 def _render_in_child(sender: Connection, tokenizer: Any, messages: list[dict[str, str]]) -> None:
     """Sends `+` and the text, or `-` and what is wrong."""
-    from ...engine.models.files import said
+    from trueroll.errors import said
 
     _limit(resource.RLIMIT_CPU, _MAX_CPU_SECONDS)
     _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MAX_MORE_BYTES)
