@@ -16,6 +16,12 @@ struct Partial {
     }
 };
 
+inline void copy(const Partial& from, const Partial& to, long rows, long head_dim) {
+    const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
+    memcpy(to.peaks, from.peaks, bytes), memcpy(to.totals, from.totals, bytes);
+    memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
+}
+
 // Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits, and those
 // that saw nothing before take the bits of the part.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
@@ -29,7 +35,10 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
         for (long i = 0; i < n; ++i) {
             const long row = first + i;
             if (next.peaks[row] == -INFINITY) continue;
-            if (state.peaks[row] == -INFINITY) after_scale[i] = 1.0f;
+            if (state.peaks[row] == -INFINITY) {
+                copy(next.from(row, head_dim), state.from(row, head_dim), 1, head_dim);
+                continue;
+            }
             state.peaks[row] = state.peaks[row] > next.peaks[row] ? state.peaks[row] : next.peaks[row];
             state.totals[row] = state.totals[row] * before_scale[i] + next.totals[row] * after_scale[i];
             const F left_scale = set1(before_scale[i]), right_scale = set1(after_scale[i]);
@@ -38,12 +47,6 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
                 store(left + j, add(mul(load(left + j), left_scale), mul(load(right + j), right_scale)));
         }
     }
-}
-
-inline void copy(const Partial& from, const Partial& to, long rows, long head_dim) {
-    const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
-    memcpy(to.peaks, from.peaks, bytes), memcpy(to.totals, from.totals, bytes);
-    memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
 }
 
 inline void clear(const Partial& state, long rows, long head_dim) {
