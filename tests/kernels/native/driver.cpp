@@ -360,7 +360,7 @@ void misuse() {
         callers.emplace_back([&] { trueroll_pack(0, weight.data(), out.data(), 4096, 17); });
     for (std::thread& caller : callers) caller.join();
     const std::vector<float> norm(16, 1.0f);
-    trueroll_rmsnorm(1, 0, out.data(), 1, 17, norm.data(), 1e-5f, out.data() + 17);
+    trueroll_rmsnorm(1, 0, out.data(), 1, 17, norm.data(), 1e-5f, 0, out.data() + 17);
 }
 
 }  // namespace
