@@ -175,8 +175,8 @@ class Attention {
         });
     }
 
-    // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the cache
-    // has no whole panel. Of the first `unseen` tokens, which no query of the tile sees, the values are zeros.
+    // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the
+    // cache has no whole panel. Of the first `unseen` tokens, which no query of the tile sees, the values are zeros.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
@@ -371,9 +371,9 @@ struct AttentionTask {
 
 // Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
 // each split is a task of its own, so that a long sequence keeps all threads busy; neighbouring sequences with equally
-// many queries and the same blocks up to the end of a split share its task, and read it once. The splits that such
-// sequences share are one task, which leaves a single part to fold, if it has many rows (`is_large`) and such tasks
-// divide evenly among the threads, or are four or more for each.
+// many queries, which all see all of a split and have the same blocks from the first such one to its end, share its
+// task, and read it once. The splits that such sequences share from split 0 on are one task, which leaves a single part
+// to fold, if it has many rows (`is_large`) and such tasks divide evenly among the threads, or are four or more for each.
 template <class T>
 class AttentionPlan {
   public:
@@ -547,8 +547,8 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, which between runs
-// may change into others that `serves`. The plan lies in scratch memory of the thread that made
+// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, which between
+// runs may change into others that it `serves`. The plan lies in scratch memory of the thread that made
 // it, and holds until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {

@@ -208,10 +208,11 @@ struct Run {
         digest->add(logprobs), digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
     }
 
-    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
-    // but the last. Tasks of few rows follow those of many; only where a block is one panel is what they read fetched
-    // ahead. At the end two layers run, with the same weights and caches: the second one has neither window nor norms
-    // after its parts. `extras`: biases and norms, of all heads at once if there is a window.
+    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all
+    // blocks but the last. Tasks of few rows follow those of many; only where a block is one panel is what they read
+    // fetched ahead. At the end two layers run, with the same weights and caches. A window, which the second of them
+    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: biases and norms of q
+    // and k, of all heads at once if there is a window.
     void layer(long block_size, long heads, long kv_heads, long size, bool extras, long window = 0) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 40, 60};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
@@ -274,7 +275,7 @@ struct Run {
         const std::vector<const void*> turns = {cosines.data(), sines.data()};
         std::vector<double> specs;
         for (const long seen : {window, 0l}) {
-            const bool other = seen > 0;  // norms of 1 + weight at both places, and GELU
+            const bool other = seen > 0;
             const std::vector<double> more = mixer(seen);
             specs.insert(specs.end(), more.begin(), more.end());
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
@@ -303,7 +304,8 @@ struct Run {
         products(3, 1, 1), products(5, 7, 17), products(2, 600, 70), products(3, 64, 48);
         for (long vocab : {1, 17, 513, 1001}) head(7, 33, vocab);
         head(101, 32, 40);
-        layer(2, 4, 2, 16, false), layer(64, 6, 2, 32, true), layer(2, 4, 2, 16, true, 30), layer(64, 6, 2, 32, true, 129);
+        layer(2, 4, 2, 16, false), layer(64, 6, 2, 32, true);
+        layer(2, 4, 2, 16, true, 30), layer(64, 6, 2, 32, true, 129);
         some();
     }
 };
