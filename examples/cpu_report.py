@@ -24,10 +24,11 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import GenerateRequest, SamplingParams
-from trueroll.kernels.ops import AttentionBatch, run_layers
+from trueroll.kernels.contract import AttentionBatch
+from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
-OPS = ("embedding", "rotation", "qkv", "paged_attention", "linear_add", "gate_up", "rmsnorm", "next_tokens")
+OPS = ("embedding", "rotation", "qkv", "paged_attention", "linear", "linear_add", "gate_up", "rmsnorm", "next_tokens")
 
 
 class Meter:
@@ -74,19 +75,20 @@ def product_cost(rows: int, *weights) -> tuple[int, int]:
     return 2 * rows * elements, sum(weight.nbytes for weight in weights)
 
 
-def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale: float) -> tuple[int, int]:
-    starts, lens = batch.query_starts, batch.context_lens
-    queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(queries, lens, strict=True))
-    tables = zip(batch.block_tables.tolist(), lens, strict=True)
-    blocks = {block for table, length in tables for block in table[: -(-length // k_cache.shape[1])]}
+def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, soft_cap) -> tuple[int, int]:
+    starts, size, pairs, blocks = batch.query_starts, k_cache.shape[1], 0, set()
+    for i, (table, length) in enumerate(zip(batch.block_tables.tolist(), batch.context_lens, strict=True)):
+        first_query, most = length - (starts[i + 1] - starts[i]), window or length
+        pairs += sum(min(position + 1, most) for position in range(first_query, length))
+        blocks.update(table[max(0, first_query + 1 - most) // size : -(-length // size)])
     return 4 * pairs * q.shape[1] * q.shape[2], 2 * len(blocks) * k_cache[0].nbytes
 
 
 COSTS = {
-    "qkv": lambda x, norm, eps, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
+    "qkv": lambda x, spec, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
+    "linear": lambda x, weight, *rest: product_cost(len(x), weight),
     "linear_add": lambda x, weight, residual: product_cost(len(x), weight),
-    "gate_up": lambda x, norm, eps, gate, up: product_cost(len(x), gate, up),
+    "gate_up": lambda x, gate, up, activation: product_cost(len(x), gate, up),
     "next_tokens": lambda hidden, weight, wanted: product_cost(len(wanted.rows), weight),
     "paged_attention": attention_cost,
 }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import torch
+
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.loading import load_model
+from trueroll.kernels.contract import AttentionBatch
 from trueroll.rollout.tools.bench import Workload
 
 REPORT = runpy.run_path(str(Path(__file__).parents[1] / "examples/cpu_report.py"))
@@ -19,12 +22,22 @@ def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:
     workload = Workload("tiny", num_prompts=2, shared=0, own=20, n=3, max_tokens=5, temperature=1.0)
     phases = REPORT["run_workload"](Engine(config, meter.loaded), workload, meter)
     steps, seconds, op_seconds, flops, num_bytes = phases["decode"]
-    model = meter.loaded.model.config
+    spec = meter.loaded.model.spec
+    layers, attention, mlp = len(spec.layers), spec.layers[0].mixer, spec.layers[0].mlp
     assert steps == 4 and 0 < sum(op_seconds.values()) < seconds
     draws = 2 * 3 * steps
-    assert flops["next_tokens"] == 2 * draws * model.vocab_size * model.hidden_size
-    assert flops["gate_up"] == 2 * draws * model.num_layers * 2 * model.intermediate_size * model.hidden_size
+    assert flops["next_tokens"] == 2 * draws * spec.vocab_size * spec.hidden_size
+    assert flops["gate_up"] == 2 * draws * layers * 2 * mlp.intermediate_size * spec.hidden_size
     pairs = sum(20 + i for i in range(1, 5)) * 2 * 3
-    assert flops["paged_attention"] == 4 * pairs * model.num_layers * model.num_heads * model.head_dim
+    assert flops["paged_attention"] == 4 * pairs * layers * attention.num_heads * attention.head_dim
     assert num_bytes["next_tokens"] == steps * meter.loaded.model.head.nbytes
-    assert phases["prompts"][3]["next_tokens"] == 2 * 2 * 3 * model.vocab_size * model.hidden_size
+    assert phases["prompts"][3]["next_tokens"] == 2 * 2 * 3 * spec.vocab_size * spec.hidden_size
+
+
+def test_attention_counts_what_a_window_sees() -> None:
+    """Of 20 tokens in blocks of 4 the last 3 are queries; with a window of 5 they see tokens 13 to 19, in 2 blocks."""
+    batch = AttentionBatch([0, 3], [20], torch.arange(5)[None])
+    q, cache = torch.zeros(3, 6, 16), torch.zeros(5, 4, 2, 16)
+    everything = REPORT["attention_cost"](q, cache, cache, batch, 0.1, None, None)
+    assert everything == (4 * (18 + 19 + 20) * 6 * 16, 2 * cache.nbytes)
+    assert REPORT["attention_cost"](q, cache, cache, batch, 0.1, 5, None) == (4 * 15 * 6 * 16, 2 * 2 * cache[0].nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -398,7 +399,9 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
     assert all(map(same_bits, shared.attend(last[:6]), expected))
 
 
-@pytest.mark.parametrize("block_size,window", [(2, None), (16, None), (24, None), (256, None), (16, 60), (16, 200)])
+@pytest.mark.parametrize(
+    "block_size,window", [(2, None), (16, None), (24, None), (256, None), (16, 60), (16, 200), (24, 299)]
+)
 def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_size: int, window: int | None) -> None:
     """Native kernels read the blocks that neighbours share once for all of them."""
     lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
@@ -433,6 +436,36 @@ def test_attention_never_reads_what_others_left_behind(quick: Served) -> None:
         assert paged.k_cache.isnan().any() and paged.v_cache.isnan().any(), "the unused places hold NaN"
         for i in range(3):
             assert paged.whole(i).isfinite().all()
+
+
+@pytest.mark.parametrize("window,block_size", [(1, 16), (31, 2), (32, 24), (KV_SPLIT, 16), (180, 16)])
+def test_what_stands_behind_the_window_of_a_chunk_is_never_seen(quick: Served, window: int, block_size: int) -> None:
+    """Its blocks may hold another sequence's tokens by then."""
+    for start, end in ((299, 300), (270, 300), (200, 300), (255, 257)):
+        paged = Paged(quick, [300], block_size=block_size, window=window)
+        expected = paged.attend([(0, start, end)])[0]
+        assert expected.isfinite().all()
+        behind = paged.slots(0)[: start + 1 - window]
+        for cache in (paged.k[0], paged.v[0]):
+            cache[: len(behind)] = torch.nan
+        paged.write(0)
+        assert len(behind) > 0 and same_bits(paged.attend([(0, start, end)])[0], expected), (start, end)
+        paged.k[0][len(behind)] = torch.nan
+        paged.write(0)
+        assert paged.attend([(0, start, end)])[0][0].isnan().all(), "the first token that it sees"
+
+
+@pytest.mark.parametrize("window", [1, 40, KV_SPLIT, 150])
+def test_attention_passes_on_what_is_no_number_within_a_window_only(quick: Served, window: int) -> None:
+    paged = Paged(quick, [300], window=window)
+    before = paged.whole(0)
+    for place, side in itertools.product((0, 100, 127, 128), "kv"):
+        broken = Paged(quick, [300], window=window)
+        getattr(broken, side)[0][place] = torch.nan
+        broken.write(0)
+        after, behind = broken.whole(0), place + window
+        assert after[place:behind].isnan().all(), (place, side)
+        assert same_bits(after[:place], before[:place]) and same_bits(after[behind:], before[behind:]), (place, side)
 
 
 def test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold(quick: Served) -> None:

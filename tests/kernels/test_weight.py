@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
+from trueroll.kernels.contract import Weight
 from trueroll.kernels.cpu.weight import PackedWeight
-from trueroll.kernels.ops import Weight
 
 from .backends import Served
 from .inputs import randn, same_bits, stored

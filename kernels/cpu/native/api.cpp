@@ -229,7 +229,8 @@ QkvArgs<T> qkv_args(
 
 template <class T>
 AttentionArgs<T> attention_args(
-    const void* q, const CachePointers& caches, const Sizes& sizes, const Batch& batch, const Scoring& scoring, void* out
+    const void* q, const CachePointers& caches, const Sizes& sizes, const Batch& batch, const Scoring& scoring,
+    void* out
 ) {
     AttentionArgs<T> args = {};
     args.q = as<const T>(q), args.out = as<T>(out);
@@ -466,8 +467,8 @@ EXPORT void trueroll_attention(
     });
 }
 
-// One layer after the other, each with its numbers, weights and caches. `middle` [count, k], and `q`, `attended` [count,
-// heads * head_dim] and `active` [count, intermediate] of the largest layer are memory for what passes from step to step.
+// One layer after the other, each with its numbers, weights and caches. Memory for what passes from step to step:
+// `middle` [count, k]; of the largest layer `q`, `attended` [count, heads * head_dim] and `active` [count, intermediate].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const CachePointers* caches, long num_layers, const RotationPointers* rotations,

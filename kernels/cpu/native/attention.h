@@ -16,6 +16,12 @@ struct Partial {
     }
 };
 
+inline void copy(const Partial& from, const Partial& to, long rows, long head_dim) {
+    const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
+    memcpy(to.peaks, from.peaks, bytes), memcpy(to.totals, from.totals, bytes);
+    memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
+}
+
 // Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see nothing of it keep their bits, and those
 // that saw nothing before take the bits of the part.
 inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
@@ -29,7 +35,10 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
         for (long i = 0; i < n; ++i) {
             const long row = first + i;
             if (next.peaks[row] == -INFINITY) continue;
-            if (state.peaks[row] == -INFINITY) after_scale[i] = 1.0f;
+            if (state.peaks[row] == -INFINITY) {
+                copy(next.from(row, head_dim), state.from(row, head_dim), 1, head_dim);
+                continue;
+            }
             state.peaks[row] = state.peaks[row] > next.peaks[row] ? state.peaks[row] : next.peaks[row];
             state.totals[row] = state.totals[row] * before_scale[i] + next.totals[row] * after_scale[i];
             const F left_scale = set1(before_scale[i]), right_scale = set1(after_scale[i]);
@@ -38,12 +47,6 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
                 store(left + j, add(mul(load(left + j), left_scale), mul(load(right + j), right_scale)));
         }
     }
-}
-
-inline void copy(const Partial& from, const Partial& to, long rows, long head_dim) {
-    const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
-    memcpy(to.peaks, from.peaks, bytes), memcpy(to.totals, from.totals, bytes);
-    memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
 }
 
 inline void clear(const Partial& state, long rows, long head_dim) {
@@ -172,8 +175,8 @@ class Attention {
         });
     }
 
-    // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the cache
-    // has no whole panel. Of the first `unseen` tokens, which no query of the tile sees, the values are zeros.
+    // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the
+    // cache has no whole panel. Of the first `unseen` tokens, which no query of the tile sees, the values are zeros.
     struct Split {
         const T *keys[KV_SPLIT / LANES], *values[KV_SPLIT / LANES];
         long key_stride;
@@ -368,9 +371,9 @@ struct AttentionTask {
 
 // Cuts a batch into tasks. A sequence with more queries than fit into one tile is cut into tiles. Of every other one
 // each split is a task of its own, so that a long sequence keeps all threads busy; neighbouring sequences with equally
-// many queries and the same blocks up to the end of a split share its task, and read it once. The splits that such
-// sequences share are one task, which leaves a single part to fold, if it has many rows (`is_large`) and such tasks
-// divide evenly among the threads, or are four or more for each.
+// many queries, which all see all of a split and have the same blocks from the first such one to its end, share its
+// task, and read it once. The splits that such sequences share from split 0 on are one task, which leaves a single part
+// to fold, if it has many rows (`is_large`) and such tasks divide evenly among the threads, or are four or more for each.
 template <class T>
 class AttentionPlan {
   public:
@@ -544,8 +547,8 @@ class AttentionRun {
     const long large_, splits_, followers_, units_;
 };
 
-// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, which between runs
-// may change into others that `serves`. The plan lies in scratch memory of the thread that made
+// The attention of a batch, planned once, which may run several times. It keeps a reference to `args`, which between
+// runs may change into others that it `serves`. The plan lies in scratch memory of the thread that made
 // it, and holds until that thread plans again or runs the head.
 template <class T>
 class PlannedAttention {

@@ -146,7 +146,8 @@ struct HeadArgs {
     int64_t* tokens;
     float* logprobs;
     uint8_t* finite;
-    long k;  // as in `TokenStatistics` of kernels/contract.py, like these, of which `entropies` is null if none are asked for
+    // As in `TokenStatistics` of kernels/contract.py. `entropies`: null if no statistics are asked for.
+    long k;
     float* entropies;
     int64_t* top_ids;
     float* top_logprobs;

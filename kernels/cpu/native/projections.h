@@ -202,8 +202,8 @@ void place_head(const QkvArgs<T>& args, long part, long head, long row, const T*
     if (part == 1) write_key(args.caches, args.slots[row], head, out);
 }
 
-// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. `keys`: if all heads are normed at
-// once, where those of k wait for it; those of q do so in their place.
+// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. `keys`: if all heads are normed
+// at once, where those of k wait for it; those of q do so in their place.
 template <class T>
 void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c, T* keys) {
     const long D = args.caches.head_dim;

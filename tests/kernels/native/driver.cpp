@@ -28,28 +28,27 @@ void trueroll_linear(
 );
 void trueroll_logits(long, int, const void*, long, long, const void*, long, float*);
 void trueroll_gate_up(
-    long, int, const void*, long, long, const void*, float, const void*, const void*, long, void*
+    long, int, const void*, long, long, const void*, const void*, long, int, void*
 );
 void trueroll_qkv(
-    long, int, const void*, long, long, float, const void*, void*, void*, const float*, const float*, const int64_t*,
-    long, long, long, long, void*
+    long, int, const void*, long, long, const double*, const void*, void*, void*, const float*, const float*,
+    const int64_t*, long, void*
 );
 void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
 void trueroll_attention(
     long, int, const void*, const void*, const void*, long, long, long, long, long, const int64_t*, const int64_t*,
-    const int64_t*, long, float, void*
+    const int64_t*, long, float, long, float, void*
 );
 void trueroll_layers(
-    long, int, const void*, long, long, float, const void*, const void*, long, long, const float*, const float*,
-    const int64_t*, long, long, long, long, long, const int64_t*, const int64_t*, const int64_t*, long, float, void*,
-    void*, void*, void*, void*
+    long, int, const void*, long, long, const double*, const void*, const void*, long, const void*, const int64_t*,
+    long, long, const int64_t*, const int64_t*, const int64_t*, long, void*, void*, void*, void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
     const int64_t*, const int64_t*, int64_t*, float*, uint8_t*, long, float*, int64_t*, float*
 );
-void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, void*);
-void trueroll_silu_mul(long, int, const void*, const void*, long, void*);
+void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, int, void*);
+void trueroll_gate_mul(long, int, const void*, const void*, long, int, void*);
 void trueroll_rotation(long, const int64_t*, long, const float*, long, float, float*, float*);
 void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
 void trueroll_token_statistics(
@@ -134,8 +133,10 @@ struct Run {
     void products(long rows, long k, long n) const {
         Values x = random(rows * k), norm = random(k, false), bias = random(n, false), residual = random(rows * n);
         Values weight = packed(n, k), up = packed(n, k), out = random(rows * n), normed = random(rows * k);
-        trueroll_rmsnorm(threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, normed.data());
-        digest->add(normed);
+        for (int zero_centered : {0, 1}) {
+            trueroll_rmsnorm(threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, zero_centered, normed.data());
+            digest->add(normed);
+        }
         for (void* b : {static_cast<void*>(nullptr), bias.data()})
             for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
                 trueroll_linear(
@@ -143,12 +144,14 @@ struct Run {
                 );
                 digest->add(out);
             }
-        trueroll_gate_up(
-            threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, weight.data(), up.data(), n, out.data()
-        );
-        digest->add(out);
-        trueroll_silu_mul(threads, bfloat16, out.data(), residual.data(), rows * n, out.data());
-        digest->add(out);
+        for (int activation : {0, 1}) {
+            trueroll_gate_up(
+                threads, bfloat16, x.data(), rows, k, weight.data(), up.data(), n, activation, out.data()
+            );
+            digest->add(out);
+            trueroll_gate_mul(threads, bfloat16, out.data(), residual.data(), rows * n, activation, out.data());
+            digest->add(out);
+        }
         std::vector<int64_t> ids = counting(rows, 0, 1);
         for (int64_t& id : ids) id %= n;
         trueroll_embedding(threads, bfloat16, ids.data(), rows, weight.data(), n, k, normed.data());
@@ -205,10 +208,12 @@ struct Run {
         digest->add(logprobs), digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
     }
 
-    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all blocks
-    // but the last. Tasks of few rows follow those of many; only in the last call below, where a block is one panel, is
-    // what they read fetched ahead. At the end two layers run, with the same weights and caches.
-    void layer(long block_size, long heads, long kv_heads, long size, bool extras) const {
+    // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all
+    // blocks but the last. Tasks of few rows follow those of many; only where a block is one panel is what they read
+    // fetched ahead. At the end two layers run, with the same weights and caches. A window, which the second of them
+    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: biases and norms of q
+    // and k, of all heads at once if there is a window.
+    void layer(long block_size, long heads, long kv_heads, long size, bool extras, long window = 0) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 40, 60};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
         std::vector<int64_t> starts(lens.size() + 1), tables(lens.size() * static_cast<size_t>(max_blocks)), old, fresh;
@@ -234,21 +239,32 @@ struct Run {
         Values q = random(rows * heads * size), out = random(rows * heads * size);
         Values wq = packed(heads * size, k), wk = packed(width, k), wv = packed(width, k);
         Values bq = random(heads * size, false), bk = random(width, false), bv = random(width, false);
-        Values q_norm = random(size, false), k_norm = random(size, false);
+        const bool over_heads = extras && window > 0;
+        Values q_norm = random(over_heads ? heads * size : size, false);
+        Values k_norm = random(over_heads ? width : size, false);
         std::vector<float> cosines(static_cast<size_t>(rows * size / 2)), sines(cosines.size());
         const std::vector<float> inv_freq(static_cast<size_t>(size / 2), 0.01f);
         trueroll_rotation(threads, fresh.data(), rows, inv_freq.data(), size / 2, 1.2f, cosines.data(), sines.data());
         const auto extra = [&](Values& vector) { return extras ? vector.data() : nullptr; };
         const std::vector<const void*> for_qkv = {
-            norm.data(), wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm)
+            wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm)
         };
+        const auto mixer = [&](long window) {
+            std::vector<double> numbers(10);
+            const long whole[] = {heads, kv_heads, size};
+            std::copy(whole, whole + 3, numbers.begin());
+            numbers[3] = 1e-5, numbers[5] = over_heads, numbers[6] = 0.125, numbers[7] = static_cast<double>(window);
+            numbers[8] = window > 0 ? 3.0 : 0.0;
+            return numbers;
+        };
+        const std::vector<double> numbers = mixer(window);
         trueroll_qkv(
-            threads, bfloat16, x.data(), rows, k, 1e-5f, for_qkv.data(), keys.data(), values.data(), cosines.data(),
-            sines.data(), fresh.data(), heads, kv_heads, size, block_size, q.data()
+            threads, bfloat16, x.data(), rows, k, numbers.data(), for_qkv.data(), keys.data(), values.data(),
+            cosines.data(), sines.data(), fresh.data(), block_size, q.data()
         );
         trueroll_attention(
             threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
-            starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, out.data()
+            starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, window, window > 0 ? 3.0f : 0.0f, out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
 
@@ -256,22 +272,31 @@ struct Run {
         Values o = packed(k, heads * size), gate = packed(n, k), up = packed(n, k), down = packed(k, n);
         Values post_norm = random(k, false), middle = random(rows * k), active = random(rows * n), y = random(rows * k);
         std::vector<const void*> layers, caches;
-        for (int layer = 0; layer < 2; ++layer) {
+        const std::vector<const void*> turns = {cosines.data(), sines.data()};
+        std::vector<double> specs;
+        for (const long seen : {window, 0l}) {
+            const bool other = seen > 0;
+            const std::vector<double> more = mixer(seen);
+            specs.insert(specs.end(), more.begin(), more.end());
+            specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
+            layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
-            layers.insert(layers.end(), {o.data(), post_norm.data(), gate.data(), up.data(), down.data()});
+            layers.insert(layers.end(), {o.data(), post_norm.data(), other ? norm.data() : nullptr});
+            layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
             caches.insert(caches.end(), {keys.data(), values.data()});
         }
-        layers.shrink_to_fit(), caches.shrink_to_fit();
+        layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, 1e-5f, layers.data(), caches.data(), 2, n, cosines.data(),
-            sines.data(), fresh.data(), heads, kv_heads, size, block_size, sequences, starts.data(), lens.data(),
-            tables.data(), max_blocks, 0.125f, q.data(), out.data(), middle.data(), active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), 2, turns.data(),
+            fresh.data(), block_size, sequences, starts.data(), lens.data(), tables.data(), max_blocks, q.data(),
+            out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
 
     void some() const {
         products(13, 130, 33), head(5, 33, 1001), layer(24, 3, 1, 80, true), layer(16, 2, 2, 64, false);
+        layer(24, 3, 1, 80, true, 150), layer(16, 2, 2, 64, false, 13);
     }
 
     void everything() const {
@@ -280,6 +305,7 @@ struct Run {
         for (long vocab : {1, 17, 513, 1001}) head(7, 33, vocab);
         head(101, 32, 40);
         layer(2, 4, 2, 16, false), layer(64, 6, 2, 32, true);
+        layer(2, 4, 2, 16, true, 30), layer(64, 6, 2, 32, true, 129);
         some();
     }
 };
@@ -336,7 +362,7 @@ void misuse() {
         callers.emplace_back([&] { trueroll_pack(0, weight.data(), out.data(), 4096, 17); });
     for (std::thread& caller : callers) caller.join();
     const std::vector<float> norm(16, 1.0f);
-    trueroll_rmsnorm(1, 0, out.data(), 1, 17, norm.data(), 1e-5f, out.data() + 17);
+    trueroll_rmsnorm(1, 0, out.data(), 1, 17, norm.data(), 1e-5f, 0, out.data() + 17);
 }
 
 }  // namespace
