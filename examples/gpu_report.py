@@ -33,7 +33,11 @@ from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.loading import load_dummy
-from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, run_layers, select_backend
+from trueroll.engine.models.decoder import ModelInput
+from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Rotation, Wanted
+from trueroll.kernels.layer import run_layers
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import Activation, AttentionSpec
 from trueroll.rollout.tools.bench import EngineSystem, Workload
 
 Row = dict[str, Any]
@@ -91,7 +95,7 @@ def attention_cost(sequences: int, queries: int, context: int) -> tuple[int, int
 def step_cost(model: Any, sequences: int) -> tuple[int, int]:
     """Of a decode step that reads every weight once, but for an embedding that is not the head."""
     parameters = (model.num_bytes - (model.embed is not model.head) * model.embed.nbytes) // 2
-    (flops, num_bytes), layers = attention_cost(sequences, 1, STEP_CONTEXT), model.config.num_layers
+    (flops, num_bytes), layers = attention_cost(sequences, 1, STEP_CONTEXT), len(model.layers)
     return 2 * sequences * parameters + layers * flops, 2 * parameters + layers * num_bytes
 
 
@@ -134,9 +138,8 @@ def measure_machine() -> Machine:
 
 
 def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """cuBLAS computes plain products; `gate_up` has its norm and activation as well, `lm_head` gives float32 logits."""
-    norm = random(PRODUCTS["gate_up"][1])
-    special = {"gate_up": lambda x, weight: ops.gate_up(x, norm, 1e-6, *weight.chunk(2)), "head": ops.lm_head}
+    """cuBLAS computes plain products; `gate_up` has its activation as well, `lm_head` gives float32 logits."""
+    special = {"gate_up": lambda x, weight: ops.gate_up(x, *weight.chunk(2), "silu"), "head": ops.lm_head}
     for name, shape in PRODUCTS.items():
         weights = [random(*shape) for _ in range(-(-COLD_BYTES // (2 * math.prod(shape))))]
         for rows in (rows for rows in NUM_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
@@ -184,7 +187,15 @@ def batch_of(sequences: int, queries: int, context: int, device: Any) -> Attenti
     return AttentionBatch(starts, [context] * sequences, tables, lens)
 
 
-def dense_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: None = None,
+    soft_cap: None = None,
+) -> Tensor:
     """SDPA for a batch of `batch_of`: blocks in order are dense keys and values, so that nothing is gathered."""
     sequences = len(batch.context_lens)
     q = q.unflatten(0, (sequences, -1)).transpose(1, 2)
@@ -201,20 +212,17 @@ def torch_ops(ops: Backend) -> Any:
     """
     joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 
-    def qkv(x: Tensor, norm: Tensor, eps: float, weights: Any, rotation: Any, *stored: Tensor) -> Tensor:
-        k_cache, v_cache, slots = stored
-        kv_heads, size = k_cache.shape[2:]
+    def qkv(x: Tensor, spec: AttentionSpec, weights: AttentionWeights, rotation: Rotation, *stored: Tensor) -> Tensor:
+        (k_cache, v_cache, slots), kv_heads = stored, spec.num_kv_heads
         bias = joined(*weights.biases) if weights.biases else None
-        heads = F.linear(ops.rmsnorm(x, norm, eps), joined(weights.q, weights.k, weights.v), bias)
-        heads = heads.unflatten(1, (-1, size))
+        heads = F.linear(x, joined(weights.q, weights.k, weights.v), bias).unflatten(1, (-1, spec.head_dim))
         turned = ops.rope(heads[:, :-kv_heads].contiguous(), rotation)
         k_cache.flatten(0, 1).index_copy_(0, slots, turned[:, -kv_heads:])
         v_cache.flatten(0, 1).index_copy_(0, slots, heads[:, -kv_heads:])
         return turned[:, :-kv_heads]
 
-    def gate_up(x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor) -> Tensor:
-        hidden = ops.rmsnorm(x, norm, eps)
-        return ops.silu_mul(F.linear(hidden, gate), F.linear(hidden, up))
+    def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        return ops.gate_mul(F.linear(x, gate), F.linear(x, up), activation)
 
     def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden[wanted.rows], weight).float()
@@ -232,20 +240,21 @@ class Step:
     """A decode step for sequences with random keys and values, from token ids to the next ones, which are greedy."""
 
     def __init__(self, model: Any, sequences: int, context: int) -> None:
-        self.model, self.batch = model, batch_of(sequences, 1, context, model.device)
-        config = model.config
-        shape = (self.batch.block_tables.numel(), BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.model, batch = model, batch_of(sequences, 1, context, model.device)
+        mixer = model.spec.layers[0].mixer
+        shape = (batch.block_tables.numel(), BLOCK_SIZE, mixer.num_kv_heads, mixer.head_dim)
         kv = partial(torch.randn, shape, dtype=model.dtype, device=model.device)
-        self.caches = [(kv(), kv()) for _ in range(config.num_layers)]
+        caches = [(kv(), kv()) for _ in model.layers]
         rows = torch.arange(sequences, device=model.device)
-        self.token_ids, self.slots = rows * 977 % config.vocab_size, (rows + 1) * context - 1
-        self.positions, unused = torch.full_like(rows, context - 1), torch.zeros_like(rows)
+        token_ids, positions = rows * 977 % model.spec.vocab_size, torch.full_like(rows, context - 1)
+        self.input = ModelInput(token_ids, positions, (rows + 1) * context - 1, batch, caches)
+        unused = torch.zeros_like(rows)
         self.wanted = Wanted(rows, unused + GREEDY, torch.ones_like(rows).float(), unused.bool(), unused, unused)
 
     def run(self, ops: Any) -> tuple[Tensor, Tensor]:
         """The hidden states and the log-probs of the next tokens."""
         self.model.ops = ops
-        hidden = self.model.forward(self.token_ids, self.positions, self.slots, self.batch, self.caches)
+        hidden = self.model.forward(self.input).hidden
         return hidden, ops.next_tokens(hidden, self.model.head, self.wanted)[1]
 
 
@@ -330,7 +339,7 @@ def main() -> None:
     file = parser.parse_args().json
     if not torch.cuda.is_available():
         sys.exit(f"expected a GPU that torch can use, found none (torch {torch.__version__}); run this on a CUDA GPU")
-    ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16, HEAD_DIM).ops
+    ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16, []).ops
     console, machine = Console(width=120), measure_machine()
     console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")
     console.print(f"copy {machine.bandwidth / 1e12:.2f} TB/s, cuBLAS {machine.arithmetic / 1e12:.0f} TFLOP/s")

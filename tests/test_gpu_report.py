@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.loading import load_model
 from trueroll.kernels import reference
-from trueroll.kernels.ops import SelectedBackend
+from trueroll.kernels.selection import SelectedBackend
 
 REPORT = Path(__file__).parent.parent / "examples" / "gpu_report.py"
 
@@ -52,7 +52,7 @@ def test_the_arithmetic_of_products_and_attention(report: ModuleType) -> None:
 def test_the_arithmetic_of_a_step(report: ModuleType, tiny_model: Path) -> None:
     model = load_model(EngineConfig(model=str(tiny_model), dtype="bfloat16", backend="reference")).model
     weights = model.checkpoint_tensors()
-    tied = model.config.tie_word_embeddings
+    tied = model.spec.tie_word_embeddings
     assert ("lm_head.weight" in weights) != tied
     parameters = sum(x.shape.numel() for name, x in weights.items() if tied or "embed" not in name)
     flops, num_bytes = report.attention_cost(3, 1, report.STEP_CONTEXT)

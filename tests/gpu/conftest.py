@@ -7,7 +7,8 @@ import os
 import pytest
 import torch
 
-from trueroll.kernels.ops import Backend, select_backend
+from trueroll.kernels.contract import Backend
+from trueroll.kernels.selection import select_backend
 
 from ..kernels.backends import Served
 from .moved import DEVICE, Moved
@@ -24,7 +25,7 @@ def _needs_a_gpu() -> None:
 @pytest.fixture
 def kernels(_needs_a_gpu: None) -> Backend:
     """The Triton kernels, for tensors on the GPU."""
-    return select_backend("triton", DEVICE, torch.bfloat16, 64).ops
+    return select_backend("triton", DEVICE, torch.bfloat16, []).ops
 
 
 @pytest.fixture

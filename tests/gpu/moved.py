@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trueroll.kernels.ops import Backend
+from trueroll.kernels.contract import Backend
 
 DEVICE = torch.device("cuda")
 _WRITES_TO_CACHES = ("qkv", "write_kv", "layers")
@@ -23,9 +23,9 @@ class Moved:
         self.instruction_set, self.new_weight, self.new_layers = ops.instruction_set, ops.new_weight, ops.new_layers
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def compute(*args: Any) -> Any:
+        def compute(*args: Any, **options: Any) -> Any:
             there = move(args, DEVICE)
-            result = move(getattr(self._ops, name)(*there), torch.device("cpu"))
+            result = move(getattr(self._ops, name)(*there, **options), torch.device("cpu"))
             for ours, theirs in zip(args, there, strict=True):
                 if name in _WRITES_TO_CACHES:
                     copy_back(ours, theirs)

@@ -38,21 +38,18 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Four tests with cases of their own, since theirs name the backends that run on a CPU.
+# Six tests with cases of their own, since theirs name the backends that run on a CPU.
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("with_", joined.WITH)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
-def test_qkv(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
-    joined.test_qkv(served, heads, kv_heads, size, biases, norms)
+def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -> None:
+    joined.test_qkv(served, heads, kv_heads, size, with_)
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
-def test_layers(served: Served, heads: int, kv_heads: int, size: int, biases: bool, norms: bool) -> None:
-    joined.test_layers(served, heads, kv_heads, size, biases, norms, num_layers=3)
+@pytest.mark.parametrize("name", joined.LAYERS)
+def test_layers(served: Served, name: str) -> None:
+    joined.test_layers(served, name)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 512, 1001, 1040, 49153])
@@ -60,9 +57,20 @@ def test_next_tokens(served: Served, vocab_size: int) -> None:
     joined.test_next_tokens(served, vocab_size)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 17, 1001, 49153])
+def test_next_token_statistics(served: Served, vocab_size: int) -> None:
+    joined.test_next_token_statistics(served, vocab_size)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
 def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None:
     accuracy.test_attention(served, heads, kv_heads, size)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 100, 128])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+def test_attention_with_window_and_soft_cap(served: Served, window: int | None, soft_cap: float | None) -> None:
+    accuracy.test_attention_with_window_and_soft_cap(served, window, soft_cap)
 
 
 @pytest.mark.parametrize("check", ROW_CHECKS, ids=name_of)

@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trueroll.kernels.ops import GREEDY, SAMPLE, Backend, Wanted
+from trueroll.kernels.contract import GREEDY, SAMPLE, Backend, Wanted
+from trueroll.kernels.layer import project
 
 from ..kernels.accuracy import EPSILON, FLOAT32
 from ..kernels.backends import Served
-from ..kernels.inputs import Paged, make_qkv, same_bits
+from ..kernels.inputs import Paged, layer_spec, make_layers, same_bits
 from ..kernels.test_joined_ops import step_by_step, wanted
 from .moved import DEVICE, Moved, move, random, same
 
@@ -26,16 +27,18 @@ COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257
 Product = Callable[[Backend, Tensor, Tensor], Tensor]
 
 
-def gate_up(ops: Backend, x: Tensor, weight: Tensor) -> Tensor:
-    return ops.gate_up(x, torch.ones_like(x[0]), 1e-6, *weight.chunk(2))
-
-
 # The rows to compute, the weight's shape, and the op.
 PRODUCTS: dict[str, tuple[int, int, int, Product]] = {
     "q": (ROWS, 3584, 3584, lambda ops, x, weight: ops.linear(x, weight)),
     "k": (ROWS, 512, 3584, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
     "down": (ROWS, 3584, 18944, lambda ops, x, weight: ops.linear_add(x, weight, x[:, :3584])),
-    "gate and up": (ROWS, 2 * 18944, 3584, gate_up),
+    "gate and up": (ROWS, 2 * 18944, 3584, lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "silu")),
+    "gate and up of Gemma 3": (
+        ROWS,
+        2 * 15360,
+        3840,
+        lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "gelu_tanh"),
+    ),
     "head": (512, 152064, 3584, lambda ops, x, weight: ops.lm_head(x, weight)),
 }
 
@@ -72,23 +75,19 @@ def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
     """A row's query, key and value are those of the ops one by one, however many rows share the call."""
-    weights = move(make_qkv(Served(kernels, dtype), 28, 4, 128, biases=True, norms=False, hidden=3584), DEVICE)
-    x, norm, slots = random(ROWS, 3584, dtype=dtype), random(3584, dtype=dtype), torch.arange(ROWS, device=DEVICE)
+    spec = layer_spec(28, 4, 128, qkv_bias=True)
+    weights = move(make_layers(Served(kernels, dtype), spec, hidden=3584)[0].mixer, DEVICE)
+    x, slots = random(ROWS, 3584, dtype=dtype), torch.arange(ROWS, device=DEVICE)
     rotation = kernels.rotation(slots, 1e6 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), 1.0)
 
     def compute(part: slice) -> tuple[Tensor, Tensor, Tensor]:
         k_cache, v_cache = (torch.zeros(ROWS // 16, 16, 4, 128, dtype=dtype, device=DEVICE) for _ in range(2))
         angles = rotation[0][part], rotation[1][part]
-        q = kernels.qkv(x[part], norm, 1e-6, weights, angles, k_cache, v_cache, slots[part])
+        q = kernels.qkv(x[part], spec.mixer, weights, angles, k_cache, v_cache, slots[part])
         return q, k_cache.flatten(0, 1)[part], v_cache.flatten(0, 1)[part]
 
     everything = compute(slice(None))
-    hidden = kernels.rmsnorm(x, norm, 1e-6)
-    q, k, v = (
-        kernels.linear(hidden, weight, bias).unflatten(1, (-1, 128))
-        for weight, bias in zip((weights.q, weights.k, weights.v), weights.biases, strict=True)
-    )
-    expected = kernels.rope(q, rotation), kernels.rope(k, rotation), v
+    expected = project(kernels, x, spec.mixer, weights, rotation)
     assert all(same(a, b) for a, b in zip(everything, expected, strict=True))
     for count in COUNTS:
         part = slice(1000, 1000 + count)
@@ -96,11 +95,14 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (16, 8, 128), (9, 3, 64), (4, 1, 256)])
-def test_decode_has_the_bits_of_prefill(ops: Moved, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (16, 8, 128), (9, 3, 64), (16, 8, 256)])
+@pytest.mark.parametrize("attention", [{}, {"window": 1024}, {"window": 600, "soft_cap": 5.0}], ids=str)
+def test_decode_has_the_bits_of_prefill(
+    ops: Moved, dtype: torch.dtype, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
+) -> None:
     """Whole prompts, the same in chunks, single tokens in all company, and single tokens as a CUDA graph has them."""
     lens = [1, 63, 64, 65, 511, 512, 513, 1600, 5000]
-    paged = Paged(Served(ops, dtype), lens, heads, kv_heads, size)  # type: ignore[arg-type]
+    paged = Paged(Served(ops, dtype), lens, heads, kv_heads, size, **attention)  # type: ignore[arg-type]
     whole = [paged.whole(i) for i in range(len(lens))]
     assert all(out.isfinite().all() for out in whole)
     for step, first in ((1, 4990), (7, 4500), (600, 0)):
@@ -112,7 +114,7 @@ def test_decode_has_the_bits_of_prefill(ops: Moved, dtype: torch.dtype, heads: i
     tables = F.pad(batch.block_tables, (0, 512 - batch.block_tables.shape[1]))
     replayed = dataclasses.replace(batch, context_lens=[8192] * len(lens), block_tables=tables, lens=torch.tensor(lens))
     for each in (batch, replayed):
-        found = ops.paged_attention(q, paged.k_cache, paged.v_cache, each, size**-0.5)
+        found = ops.paged_attention(q, paged.k_cache, paged.v_cache, each, size**-0.5, **attention)
         assert all(same_bits(row, out[-1]) for row, out in zip(found, whole, strict=True))
     assert all(same_bits(paged.attend([chunk])[0], whole[chunk[0]][-1:]) for chunk in last)
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trueroll.kernels import reference
-from trueroll.kernels.ops import GREEDY, SAMPLE, Wanted
+from trueroll.kernels.contract import GREEDY, SAMPLE, Wanted
 from trueroll.kernels.triton import head
 from trueroll.kernels.triton.head import SECTION, filter_logits, log_probs, next_tokens, sample
 from trueroll.kernels.triton.launch import exact_jit, launch, recording
