@@ -32,7 +32,7 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_dummy
+from trueroll.engine.running.loading import load_dummy
 from trueroll.kernels.ops import GREEDY, AttentionBatch, Backend, Wanted, run_layers, select_backend
 from trueroll.rollout.tools.bench import EngineSystem, Workload
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import load_model
+from trueroll.engine.running.loading import load_model
 from trueroll.rollout.tools.bench import Workload
 
 REPORT = runpy.run_path(str(Path(__file__).parents[1] / "examples/cpu_report.py"))

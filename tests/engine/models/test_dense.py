@@ -138,7 +138,7 @@ def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, f
 LOAD = """
 import sys
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_model
+from trueroll.engine.running.loading import load_model
 assert load_model(EngineConfig(model=sys.argv[1], device="cpu")).model
 print(sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()))
 """

@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trueroll.engine import loading
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models import loader
 from trueroll.engine.models.dense_config import DenseConfig
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
+from trueroll.engine.running import loading
 from trueroll.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,15 +13,15 @@ import torch
 
 from trueroll.errors import ConfigError, ModelError
 
-from ..kernels.ops import SelectedBackend, select_backend
-from .config import EngineConfig
-from .models.dense import DenseModel, Empty
-from .models.dense_config import DenseConfig
-from .models.dummy import fill_randomly, find_config
-from .models.eos import find_eos_tokens
-from .models.folders import refuse_what_is_no_model
-from .models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
-from .request import brief
+from ...kernels.ops import SelectedBackend, select_backend
+from ..config import EngineConfig
+from ..models.dense import DenseModel, Empty
+from ..models.dense_config import DenseConfig
+from ..models.dummy import fill_randomly, find_config
+from ..models.eos import find_eos_tokens
+from ..models.folders import refuse_what_is_no_model
+from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
+from ..request import brief
 from .weights import WeightStore
 
 log = logging.getLogger(__name__)

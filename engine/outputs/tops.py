@@ -18,7 +18,7 @@ class Top(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Tops:
+class TopColumns:
     """What `top_logprobs` asks for, of the tokens that a sample has so far: the most probable `k` for each."""
 
     k: int

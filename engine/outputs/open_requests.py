@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
-from .sequence import Sequence
+from ..request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
 from .stop_strings import StopStrings
-from .tops import Top, Tops
+from .tops import Top, TopColumns
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -21,20 +20,18 @@ class Commit:
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class OpenSample:
     """One completion in the making.
 
-    `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `banned`: those again,
-    for draws before `min_tokens`. `commits`: each set of weights that produced tokens of it, and how many tokens there
-    were before. `error` says what went wrong, if it ends with that.
+    `ending_tokens`: those it stops with. `banned`: those again, for draws before `min_tokens`. `commits`: each set of
+    weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
+    with that. `joined`: its prompt is computed by another request.
     """
 
     request: GenerateRequest
     index: int
     order: tuple[int, int]
     seed: int
-    sequence: Sequence
-    joined: bool
     ending_tokens: frozenset[int]
     banned: array[int]
     stop_strings: StopStrings | None
@@ -43,16 +40,13 @@ class Sample:
     commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
     stop_reason: int | str | None = None
-    tops: Tops | None = None
+    tops: TopColumns | None = None
+    joined: bool = False
 
     @property
     def max_tokens(self) -> int:
         assert self.request.params.max_tokens is not None, "the engine puts a number for None"
         return self.request.params.max_tokens
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
 
     def append(self, token_id: int, logprob: float | None, commit: Commit, top: Top | None = None) -> None:
         """Records a token that the weights of `commit` produced."""
@@ -64,8 +58,8 @@ class Sample:
         if self.tops is not None and top is not None:
             self.tops.append(top)
 
-    def output(self, reason: FinishReason) -> SampleOutput:
-        """The sample as it is now."""
+    def output(self, reason: FinishReason, num_hits: int) -> SampleOutput:
+        """The sample as it is now. `num_hits`: tokens that its sequence found in the cache when it was admitted."""
         has_logprobs = self.request.params.logprobs is not None
         return SampleOutput(
             request_id=self.request.id,
@@ -74,7 +68,7 @@ class Sample:
             logprobs=np.array(self.logprobs, np.float32) if has_logprobs else None,
             finish_reason=reason,
             seed=self.seed,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=len(self.request.prompt_token_ids) if self.joined else num_hits,
             weight_versions=self._spans(),
             error=self.error,
             stop_reason=self.stop_reason,
@@ -88,25 +82,24 @@ class Sample:
 
 
 @dataclass(eq=False, slots=True)
-class Score:
+class OpenScore:
     """A score request in the making, whose columns fill up as chunks are computed.
 
     `columns`: `logprobs`, and with `top_logprobs` also `entropy`, `top_token_ids` and `top_logprobs` of `ScoreOutput`.
     """
 
     request: ScoreRequest
-    sequence: Sequence
     columns: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, request: ScoreRequest, sequence: Sequence) -> Score:
+    def of(cls, request: ScoreRequest) -> OpenScore:
         """One of which nothing is computed."""
         rows, k = len(request.token_ids) - 1, request.top_logprobs
         columns = (np.zeros(rows, np.float32),)
         if k is not None:
             tops = np.zeros(rows, np.float32), np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32)
             columns += tops
-        return cls(request, sequence, columns)
+        return cls(request, columns)
 
     def output(self, reason: FinishReason, version: int) -> ScoreOutput:
         """All of its log-probs, which the weights of `version` produced; none unless it is complete."""
