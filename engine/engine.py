@@ -8,9 +8,10 @@ takes part in the next step with a token that the host has not seen yet; if that
 row of the step under way is thrown away. On a CPU a step is done before `step` returns.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
-parameters, seed, backend, instruction set and dtype alone; the weights that produced each token are on record, and none
-is computed from KV that other weights left. A prompt that several samples or several requests share is computed once.
+`step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. The deltas of a sample, one behind the other, are
+how its output begins, to the bit. A sample's bits are a function of weights, prompt, parameters, seed, backend,
+instruction set and dtype alone; the weights that produced each token are on record, and none is computed from KV that
+other weights left. A prompt that several samples or several requests share is computed once.
 An exception from `step` is final: the engine's state is then undefined.
 """
 
@@ -40,6 +41,7 @@ from .request import (
     InFlight,
     Output,
     Request,
+    SampleDelta,
     SampleOutput,
     ScoreOutput,
     ScoreRequest,
@@ -158,6 +160,7 @@ class Engine:
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
         self._sequences: dict[OpenSample | OpenScore, Sequence] = {}
+        self._grown: list[OpenSample] = []
         self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
         self._runs_ahead = _runs_ahead(device)
         self._queued: _QueuedStep | None = None
@@ -199,6 +202,25 @@ class Engine:
         samples = list(entry.values()) if index is None else [entry[index]]
         return [self._abort_sample(sample) for sample in samples]
 
+    def stream(self, request_id: str) -> None:
+        """Lets `take_deltas` tell how the samples of a request grow, first of all what they have. Raise
+        UnknownRequestError if there are none.
+        """
+        samples = self._open.get(request_id)
+        if not isinstance(samples, dict):
+            raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
+        for sample in samples.values():
+            if sample.num_told is None:
+                sample.num_told = 0
+                self._grown += [sample] * bool(sample.token_ids)
+
+    def take_deltas(self) -> list[SampleDelta]:
+        """What the unfinished samples of streamed requests have got since this was called last. What a finished one got
+        since then is in its output.
+        """
+        grown, self._grown = self._grown, []
+        return [sample.take_delta() for sample in dict.fromkeys(grown) if sample in self._sequences]
+
     def step(self) -> list[Output]:
         """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished.
 
@@ -225,9 +247,9 @@ class Engine:
         for sequence, samples in queued.drawing:
             sequence.unseen_row = None
             tokens = [(sample, next(drawn)) for sample in samples]
-            outputs += self._extend(
-                sequence, [(sample, token) for sample, token in tokens if sample in self._sequences]
-            )
+            still_open = [(sample, token) for sample, token in tokens if sample in self._sequences]
+            outputs += self._extend(sequence, still_open)
+            self._grown += [sample for sample, _ in still_open if sample.num_told is not None]
         return outputs
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:

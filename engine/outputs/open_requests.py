@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
+from ..request import FinishReason, GenerateRequest, SampleDelta, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
 from .stop_strings import StopStrings
 from .tops import Top, TopColumns
 
@@ -25,7 +25,8 @@ class OpenSample:
 
     `ending_tokens`: those it stops with. `banned`: those again, for draws before `min_tokens`. `commits`: each set of
     weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
-    with that. `joined`: its prompt is computed by another request.
+    with that. `joined`: its prompt is computed by another request. `num_told`: the tokens that deltas have told of;
+    None if nobody asked for deltas.
     """
 
     request: GenerateRequest
@@ -42,6 +43,7 @@ class OpenSample:
     stop_reason: int | str | None = None
     tops: TopColumns | None = None
     joined: bool = False
+    num_told: int | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -73,6 +75,20 @@ class OpenSample:
             error=self.error,
             stop_reason=self.stop_reason,
             **({} if self.tops is None else self.tops.arrays()),
+        )
+
+    def take_delta(self) -> SampleDelta:
+        """What no delta has told of yet, of a sample whose deltas were asked for."""
+        assert self.num_told is not None
+        start, self.num_told = self.num_told, len(self.token_ids)
+        has_logprobs = self.request.params.logprobs is not None
+        return SampleDelta(
+            self.request.id,
+            self.index,
+            start,
+            self.token_ids[start:].tolist(),
+            np.array(self.logprobs[start:], np.float32) if has_logprobs else None,
+            **({} if self.tops is None else self.tops.arrays(start)),
         )
 
     def _spans(self) -> tuple[WeightSpan, ...]:
