@@ -8,9 +8,10 @@ takes part in the next step with a token that the host has not seen yet; if that
 row of the step under way is thrown away. On a CPU a step is done before `step` returns.
 
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
-`step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. A sample's bits are a function of weights, prompt,
-parameters, seed, backend, instruction set and dtype alone; the weights that produced each token are on record, and none
-is computed from KV that other weights left. A prompt that several samples or several requests share is computed once.
+`step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. The deltas of a sample, one behind the other, are
+how its output begins, to the bit. A sample's bits are a function of weights, prompt, parameters, seed, backend,
+instruction set and dtype alone; the weights that produced each token are on record, and none is computed from KV that
+other weights left. A prompt that several samples or several requests share is computed once.
 An exception from `step` is final: the engine's state is then undefined.
 """
 
@@ -20,7 +21,6 @@ from array import array
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -30,17 +30,18 @@ from torch import Tensor
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 
 from ..kernels.transfer import HostCopy, to_device
+from .cache.prefix_cache import PrefixCache
 from .config import EngineConfig
-from .graphs import DecodeGraphs
-from .loading import LoadedModel, describe, load_model
-from .model_runner import ModelRunner
-from .prefix_cache import PrefixCache
+from .outputs.open_requests import Commit, OpenSample, OpenScore
+from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
+from .outputs.tops import TopColumns
 from .request import (
     FinishReason,
     GenerateRequest,
     InFlight,
     Output,
     Request,
+    SampleDelta,
     SampleOutput,
     ScoreOutput,
     ScoreRequest,
@@ -48,13 +49,14 @@ from .request import (
     check_length,
     derive_seed,
 )
-from .sample import Commit, Sample, Score
-from .sampler import Draw, Drawing, Drawn, Sampler
-from .scheduler import Scheduler
-from .sequence import Chunk, Sequence
-from .stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
-from .tops import Tops
-from .weights import Staging
+from .running.graphs import DecodeGraphs
+from .running.loading import LoadedModel, describe, load_model
+from .running.model_runner import ModelRunner
+from .running.sampler import Drawing, Drawn, Sampler
+from .running.step import ScoredRows, Step, plan_step
+from .running.weights import WeightStaging
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Chunk, Generation, Sequence
 
 _NOT_FINITE = (
     "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
@@ -95,13 +97,13 @@ class EngineStats:
 @dataclass(frozen=True)
 class _QueuedStep:
     """A step under way. `drawing`: which samples each sequence draws for, in the order of the rows of `drawn`.
-    `scores`: log-probs of a chunk, and the other columns of its `Score`.
+    `scores`: log-probs of a chunk, and the other columns of its `OpenScore`.
     """
 
     chunks: list[Chunk]
-    drawing: list[tuple[Sequence, list[Sample]]]
+    drawing: list[tuple[Sequence, list[OpenSample]]]
     drawn: Drawing | None
-    scores: list[tuple[Chunk, list[HostCopy]]]
+    scores: list[tuple[Chunk, OpenScore, list[HostCopy]]]
 
 
 def _runs_ahead(device: torch.device) -> bool:
@@ -156,7 +158,9 @@ class Engine:
             self._graphs = DecodeGraphs(self._runner, self._sampler, num_blocks, self.info.max_model_len)
         self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
-        self._open: dict[str, dict[int, Sample] | Score] = {}
+        self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
+        self._sequences: dict[OpenSample | OpenScore, Sequence] = {}
+        self._grown: list[OpenSample] = []
         self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
         self._runs_ahead = _runs_ahead(device)
         self._queued: _QueuedStep | None = None
@@ -190,13 +194,32 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
         """Ends one sample, or all unfinished ones, with what they have. Raise UnknownRequestError if there is none."""
         entry = self._open.get(request_id)
-        if isinstance(entry, Score) and index is None:
-            return self._abort_sequence(entry.sequence)
+        if isinstance(entry, OpenScore) and index is None:
+            return self._abort_sequence(self._sequences[entry])
         if not isinstance(entry, dict) or (index is not None and index not in entry):
             what = f"request {request_id!r}" + ("" if index is None else f", sample {index}")
             raise UnknownRequestError(f"abort: expected a running request or sample, found none for {what}")
         samples = list(entry.values()) if index is None else [entry[index]]
         return [self._abort_sample(sample) for sample in samples]
+
+    def stream(self, request_id: str) -> None:
+        """Lets `take_deltas` tell how the samples of a request grow, first of all what they have. Raise
+        UnknownRequestError if there are none.
+        """
+        samples = self._open.get(request_id)
+        if not isinstance(samples, dict):
+            raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
+        for sample in samples.values():
+            if sample.num_told is None:
+                sample.num_told = 0
+                self._grown += [sample] * bool(sample.token_ids)
+
+    def take_deltas(self) -> list[SampleDelta]:
+        """What the unfinished samples of streamed requests have got since this was called last. What a finished one got
+        since then is in its output.
+        """
+        grown, self._grown = self._grown, []
+        return [sample.take_delta() for sample in dict.fromkeys(grown) if sample in self._sequences]
 
     def step(self) -> list[Output]:
         """Computes one chunk of every scheduled sequence, draws the next tokens; returns what finished.
@@ -220,14 +243,16 @@ class Engine:
             return []
         drawn = iter(queued.drawn.wait() if queued.drawn is not None else ())
         self._scheduler.publish(queued.chunks)
-        outputs = [output for chunk, columns in queued.scores for output in self._record(chunk, columns)]
+        outputs = [output for scored in queued.scores for output in self._record(*scored)]
         for sequence, samples in queued.drawing:
             sequence.unseen_row = None
             tokens = [(sample, next(drawn)) for sample in samples]
-            outputs += self._extend(sequence, [(sample, token) for sample, token in tokens if self._is_open(sample)])
+            still_open = [(sample, token) for sample, token in tokens if sample in self._sequences]
+            outputs += self._extend(sequence, still_open)
+            self._grown += [sample for sample, _ in still_open if sample.num_told is not None]
         return outputs
 
-    def commit_weights(self, staging: Staging, version: int, in_flight: InFlight) -> list[Output]:
+    def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
         """Serves what was staged from the next step on; returns what the step under way finishes and what is aborted.
 
         `in_flight`: running requests have their KV computed anew and keep their tokens, while scores begin again
@@ -334,10 +359,12 @@ class Engine:
             raise RuntimeError(f"engine: expected no unfinished requests after a drain, found {len(self._open)}")
 
     def _abort_sequence(self, sequence: Sequence) -> list[Output]:
-        if sequence.scores is None:
-            return [self._abort_sample(sample) for sample in sequence.samples.copy()]
-        self._scheduler.finish(sequence)
-        return [self._finish_score(sequence.scores, "abort")]
+        match sequence.purpose:
+            case Generation(samples):
+                return [self._abort_sample(sample) for sample in samples.copy()]
+            case OpenScore() as score:
+                self._scheduler.finish(sequence)
+                return [self._finish_score(score, "abort")]
 
     def _add_group(self, request: GenerateRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -355,24 +382,21 @@ class Engine:
         banned = array("q", ending_tokens)
         request = replace(request, params=params)
         watches = [self._watch(request) for _ in range(params.n)]
-        sequence, joined = self._prompt_sequence(request)
         samples = [
-            Sample(
+            OpenSample(
                 request,
                 i,
                 (self._arrivals, i),
                 derive_seed(params.seed, i),
-                sequence,
-                joined,
                 ending_tokens,
                 banned,
                 watch,
-                tops=None if params.top_logprobs is None else Tops(params.top_logprobs),
+                tops=None if params.top_logprobs is None else TopColumns(params.top_logprobs),
             )
             for i, watch in enumerate(watches)
         ]
-        sequence.samples += samples
         self._open[request.id] = dict(enumerate(samples))
+        self._sequences |= dict.fromkeys(samples, self._prompt_sequence(request, samples))
 
     def _watch(self, request: GenerateRequest) -> StopStrings | None:
         if not request.params.stop:
@@ -387,29 +411,36 @@ class Engine:
                 raise InvalidRequestError(f"stop: expected the text of the prior tokens, found that {error}") from None
         return watch
 
-    def _prompt_sequence(self, request: GenerateRequest) -> tuple[Sequence, bool]:
-        """The sequence that computes the request's prompt: one that is under way already, and True, or a new one."""
+    def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
+        """What computes the prompt for a request's samples: a sequence that does so already, or a new one."""
         prompt, salt = array("i", request.prompt_token_ids.tolist()), request.params.cache_salt
         if running := self._prompts.get((prompt.tobytes(), salt)):
-            self._joined_tokens += len(prompt)
-            return running, True
-        sequence = Sequence((self._arrivals, 0), prompt, len(prompt), self._cache.new_chain(salt), salt)
+            self._join(running, samples)
+            return running
+        chain, purpose = self._cache.new_chain(salt), Generation(samples)
+        sequence = Sequence((self._arrivals, 0), prompt, len(prompt), chain, purpose, salt)
         self._scheduler.add(sequence)
         if self._cache.enabled:
             self._prompts[prompt.tobytes(), salt] = sequence
-        return sequence, False
+        return sequence
+
+    def _join(self, running: Sequence, samples: list[OpenSample]) -> None:
+        assert isinstance(running.purpose, Generation)
+        running.purpose.samples += samples
+        for sample in samples:
+            sample.joined = True
+        self._joined_tokens += running.num_prompt_tokens
 
     def _add_score(self, request: ScoreRequest) -> None:
         self._check_tokens(request.token_ids, 2, len(request.token_ids))
         self._check_top_logprobs(request.top_logprobs)
         # The last token is only predicted, never read.
         tokens = array("i", request.token_ids[:-1].tolist())
-        chain = self._cache.new_chain(request.cache_salt)
-        sequence = Sequence((self._arrivals, 0), tokens, len(tokens), chain, request.cache_salt)
-        score = Score.of(request, sequence)
-        sequence.scores = score
+        chain, score = self._cache.new_chain(request.cache_salt), OpenScore.of(request)
+        sequence = Sequence((self._arrivals, 0), tokens, len(tokens), chain, score, request.cache_salt)
         self._scheduler.add(sequence)
         self._open[request.id] = score
+        self._sequences[score] = sequence
 
     def _check_tokens(self, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
         if len(token_ids) < minimum:
@@ -442,41 +473,35 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk]) -> _QueuedStep:
         """Queues a step on the device, behind the one under way."""
-        ends = accumulate(chunk.num_tokens for chunk in chunks)
-        ready = [(c.sequence, end - 1) for c, end in zip(chunks, ends, strict=True) if c.reaches_end]
-        drawing = [(sequence, sequence.samples.copy()) for sequence, _ in ready if sequence.samples]
-        draws = [self._next_draw(sample, row) for sequence, row in ready for sample in sequence.samples]
-        drawn, scores = self._compute(chunks, draws)
+        step = plan_step(chunks, self._scheduler.take_block_copies(), self._cache.block_size)
+        drawn, columns = self._compute(step)
+        drawing = [(chunk.sequence, samples.copy()) for chunk in chunks if (samples := chunk.drawing)]
+        scoring = [(chunk, score) for chunk in chunks if (score := chunk.scoring) is not None]
         self._scheduler.advance(chunks)
         self._steps += 1
         for sequence, _ in drawing:
             if sequence.num_decoded == 0:
                 self._close_prompt(sequence)
+        scores = [(chunk, score, its) for (chunk, score), its in zip(scoring, columns, strict=True)]
         return _QueuedStep(chunks, drawing, drawn, scores)
 
-    def _compute(
-        self, chunks: list[Chunk], draws: list[Draw]
-    ) -> tuple[Drawing | None, list[tuple[Chunk, list[HostCopy]]]]:
+    def _compute(self, step: Step) -> tuple[Drawing | None, list[list[HostCopy]]]:
+        """What is drawn, and the columns of each of the step's scores."""
         before = self._queued.drawn if self._queued is not None else None
         drawn = before.token_ids if before is not None else None
-        if self._graphs is not None and self._graphs.serves(chunks, draws):
-            return self._graphs.run(chunks, draws, drawn), []
-        hidden = self._runner.run(chunks, drawn)
-        ends = accumulate(chunk.num_tokens for chunk in chunks)
-        scores = [
-            (chunk, self._score_chunk(chunk, hidden[end - chunk.num_tokens : end]))
-            for chunk, end in zip(chunks, ends, strict=True)
-            if chunk.sequence.scores
-        ]
-        return self._sampler.draw(hidden, draws) if draws else None, scores
+        self._runner.copy_blocks(step)
+        if self._graphs is not None and self._graphs.serves(step):
+            return self._graphs.run(step, drawn), []
+        hidden = self._runner.run(step, drawn)
+        scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
+        return self._sampler.draw(hidden, step.draws) if len(step.draws) else None, scores
 
-    def _score_chunk(self, chunk: Chunk, hidden: Tensor) -> list[HostCopy]:
-        request = chunk.sequence.scores.request
-        targets = torch.from_numpy(request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64))
-        asked = hidden, to_device(targets, hidden.device), request.distribution
-        if request.top_logprobs is None:
-            return [HostCopy(self._sampler.score(*asked))]
-        return [HostCopy(column) for column in self._sampler.score_statistics(*asked, request.top_logprobs)]
+    def _score(self, rows: ScoredRows, hidden: Tensor) -> list[HostCopy]:
+        targets = to_device(torch.from_numpy(rows.token_ids), hidden.device)
+        if rows.top_logprobs is None:
+            return [HostCopy(self._sampler.score(hidden, targets, rows.distribution))]
+        found = self._sampler.score_statistics(hidden, targets, rows.distribution, rows.top_logprobs)
+        return [HostCopy(column) for column in found]
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
@@ -486,14 +511,8 @@ class Engine:
                 sequence.unseen_row = row
             row += len(samples)
 
-    def _is_open(self, sample: Sample) -> bool:
-        """False once it ended, be it while a step was under way that draws for it."""
-        entry = self._open.get(sample.request.id)
-        return isinstance(entry, dict) and entry.get(sample.index) is sample
-
-    def _record(self, chunk: Chunk, columns: list[HostCopy]) -> list[Output]:
-        score = chunk.sequence.scores
-        if self._open.get(score.request.id) is not score:
+    def _record(self, chunk: Chunk, score: OpenScore, columns: list[HostCopy]) -> list[Output]:
+        if score not in self._sequences:
             return []
         for column, found in zip(score.columns, columns, strict=True):
             column[chunk.start : chunk.end] = found.wait().numpy()
@@ -502,38 +521,26 @@ class Engine:
         self._scheduler.finish(chunk.sequence)
         return [self._finish_score(score, "stop")]
 
-    def _next_draw(self, sample: Sample, row: int) -> Draw:
-        params, sequence = sample.request.params, sample.sequence
-        banned = sample.banned if sequence.num_decoded < params.min_tokens else ()
-        return Draw(row, params, sample.seed, sequence.num_tokens, banned)
-
-    def _extend(self, sequence: Sequence, drawn: list[tuple[Sample, Drawn]]) -> list[Output]:
+    def _extend(self, sequence: Sequence, drawn: list[tuple[OpenSample, Drawn]]) -> list[Output]:
         """Gives each sample its token. Of those that go on, the first keeps the sequence, the others get forks."""
         ended: list[Output] = []
-        going_on: list[Sample] = []
+        going_on: list[OpenSample] = []
         for sample, token in drawn:
             if reason := self._append(sample, token):
                 ended.append(self._finish_sample(sample, reason))
             else:
                 going_on.append(sample)
-        copies: list[tuple[int, int]] = []
         for sample in going_on[1:]:
-            fork, its_copies = self._scheduler.fork(sequence, sample.order)
-            copies += its_copies
-            self._continue(sample, fork)
-        if copies:
-            self._runner.copy_blocks(copies)
+            self._sequences[sample] = fork = self._scheduler.fork(sequence, sample)
+            fork.tokens.append(sample.token_ids[-1])
         if going_on:
-            self._continue(going_on[0], sequence)
+            sequence.purpose = Generation(going_on[:1])
+            sequence.tokens.append(going_on[0].token_ids[-1])
         elif ended:
             self._scheduler.finish(sequence)
         return ended
 
-    def _continue(self, sample: Sample, sequence: Sequence) -> None:
-        sequence.samples, sample.sequence = [sample], sequence
-        sequence.tokens.append(sample.token_ids[-1])
-
-    def _append(self, sample: Sample, drawn: Drawn) -> FinishReason | None:
+    def _append(self, sample: OpenSample, drawn: Drawn) -> FinishReason | None:
         """Records a token; returns why the sample ends with it, if it does."""
         if not drawn.is_finite:
             sample.error = _NOT_FINITE
@@ -560,24 +567,25 @@ class Engine:
         if self._prompts.get(key) is sequence:
             del self._prompts[key]
 
-    def _abort_sample(self, sample: Sample) -> Output:
-        sequence = sample.sequence
-        sequence.samples.remove(sample)
-        if not sequence.samples:
+    def _abort_sample(self, sample: OpenSample) -> Output:
+        sequence = self._sequences[sample]
+        assert isinstance(sequence.purpose, Generation)
+        sequence.purpose.samples.remove(sample)
+        if not sequence.purpose.samples:
             self._close_prompt(sequence)
             self._scheduler.finish(sequence)
         return self._finish_sample(sample, "abort")
 
-    def _finish_sample(self, sample: Sample, reason: FinishReason) -> SampleOutput:
-        group = self._open[sample.request.id]
+    def _finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
+        group, sequence = self._open[sample.request.id], self._sequences.pop(sample)
         assert isinstance(group, dict)
         del group[sample.index]
         if not group:
             del self._open[sample.request.id]
         self._finished[reason] += 1
         self._generated_tokens += len(sample.token_ids)
-        return sample.output(reason)
+        return sample.output(reason, sequence.num_cached_tokens or 0)
 
-    def _finish_score(self, score: Score, reason: FinishReason) -> ScoreOutput:
-        del self._open[score.request.id]
+    def _finish_score(self, score: OpenScore, reason: FinishReason) -> ScoreOutput:
+        del self._open[score.request.id], self._sequences[score]
         return score.output(reason, self.weight_version)

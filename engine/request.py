@@ -243,6 +243,23 @@ class SampleOutput:
 
 
 @dataclass(frozen=True)
+class SampleDelta:
+    """What a sample has got while it grows: its tokens from `start` on, at least one, and what belongs to each.
+
+    `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: those of `SampleOutput`, for these tokens.
+    """
+
+    request_id: str
+    index: int
+    start: int
+    token_ids: list[int]
+    logprobs: np.ndarray | None
+    entropy: np.ndarray | None = None
+    top_token_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
 class ScoreOutput:
     """Log-probs of a scored sequence.
 

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import GenerateRequest, SamplingParams
+from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.kernels.contract import AttentionBatch
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools.bench import WORKLOADS, Workload

@@ -32,8 +32,8 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_dummy
 from trueroll.engine.models.decoder import ModelInput
+from trueroll.engine.running.loading import load_dummy
 from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Rotation, Wanted
 from trueroll.kernels.layer import run_layers
 from trueroll.kernels.selection import select_backend

@@ -13,9 +13,9 @@ from array import array
 from rich.console import Console
 from rich.table import Table
 
-from trueroll.engine.prefix_cache import PrefixCache
-from trueroll.engine.scheduler import Scheduler
-from trueroll.engine.sequence import Sequence
+from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.scheduling.scheduler import Scheduler
+from trueroll.engine.scheduling.sequence import Generation, Sequence
 
 CACHED_BLOCKS = 500_000
 WAITING = 16_000
@@ -55,7 +55,7 @@ class Load:
 
     def add(self, prefix: array) -> Sequence:
         prompt = prefix + self.tokens(BLOCK_SIZE)
-        sequence = Sequence((self.arrivals, 0), prompt, len(prompt), self.cache.new_chain(None))
+        sequence = Sequence((self.arrivals, 0), prompt, len(prompt), self.cache.new_chain(None), Generation([]))
         self.scheduler.add(sequence)
         self.arrivals += 1
         return sequence

@@ -72,7 +72,10 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
 
 
 class FakeStaging:
-    """Rows and elements that a push brings; see `trueroll.engine.weights.Staging`. `staged`: what got rows."""
+    """Rows and elements that a push brings; see `WeightStaging` of `trueroll.engine.running.weights`.
+
+    `staged`: what got rows.
+    """
 
     def __init__(self, live: dict[str, torch.Tensor], in_place: bool) -> None:
         self.in_place = in_place

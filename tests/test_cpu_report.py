@@ -9,7 +9,7 @@ import torch
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import load_model
+from trueroll.engine.running.loading import load_model
 from trueroll.kernels.contract import AttentionBatch
 from trueroll.rollout.tools.bench import Workload
 

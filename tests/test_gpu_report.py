@@ -16,7 +16,7 @@ import torch
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_model
+from trueroll.engine.running.loading import load_model
 from trueroll.kernels import reference
 from trueroll.kernels.selection import SelectedBackend
 

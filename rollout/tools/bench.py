@@ -27,8 +27,8 @@ from trueroll.errors import ConfigError
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.loading import LoadedModel, load_dummy, load_model
 from ...engine.request import GenerateRequest, SampleOutput, SamplingParams
+from ...engine.running.loading import LoadedModel, load_dummy, load_model
 
 NOTE = (
     "first token: mean time from submission to a request's first token, in a second run of the same prompts that ends "

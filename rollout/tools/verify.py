@@ -24,7 +24,6 @@ from rich.table import Table
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.loading import LoadedModel, load_model
 from ...engine.request import (
     Distribution,
     GenerateRequest,
@@ -34,6 +33,7 @@ from ...engine.request import (
     ScoreOutput,
     ScoreRequest,
 )
+from ...engine.running.loading import LoadedModel, load_model
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises
 
 MAX_NUM_SEQS = 64

@@ -14,8 +14,8 @@ import numpy as np
 
 from trueroll.errors import StaleWeightsError
 
+from ...engine.outputs.tops import TopColumns
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, derive_seed
-from ...engine.tops import Tops
 from ..protocol import Generate, GetScores
 
 
@@ -112,7 +112,7 @@ def _empty_sample(request: GenerateRequest, index: int) -> SampleOutput:
     seed = derive_seed(request.params.seed, index)
     params = request.params
     logprobs = None if params.logprobs is None else np.empty(0, np.float32)
-    tops: dict[str, Any] = {} if params.top_logprobs is None else Tops(params.top_logprobs).arrays()
+    tops: dict[str, Any] = {} if params.top_logprobs is None else TopColumns(params.top_logprobs).arrays()
     return SampleOutput(request.id, index, [], logprobs, "abort", seed, 0, (), **tops)
 
 

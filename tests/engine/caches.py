@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from array import array
 
-from trueroll.engine.prefix_cache import Chain, Entry, PrefixCache
+from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache
 
 
 class CountingCache(PrefixCache):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trueroll.engine.engine import Engine
-from trueroll.engine.weights import Staging
+from trueroll.engine.running.weights import WeightStaging
 
 FILE = "model.safetensors"
 
@@ -34,21 +34,21 @@ def read_tensors(model: Path, dtype: torch.dtype | None = None) -> dict[str, Ten
     return {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_file(model / FILE).items()}
 
 
-def stage(engine: Engine, tensors: Mapping[str, Tensor], in_place: bool = False, step: int = 48) -> Staging:
+def stage(engine: Engine, tensors: Mapping[str, Tensor], in_place: bool = False, step: int = 48) -> WeightStaging:
     """Tensors staged in pieces of `step` rows."""
     staging = engine.weights.new_staging(in_place)
     stage_rows(staging, tensors, step)
     return staging
 
 
-def stage_rows(staging: Staging, tensors: Mapping[str, Tensor], step: int = 48) -> None:
+def stage_rows(staging: WeightStaging, tensors: Mapping[str, Tensor], step: int = 48) -> None:
     for name, tensor in tensors.items():
         for start in range(0, len(tensor), step):
             piece = tensor[start : start + step]
             staging.rows(name, start, len(piece)).copy_(piece)
 
 
-def stage_changes(engine: Engine, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Staging:
+def stage_changes(engine: Engine, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> WeightStaging:
     """The changed elements alone."""
     staging = engine.weights.new_staging(in_place=False)
     for name, tensor in after.items():

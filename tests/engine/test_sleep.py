@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tiny import make_tiny_model
-from trueroll.engine import model_runner, weights
+from trueroll.engine.cache.memory import DeviceArena
 from trueroll.engine.engine import Engine
-from trueroll.engine.memory import DeviceArena
 from trueroll.engine.request import Output, ScoreRequest, Tag
+from trueroll.engine.running import model_runner, weights
 
 from .checkpoints import addresses, another_version, read_tensors, stage
 from .drive import bits, drain, generate, make_engine, run, score, tokens

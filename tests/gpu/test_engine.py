@@ -14,10 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import LoadedModel, load_dummy, load_model
 from trueroll.engine.models.dummy import find_config
 from trueroll.engine.request import Distribution, Request, ScoreRequest, Tag
-from trueroll.engine.sequence import Chunk
+from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
+from trueroll.engine.scheduling.sequence import Chunk
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout.tools import verify
 
@@ -96,11 +96,11 @@ def no_waiting() -> Iterator[None]:
 def kinds_of(chunks: list[Chunk]) -> set[str]:
     """What a step computes, of the kinds whose launches differ."""
     decodes = [chunk for chunk in chunks if chunk.start >= chunk.sequence.num_prompt_tokens]
-    drawing = [sample.request.params for c in chunks if c.reaches_end for sample in c.sequence.samples]
+    drawing = [sample.request.params for chunk in chunks for sample in chunk.drawing]
     found = {
         "mixed": 0 < len(decodes) < len(chunks),
         "filters": any(params.has_filters for params in drawing),
-        "score": any(chunk.sequence.scores for chunk in chunks),
+        "score": any(chunk.scoring for chunk in chunks),
     }
     return {kind for kind, is_there in found.items() if is_there}
 

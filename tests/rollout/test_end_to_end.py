@@ -18,8 +18,8 @@ from serving import RawClient, WorkerOnThread
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.engine.running.loading import load_model
 from trueroll.errors import InvalidRequestError, ModelError, TruerollError, WorkerFailedError
 from trueroll.kernels.contract import Backend
 from trueroll.kernels.cpu.library import load_library

@@ -13,8 +13,8 @@ import pytest
 import transformers
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_model
 from trueroll.engine.models.eos import find_eos_tokens
+from trueroll.engine.running.loading import load_model
 from trueroll.errors import ModelError
 
 from ..drive import generate, make_engine, run, tokens

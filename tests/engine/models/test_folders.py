@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import LoadedModel, load_dummy, load_model
 from trueroll.engine.models.folders import refuse_what_is_no_model
+from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
 from trueroll.errors import ModelError
 
 SINGLE = "model.safetensors"

@@ -15,10 +15,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trueroll.engine import loading
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models import loader
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
+from trueroll.engine.running import loading
 from trueroll.errors import ModelError
 from trueroll.kernels.families import describe
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_model
+from trueroll.engine.running.loading import load_model
 from trueroll.errors import ConfigError
 from trueroll.rollout.tools import bench
 from trueroll.rollout.tools.bench import EngineSystem, Plan, Timing, TransformersSystem, Workload

@@ -21,8 +21,8 @@ from torch import Tensor
 from trueroll.engine import engine
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import SampleOutput
+from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.kernels.contract import Backend, Weight
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers

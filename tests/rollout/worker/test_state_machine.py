@@ -35,8 +35,8 @@ from serving import RawClient, WorkerOnThread
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.loading import LoadedModel, load_model
 from trueroll.engine.request import Distribution, GenerateRequest, Output, SamplingParams, ScoreRequest
+from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.rollout.config import WorkerConfig
 
 PROFILE = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=30, database=None)

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.contract import Weight
-from .memory import Arena, bytes_needed, new_arena
-from .models.decoder import Decoder, Empty
+from ...kernels.contract import Weight
+from ..cache.memory import Arena, bytes_needed, new_arena
+from ..models.decoder import Decoder, Empty
 
 
 class WeightStore:
@@ -52,11 +52,11 @@ class WeightStore:
         arena = new_arena(self._num_bytes, self._device, huge_pages=True)
         return arena, self._build(partial(arena.empty, self._dtype))
 
-    def new_staging(self, in_place: bool) -> Staging:
+    def new_staging(self, in_place: bool) -> WeightStaging:
         """A place for new weights: the live ones themselves if `in_place`, for want of memory for others."""
-        return Staging(self, in_place)
+        return WeightStaging(self, in_place)
 
-    def commit(self, staging: Staging) -> None:
+    def commit(self, staging: WeightStaging) -> None:
         """Makes what was staged the live weights, and frees the staging.
 
         Raise ValueError if the rows of a parameter are not all there, or if parameters are missing though the staging
@@ -80,7 +80,7 @@ class WeightStore:
         """Takes the memory again."""
         self._arena.restore()
 
-    def _install(self, staging: Staging, staged: set[str]) -> None:
+    def _install(self, staging: WeightStaging, staged: set[str]) -> None:
         if staging.arena is not None and len(staged) == len(self.shapes):
             self._arena.take(staging.arena)
         else:
@@ -90,7 +90,7 @@ class WeightStore:
             self.tensors[name].put_(indices, values)
 
 
-class Staging:
+class WeightStaging:
     """New weights in the making. Its memory is freed by the commit, by `drop`, or with the last reference to it.
 
     `arena`, `tensors`: where rows are written, once some are. `elements`: what is to be overwritten at the commit.

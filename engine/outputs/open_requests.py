@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .request import FinishReason, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
-from .sequence import Sequence
+from ..request import FinishReason, GenerateRequest, SampleDelta, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
 from .stop_strings import StopStrings
-from .tops import Top, Tops
+from .tops import Top, TopColumns
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -21,20 +20,19 @@ class Commit:
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class OpenSample:
     """One completion in the making.
 
-    `joined`: its prompt is computed by another request. `ending_tokens`: those it stops with. `banned`: those again,
-    for draws before `min_tokens`. `commits`: each set of weights that produced tokens of it, and how many tokens there
-    were before. `error` says what went wrong, if it ends with that.
+    `ending_tokens`: those it stops with. `banned`: those again, for draws before `min_tokens`. `commits`: each set of
+    weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
+    with that. `joined`: its prompt is computed by another request. `num_told`: the tokens that deltas have told of;
+    None if nobody asked for deltas.
     """
 
     request: GenerateRequest
     index: int
     order: tuple[int, int]
     seed: int
-    sequence: Sequence
-    joined: bool
     ending_tokens: frozenset[int]
     banned: array[int]
     stop_strings: StopStrings | None
@@ -43,16 +41,14 @@ class Sample:
     commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
     stop_reason: int | str | None = None
-    tops: Tops | None = None
+    tops: TopColumns | None = None
+    joined: bool = False
+    num_told: int | None = None
 
     @property
     def max_tokens(self) -> int:
         assert self.request.params.max_tokens is not None, "the engine puts a number for None"
         return self.request.params.max_tokens
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) if self.joined else self.sequence.num_cached_tokens or 0
 
     def append(self, token_id: int, logprob: float | None, commit: Commit, top: Top | None = None) -> None:
         """Records a token that the weights of `commit` produced."""
@@ -64,8 +60,8 @@ class Sample:
         if self.tops is not None and top is not None:
             self.tops.append(top)
 
-    def output(self, reason: FinishReason) -> SampleOutput:
-        """The sample as it is now."""
+    def output(self, reason: FinishReason, num_hits: int) -> SampleOutput:
+        """The sample as it is now. `num_hits`: tokens that its sequence found in the cache when it was admitted."""
         has_logprobs = self.request.params.logprobs is not None
         return SampleOutput(
             request_id=self.request.id,
@@ -74,11 +70,25 @@ class Sample:
             logprobs=np.array(self.logprobs, np.float32) if has_logprobs else None,
             finish_reason=reason,
             seed=self.seed,
-            num_cached_tokens=self.num_cached_tokens,
+            num_cached_tokens=len(self.request.prompt_token_ids) if self.joined else num_hits,
             weight_versions=self._spans(),
             error=self.error,
             stop_reason=self.stop_reason,
             **({} if self.tops is None else self.tops.arrays()),
+        )
+
+    def take_delta(self) -> SampleDelta:
+        """What no delta has told of yet, of a sample whose deltas were asked for."""
+        assert self.num_told is not None
+        start, self.num_told = self.num_told, len(self.token_ids)
+        has_logprobs = self.request.params.logprobs is not None
+        return SampleDelta(
+            self.request.id,
+            self.index,
+            start,
+            self.token_ids[start:].tolist(),
+            np.array(self.logprobs[start:], np.float32) if has_logprobs else None,
+            **({} if self.tops is None else self.tops.arrays(start)),
         )
 
     def _spans(self) -> tuple[WeightSpan, ...]:
@@ -88,25 +98,24 @@ class Sample:
 
 
 @dataclass(eq=False, slots=True)
-class Score:
+class OpenScore:
     """A score request in the making, whose columns fill up as chunks are computed.
 
     `columns`: `logprobs`, and with `top_logprobs` also `entropy`, `top_token_ids` and `top_logprobs` of `ScoreOutput`.
     """
 
     request: ScoreRequest
-    sequence: Sequence
     columns: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, request: ScoreRequest, sequence: Sequence) -> Score:
+    def of(cls, request: ScoreRequest) -> OpenScore:
         """One of which nothing is computed."""
         rows, k = len(request.token_ids) - 1, request.top_logprobs
         columns = (np.zeros(rows, np.float32),)
         if k is not None:
             tops = np.zeros(rows, np.float32), np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32)
             columns += tops
-        return cls(request, sequence, columns)
+        return cls(request, columns)
 
     def output(self, reason: FinishReason, version: int) -> ScoreOutput:
         """All of its log-probs, which the weights of `version` produced; none unless it is complete."""

@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from trueroll.engine.prefix_cache import Chain, Entry, PrefixCache
+from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache
 
-from .caches import CollidingCache, CountingCache
+from ..caches import CollidingCache, CountingCache
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7

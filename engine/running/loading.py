@@ -14,15 +14,15 @@ import torch
 
 from trueroll.errors import ConfigError, ModelError, brief
 
-from ..kernels.families import describe as describe_decoder
-from ..kernels.selection import SelectedBackend, select_backend
-from ..kernels.specs import DecoderSpec
-from .config import EngineConfig
-from .models.decoder import Decoder, Empty
-from .models.dummy import fill_randomly, find_config
-from .models.eos import find_eos_tokens
-from .models.folders import refuse_what_is_no_model
-from .models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
+from ...kernels.families import describe as describe_decoder
+from ...kernels.selection import SelectedBackend, select_backend
+from ...kernels.specs import DecoderSpec
+from ..config import EngineConfig
+from ..models.decoder import Decoder, Empty
+from ..models.dummy import fill_randomly, find_config
+from ..models.eos import find_eos_tokens
+from ..models.folders import refuse_what_is_no_model
+from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
 from .weights import WeightStore
 
 log = logging.getLogger(__name__)

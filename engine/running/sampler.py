@@ -7,7 +7,6 @@ but `Drawing.wait`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,42 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.contract import GREEDY, SAMPLE, Backend, TokenStatistics, Wanted, Weight
-from ..kernels.transfer import HostCopy, to_device
-from .request import Distribution, SamplingParams
-from .tops import Top
+from ...kernels.contract import Backend, TokenStatistics, Wanted, Weight
+from ...kernels.transfer import HostCopy, to_device
+from ..outputs.tops import Top
+from ..request import Distribution
+from .draws import Draw, Draws, divisors
 
-# A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
-_LOWEST_TEMPERATURE = 1e-30
 # Rows whose logits are in memory at once.
 _LOGITS_ROWS = 64
 
 
 # What `next_tokens` gives for some draws, and statistics if they are wanted.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
-
-
-class Draw(NamedTuple):
-    """One token to be drawn at absolute `position` from hidden state `row`.
-
-    `banned` ids cannot be drawn; an `array("q")` of many costs least.
-    """
-
-    row: int
-    params: SamplingParams
-    seed: int
-    position: int
-    banned: Sequence[int] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is from the whole distribution, of which nothing else is recorded."""
-        return self.is_of_whole and self.params.top_logprobs is None
-
-    @property
-    def is_of_whole(self) -> bool:
-        """Whether it is from the whole distribution."""
-        return not (self.banned or self.params.has_filters)
 
 
 class Drawn(NamedTuple):
@@ -112,25 +87,26 @@ class Sampler:
     def __init__(self, backend: Backend, head: Weight) -> None:
         self.ops, self.head = backend, head
 
-    def draw(self, hidden: Tensor, draws: Sequence[Draw]) -> Drawing:
+    def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
-        if all(draw.is_plain for draw in draws):
-            return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
+        each = draws.each
+        if all(draw.is_plain for draw in each):
+            return Drawing(each, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         # Of those that list the most tokens, the others take the first ones.
-        k = max((n for draw in draws if (n := draw.params.top_logprobs) is not None), default=None)
-        plain = [i for i, draw in enumerate(draws) if draw.is_plain]
-        whole = [i for i, draw in enumerate(draws) if draw.is_of_whole and not draw.is_plain]
-        processed = [i for i, draw in enumerate(draws) if not draw.is_of_whole]
-        parts: list[_Part] = [self._draw_processed(hidden, [draws[i] for i in part], k) for part in _cut(processed)]
+        k = max((n for draw in each if (n := draw.params.top_logprobs) is not None), default=None)
+        plain = [i for i, draw in enumerate(each) if draw.is_plain]
+        whole = [i for i, draw in enumerate(each) if draw.is_of_whole and not draw.is_plain]
+        processed = [i for i, draw in enumerate(each) if not draw.is_of_whole]
+        parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
         if whole and k is not None:
-            parts.insert(0, self._draw_recorded(hidden, [draws[i] for i in whole], k))
+            parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
         results = [result for result, _ in parts]
         if plain:
-            results.append(self.next_tokens(hidden, make_wanted([draws[i] for i in plain], hidden.device)))
+            results.append(self.next_tokens(hidden, make_wanted(draws.take(plain), hidden.device)))
         order = _tensor(np.argsort(whole + processed + plain), hidden)
         token_ids, logprobs, finite = (torch.cat(column)[order] for column in zip(*results, strict=True))
         statistics = [found for _, found in parts if found is not None]
-        return Drawing(draws, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
+        return Drawing(each, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""
@@ -157,30 +133,30 @@ class Sampler:
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits after temperature and filters, of some rows at a time, and their tokens."""
-        divisor = _divisors([distribution], hidden.device)
+        divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
             scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
             yield self._filter(scaled, [distribution] * len(scaled)), token_ids[rows]
 
-    def _draw_recorded(self, hidden: Tensor, draws: Sequence[Draw], k: int) -> _Part:
+    def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
         token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
         return (token_ids, found.logprobs, finite), found
 
-    def _draw_processed(self, hidden: Tensor, draws: Sequence[Draw], k: int | None) -> _Part:
+    def _draw_processed(self, hidden: Tensor, draws: Draws, k: int | None) -> _Part:
         """The steps of `next_tokens`, with banned tokens and filters between; statistics unless `k` is None."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
-        processed = self._filter(_ban(scaled, draws), [draw.params for draw in draws])
+        processed = self._filter(_ban(scaled, draws.each), [draw.params for draw in draws.each])
         token_ids = processed.argmax(-1)
-        sampled = [i for i, draw in enumerate(draws) if not draw.params.is_greedy]
+        sampled = [i for i, draw in enumerate(draws.each) if not draw.params.is_greedy]
         if sampled:
             rows = _tensor(sampled, hidden)
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
-        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws)])
+        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws.each)])
         found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
@@ -202,31 +178,23 @@ class Sampler:
         return filtered
 
 
-def make_wanted(draws: Sequence[Draw], device: torch.device) -> Wanted:
+def make_wanted(draws: Draws, device: torch.device) -> Wanted:
     """What `next_tokens` needs to know of draws, of which there is at least one: all but filters and banned tokens."""
-    row_ids, params, unsigned, places, _ = zip(*draws, strict=True)
-    columns = [row_ids, [GREEDY if p.is_greedy else SAMPLE for p in params], list(map(_as_signed, unsigned)), places]
-
-    def send(values: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(values), device)
-
-    rows, targets, seeds, positions = send(np.array(columns, np.int64)).unbind()
-    raw = send(np.array([p.logprobs == "raw" for p in params], np.bool_))
-    return Wanted(rows, targets, _divisors(params, device), raw, seeds, positions)
+    rows, targets, seeds, positions = to_device(torch.from_numpy(draws.integers), device).unbind()
+    temperatures, raw = (to_device(torch.from_numpy(column), device) for column in (draws.temperatures, draws.raw))
+    return Wanted(rows, targets, temperatures, raw, seeds, positions)
 
 
 def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
     """The log-prob of one token (int64 [M]) of each row."""
     unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
-    temperatures = _divisors([distribution], token_ids.device).repeat(len(token_ids))
+    temperatures = _divisors(distribution, token_ids.device).repeat(len(token_ids))
     return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
-def _divisors(distributions: Sequence[Distribution], device: torch.device) -> Tensor:
-    """What logits are divided by, float32: infinity for a temperature beyond it. Greedy rows keep theirs."""
-    values = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
-    # array("f") makes that infinity; torch refuses such a number, and numpy warns.
-    return to_device(torch.from_numpy(np.asarray(array("f", values))), device)
+def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
+    """float32 [1]."""
+    return to_device(torch.from_numpy(divisors([distribution])), device)
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -246,8 +214,3 @@ def _cut(indices: list[int]) -> list[list[int]]:
 def _tensor(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """On the device of `like`."""
     return to_device(torch.as_tensor(values, dtype=dtype), like.device)
-
-
-def _as_signed(seed: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return seed - 2**64 if seed >= 2**63 else seed

@@ -14,12 +14,12 @@ import pytest
 
 from trueroll.engine import engine as engine_module
 from trueroll.engine.engine import Engine
-from trueroll.engine.model_runner import ModelRunner
 from trueroll.engine.request import SampleOutput
-from trueroll.engine.sampler import Drawing
-from trueroll.engine.scheduler import Scheduler
+from trueroll.engine.running.model_runner import ModelRunner
+from trueroll.engine.running.sampler import Drawing
+from trueroll.engine.scheduling.scheduler import Scheduler
 
-from .drive import bits, drain, generate, make_engine, run, tokens, top_bits
+from ..drive import bits, drain, generate, make_engine, run, tokens, top_bits
 
 TOPS = ("entropy", "top_token_ids", "top_logprobs")
 
@@ -120,7 +120,7 @@ def test_a_group_whose_prompt_lost_its_blocks_before_its_tokens_were_seen(
     """The prompt's last chunk is under way when an older request takes its blocks; the samples fork from nothing."""
     fork, tables = Scheduler.fork, []
     monkeypatch.setattr(
-        Scheduler, "fork", lambda self, parent, order: tables.append(parent.table) or fork(self, parent, order)
+        Scheduler, "fork", lambda self, parent, sample: tables.append(parent.table) or fork(self, parent, sample)
     )
     older, group = generate("old", tokens(23), max_tokens=30), generate("g", tokens(24, seed=1), n=3, max_tokens=4)
     engine = make_engine(tiny_llama, num_blocks=7, block_size=8, max_num_batched_tokens=64)

@@ -23,8 +23,9 @@ from enum import Enum, auto
 
 from trueroll.errors import InvalidRequestError
 
-from .prefix_cache import Entry, PrefixCache
-from .sequence import Chunk, Sequence
+from ..cache.prefix_cache import Entry, PrefixCache
+from ..outputs.open_requests import OpenSample
+from .sequence import Chunk, Generation, Sequence
 
 # To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
 _MOST_LOOKUPS_IN_VAIN = 32
@@ -80,6 +81,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted, as `_ready` is
         self._ready: list[Sequence] = []
         self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
+        # Of a block that was given back since, nothing is read before it is written.
+        self._block_copies: dict[int, int] = {}
         self.stats = SchedulerStats()
 
     @property
@@ -141,26 +144,34 @@ class Scheduler:
             if sequence.table:
                 self.cache.publish(sequence.chain, sequence.tokens, sequence.table, chunk.end)
 
-    def fork(self, parent: Sequence, order: tuple[int, int]) -> tuple[Sequence, list[tuple[int, int]]]:
-        """A second sequence with the tokens and the KV of `parent`, all of whose tokens are computed.
+    def fork(self, parent: Sequence, sample: OpenSample) -> Sequence:
+        """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed.
 
-        It shares the full blocks; returns with it the (source, destination) block that is left to copy, if any. If it
-        has no room to run, or the parent lost its blocks since, it waits instead and finds the shared blocks again when
-        it is admitted.
+        It shares the full blocks; the one that is left, if any, is copied before the next step. If it has no room to
+        run, or the parent lost its blocks since, it waits instead and finds the shared blocks again when it is
+        admitted.
         """
-        child = Sequence(order, parent.tokens[:], parent.num_prompt_tokens, parent.chain.fork(), parent.cache_salt)
+        chain, purpose = parent.chain.fork(), Generation([sample])
+        tokens, salt = parent.tokens[:], parent.cache_salt
+        child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, purpose, salt)
         child.num_cached_tokens = parent.num_cached_tokens
         num_full = parent.num_computed // self.cache.block_size
         shared, partial = parent.table[:num_full], parent.table[num_full:]
         has_room = len(self.running) < self.max_num_seqs and self.cache.can_allocate((), len(partial))
         if not parent.table or not has_room:
             self.add(child)
-            return child, []
+            return child
         fresh = self.cache.allocate((), len(partial))
         self.cache.share(shared)
         child.table, child.num_computed = shared + array("q", fresh), parent.num_computed
         insort(self.running, child, key=_order)
-        return child, list(zip(partial, fresh, strict=True))
+        self._block_copies.update(zip(fresh, partial, strict=True))
+        return child
+
+    def take_block_copies(self) -> dict[int, int]:
+        """What has to be copied before the next step computes anything, once: destination to source."""
+        copies, self._block_copies = self._block_copies, {}
+        return copies
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, waiting or running, and gives its blocks back."""
@@ -249,7 +260,7 @@ class Scheduler:
         if sequence.chain.epoch != cache.epoch:
             sequence.chain = cache.new_chain(sequence.cache_salt)
         # The last token is always computed: its logits are needed. A score request needs the logits of every token.
-        limit = sequence.num_tokens - 1 if sequence.scores is None else 0
+        limit = sequence.num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
         hits = cache.lookup(sequence.chain, sequence.tokens, limit)
         claim = cache.find_claim(sequence.chain, len(hits), limit)
         if claim is not None:
@@ -277,7 +288,7 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
-            self.stats.prefix_queries += sequence.num_tokens if sequence.scores is None else 0
+            self.stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0
             self.stats.prefix_hits += sequence.num_computed
         plan.add(sequence, size)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.engine import memory
-from trueroll.engine.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
+from trueroll.engine.cache import memory
+from trueroll.engine.cache.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
 from trueroll.kernels.cpu.weight import PackedWeight
 
 CPU = torch.device("cpu")

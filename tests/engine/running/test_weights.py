@@ -14,7 +14,7 @@ from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, InFlight, SampleOutput, ScoreOutput, ScoreRequest, derive_seed
 
-from .checkpoints import (
+from ..checkpoints import (
     addresses,
     another_version,
     read_tensors,
@@ -22,7 +22,7 @@ from .checkpoints import (
     stage_changes,
     stage_rows,
 )
-from .drive import bits, drain, generate, make_engine, run, score, tokens
+from ..drive import bits, drain, generate, make_engine, run, score, tokens
 
 DTYPES = ["float32", "bfloat16"]
 GOLDEN = 0x9E3779B97F4A7C15

@@ -9,22 +9,28 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from trueroll.engine.prefix_cache import PrefixCache
-from trueroll.engine.scheduler import Scheduler
-from trueroll.engine.sequence import Chunk, Sequence
+from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.outputs.open_requests import OpenScore
+from trueroll.engine.request import ScoreRequest
+from trueroll.engine.scheduling.scheduler import Scheduler
+from trueroll.engine.scheduling.sequence import Chunk, Generation, Sequence
 from trueroll.errors import InvalidRequestError
 
-from .caches import CollidingCache, CountingCache
+from ..caches import CollidingCache, CountingCache
 
 PROFILE = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
 
 Content = tuple[int, int]
 """What a slot holds: the epoch it was computed in, and the number of the salted token prefix that ends with it."""
+
+
+SCORE = OpenScore.of(ScoreRequest("score", np.zeros(2, np.int32)))
 
 
 @dataclass(eq=False)
@@ -67,8 +73,7 @@ class Driver:
         """A group with a sample of each length; a score request if there is none."""
         sequence = self._sequence(prompt, salt)
         samples = [Sample((self.arrivals, i), length, sequence) for i, length in enumerate(lengths)]
-        sequence.samples += samples
-        sequence.scores = None if samples else object()
+        sequence.purpose = Generation(samples.copy()) if samples else SCORE
         self.open += samples or [sequence]
         self.needed_steps += sum(len(prompt) + length for length in lengths or [0])
         self.scheduler.check_fits(len(prompt) + max(lengths, default=0))
@@ -78,7 +83,7 @@ class Driver:
 
     def _sequence(self, prompt: list[int], salt: str | None) -> Sequence:
         chain = self.cache.new_chain(salt)
-        return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, salt)
+        return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, SCORE, salt)
 
     def step(self) -> list[Chunk]:
         before = list(self.scheduler.running)
@@ -91,6 +96,8 @@ class Driver:
         for sequence in set(self.scheduler.running).difference(before):
             self._check_hits(sequence, epoch)
         self.steps += bool(self.open)
+        for to, source in self.scheduler.take_block_copies().items():
+            self.kv[to] = self.kv[source].copy()
         self._write(chunks)
         self.scheduler.advance(chunks)
         self.scheduler.publish(chunks)
@@ -102,10 +109,12 @@ class Driver:
     def abort(self, target: Sample | Sequence) -> None:
         self.open.remove(target)
         sequence = target.sequence if isinstance(target, Sample) else target
-        if isinstance(target, Sample):
-            sequence.samples.remove(target)
-        if not sequence.samples:
-            self.finish(sequence)
+        match sequence.purpose:
+            case Generation(samples):
+                samples.remove(target)
+                if samples:
+                    return
+        self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         self.check_whole(sequence)
@@ -158,8 +167,9 @@ class Driver:
         assert self._held(sequence, sequence.num_computed) == self.holds.get(sequence, [])[: sequence.num_computed]
 
     def _held(self, sequence: Sequence, end: int) -> list[Content | None]:
-        size = self.cache.block_size
-        return [self.kv[sequence.table[p // size]][p % size] for p in range(end)]
+        size, copies = self.cache.block_size, self.scheduler._block_copies
+        blocks = [copies.get(block, block) for block in sequence.table]
+        return [self.kv[blocks[p // size]][p % size] for p in range(end)]
 
     def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
         """What slots [start, end) hold once they are computed in this epoch."""
@@ -225,11 +235,11 @@ class Driver:
 
     def _extend(self, sequence: Sequence) -> None:
         """Every sample gets its token; those that go on part ways."""
-        if sequence.scores is not None:
+        if not isinstance(sequence.purpose, Generation):
             self.open.remove(sequence)
             self.finish(sequence)
             return
-        drawn = [(sample, sample.draw()) for sample in sequence.samples]
+        drawn = [(sample, sample.draw()) for sample in sequence.purpose.samples]
         going_on = [(sample, token) for sample, token in drawn if not sample.is_done]
         for sample, token in going_on[1:]:
             self._continue(sample, self._fork(sequence, sample), token)
@@ -242,18 +252,17 @@ class Driver:
             self.finish(sequence)
 
     def _fork(self, parent: Sequence, sample: Sample) -> Sequence:
-        child, copies = self.scheduler.fork(parent, sample.order)
-        for source, destination in copies:
-            self.kv[destination] = self.kv[source].copy()
+        pending = len(self.scheduler._block_copies)
+        child = self.scheduler.fork(parent, sample)
         if child.table:
             self.holds[child] = self.holds[parent].copy()
             self.check_whole(child)
-            self.seen["fork with a copy"] += bool(copies)
+            self.seen["fork with a copy"] += len(self.scheduler._block_copies) - pending
         self.seen["fork that waits"] += not child.table
         return child
 
     def _continue(self, sample: Sample, sequence: Sequence, token: int) -> None:
-        sample.sequence, sequence.samples = sequence, [sample]
+        sample.sequence, sequence.purpose = sequence, Generation([sample])
         sequence.tokens.append(token)
 
 
@@ -524,6 +533,22 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert driver.seen["fork with a copy"] == 2
     driver.drain()
     assert driver.scheduler.stats.computed_tokens == 5 + 3 * 3
+
+
+def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the_last() -> None:
+    driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
+    for prompt in ([1, 2, 3], [4, 5, 6]):
+        driver.add(prompt, [3, 3])
+    driver.step()
+    first, fork, other, _ = driver.scheduler.running
+    [_, (destination, source)] = sorted(zip(fork.table, first.table, strict=True), key=lambda pair: pair[0] != pair[1])
+    assert driver.scheduler._block_copies[destination] == source != destination, "premise"
+    driver.scheduler.finish(fork)
+    again = driver.scheduler.fork(other, Sample((9, 0), 1, other))
+    assert destination in again.table, "premise: the block that was given back last is taken first"
+    copies = driver.scheduler.take_block_copies()
+    assert len(copies) == 2 and copies[destination] == other.table[again.table.index(destination)]
+    assert driver.scheduler.take_block_copies() == {}
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:

@@ -18,7 +18,7 @@ class Top(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Tops:
+class TopColumns:
     """What `top_logprobs` asks for, of the tokens that a sample has so far: the most probable `k` for each."""
 
     k: int
@@ -31,11 +31,11 @@ class Tops:
         self.token_ids += top.token_ids
         self.logprobs += top.logprobs
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The fields of `SampleOutput`."""
-        shape = len(self.entropy), self.k
+    def arrays(self, start: int = 0) -> dict[str, np.ndarray]:
+        """The fields of `SampleOutput`, for the tokens from `start` on."""
+        shape = len(self.entropy) - start, self.k
         return {
-            "entropy": np.array(self.entropy, np.float32),
-            "top_token_ids": np.frombuffer(self.token_ids, np.int32).reshape(shape).copy(),
-            "top_logprobs": np.frombuffer(self.logprobs, np.float32).reshape(shape).copy(),
+            "entropy": np.array(self.entropy[start:], np.float32),
+            "top_token_ids": np.frombuffer(self.token_ids[4 * self.k * start :], np.int32).reshape(shape).copy(),
+            "top_logprobs": np.frombuffer(self.logprobs[4 * self.k * start :], np.float32).reshape(shape).copy(),
         }

@@ -22,13 +22,13 @@ from tiny import make_tiny_model
 from trueroll.engine import engine as engine_module
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.graphs import DecodeGraphs, Outputs
-from trueroll.engine.loading import load_model
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
+from trueroll.engine.running.graphs import DecodeGraphs, Outputs
+from trueroll.engine.running.loading import load_model
 from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionBatch
 
-from .drive import bits, drain, generate, run, tokens, top_bits
+from ..drive import bits, drain, generate, run, tokens, top_bits
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
 prompt = partial(tokens, vocab_size=64)

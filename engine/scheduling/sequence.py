@@ -1,12 +1,25 @@
-"""A sequence of tokens and how much of it the KV cache holds: the one noun that scheduler, runner and engine share."""
+"""A sequence of tokens, how much of it the KV cache holds, and what it is computed for."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from .prefix_cache import Chain
+from ..cache.prefix_cache import Chain
+from ..outputs.open_requests import OpenSample, OpenScore
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """A token is drawn after the last one for each of `samples`, of which there are several while the prompt of a group
+    is computed.
+    """
+
+    samples: list[OpenSample]
+
+
+Purpose: TypeAlias = Generation | OpenScore
 
 
 @dataclass(eq=False, slots=True)
@@ -17,8 +30,7 @@ class Sequence:
     The scheduler writes `num_computed`, `table`, `chain`, `claim` and `num_cached_tokens`; the engine writes the rest.
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
-    `samples`: what is drawn from the logits after the last token; several while a group's prompt is computed.
-    `scores`: where a score request collects its log-probs; None for a sequence that generates.
+    `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
     `cache_salt`: the request's own, for a new chain after an invalidation.
     `unseen_row`: of the draws of the step under way, the one that gives the token after `tokens`; `num_tokens` counts
     that token already. None if no token is unseen.
@@ -30,9 +42,8 @@ class Sequence:
     tokens: array[int]
     num_prompt_tokens: int
     chain: Chain
+    purpose: Purpose
     cache_salt: str | None = None
-    samples: list[Any] = field(default_factory=list)
-    scores: Any = None
     unseen_row: int | None = None
     num_computed: int = 0
     table: array[int] = field(default_factory=lambda: array("q"))
@@ -71,3 +82,15 @@ class Chunk(NamedTuple):
     def reaches_end(self) -> bool:
         """Whether the next token can be drawn after it."""
         return self.end == self.sequence.num_tokens
+
+    @property
+    def drawing(self) -> list[OpenSample]:
+        """Those for which a token is drawn after it."""
+        purpose = self.sequence.purpose
+        return purpose.samples if self.reaches_end and isinstance(purpose, Generation) else []
+
+    @property
+    def scoring(self) -> OpenScore | None:
+        """What its log-probs belong to."""
+        purpose = self.sequence.purpose
+        return purpose if isinstance(purpose, OpenScore) else None

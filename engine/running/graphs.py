@@ -11,7 +11,7 @@ KV cache stay where they are: `forget` when they move. A capture waits for the d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.contract import GREEDY, AttentionBatch, Wanted
-from .model_runner import ModelRunner, pad_tables
-from .models.decoder import ModelInput
-from .sampler import Draw, Drawing, Sampler, make_wanted
-from .sequence import Chunk
+from ...kernels.contract import GREEDY, AttentionBatch, Wanted
+from .model_runner import ModelRunner
+from .sampler import Drawing, Sampler, make_wanted
+from .step import Step
 
 Outputs = tuple[Tensor, Tensor, Tensor]
 
@@ -69,25 +68,23 @@ class _Inputs:
         ones = torch.ones(size, dtype=torch.float32, device=device)
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
 
-    def fill(self, chunks: Sequence[Chunk], draws: Sequence[Draw], drawn: Tensor | None) -> None:
+    def fill(self, step: Step, drawn: Tensor | None) -> None:
         """Writes the inputs of a step; rows that it does not have become padding."""
-        self._fill_tokens(chunks, drawn)
-        count, wanted = len(chunks), make_wanted(draws, self.lens.device)
+        self._fill_tokens(step, drawn)
+        count, wanted = len(step.draws), make_wanted(step.draws, self.lens.device)
         for name in ("targets", "temperatures", "raw", "seeds", "positions"):
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
-    def _fill_tokens(self, chunks: Sequence[Chunk], drawn: Tensor | None) -> None:
-        count, runner = len(chunks), self._runner
-        starts, tables = np.asarray([chunk.start for chunk in chunks]), pad_tables(chunks)
-        slots = runner.slots(np.arange(count), starts, tables)
-        positions, slots, lens = runner.to_device(np.stack((starts, slots, starts + 1)))
-        padded = runner.to_device(tables)
-        self.token_ids[:count] = runner.token_ids(chunks, drawn)
+    def _fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
+        count, runner = len(step.token_ids), self._runner
+        positions, slots, lens = runner.to_device(np.stack((step.positions, step.slots, step.context_lens)))
+        tables = runner.to_device(step.block_tables)
+        self.token_ids[:count] = runner.token_ids(step, drawn)
         self.positions[:count] = positions
         self.slots[:count], self.slots[count:] = slots, self._spare_slot
         self.lens[:count], self.lens[count:] = lens, 1
-        self.tables[:count, : padded.shape[1]] = padded
+        self.tables[:count, : tables.shape[1]] = tables
         self.tables[count:, 0] = self._spare_block
 
 
@@ -117,11 +114,11 @@ class DecodeGraphs:
         self._capture = new_capture()
         self._graphs: dict[int, _Graph] = {}
 
-    def serves(self, chunks: Sequence[Chunk], draws: Sequence[Draw]) -> bool:
-        """Whether each chunk is a single token, with one plain draw after it."""
-        are_single = all(chunk.num_tokens == 1 for chunk in chunks)
-        each_draws_once = [draw.row for draw in draws] == list(range(len(chunks)))
-        return are_single and each_draws_once and all(draw.is_plain for draw in draws)
+    def serves(self, step: Step) -> bool:
+        """Whether each sequence computes a single token, with one plain draw after it."""
+        are_single = len(step.token_ids) == len(step.context_lens)
+        each_draws_once = [draw.row for draw in step.draws.each] == list(range(len(step.context_lens)))
+        return are_single and each_draws_once and all(draw.is_plain for draw in step.draws.each)
 
     def forget(self) -> None:
         """Gives the graphs and their memory back."""
@@ -129,13 +126,14 @@ class DecodeGraphs:
         self._capture = self._new_capture()
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk], draws: Sequence[Draw], drawn: Tensor | None) -> Drawing:
-        """Computes the chunks' KV and draws their next tokens. Row i is that of chunk i."""
-        size = 1 << (len(chunks) - 1).bit_length()
+    def run(self, step: Step, drawn: Tensor | None) -> Drawing:
+        """Computes the KV of a step and draws its next tokens. `drawn`: that of `ModelRunner.run`."""
+        count = len(step.draws)
+        size = 1 << (count - 1).bit_length()
         graph = self._graphs.get(size) or self._new_graph(size)
-        graph.inputs.fill(chunks, draws, drawn)
+        graph.inputs.fill(step, drawn)
         graph.replay()
-        return Drawing(draws, *(column[: len(chunks)] for column in graph.outputs))
+        return Drawing(step.draws.each, *(column[:count] for column in graph.outputs))
 
     def _new_graph(self, size: int) -> _Graph:
         inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)
@@ -146,5 +144,5 @@ class DecodeGraphs:
     def _compute(self, inputs: _Inputs) -> Outputs:
         size = len(inputs.lens)
         batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
-        tokens = ModelInput(inputs.token_ids, inputs.positions, inputs.slots, batch, self._runner.kv_caches)
-        return self._sampler.next_tokens(self._runner.model.forward(tokens).hidden, inputs.wanted)
+        hidden = self._runner.forward(inputs.token_ids, inputs.positions, inputs.slots, batch)
+        return self._sampler.next_tokens(hidden, inputs.wanted)

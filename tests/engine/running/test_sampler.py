@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from trueroll.engine.request import Distribution, SamplingParams
-from trueroll.engine.sampler import Draw, Sampler
+from trueroll.engine.running.draws import Draw, Draws
+from trueroll.engine.running.sampler import Drawn, Sampler
 from trueroll.kernels.selection import select_backend
 
 LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
@@ -34,6 +35,10 @@ def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:
     found = sampler.ops.log_probs(logits[None], torch.tensor([token_id])).item()
     assert abs(found - logits.double().log_softmax(0)[token_id].item()) < 1e-6
     return found
+
+
+def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    return sampler.draw(logits, Draws.of(draws)).wait()
 
 
 def draw(row: int = 0, seed: int = 3, position: int = 9, banned: Sequence[int] = (), **params) -> Draw:
@@ -57,13 +62,13 @@ def test_hidden_states_are_their_own_logits(sampler: Sampler) -> None:
 
 
 def test_each_row_has_its_own_parameters(sampler: Sampler) -> None:
-    together = sampler.draw(LOGITS, MIXED).wait()
-    assert together == [drawn for one in MIXED for drawn in sampler.draw(LOGITS, [one]).wait()]
-    assert together[::-1] == sampler.draw(LOGITS, MIXED[::-1]).wait()
+    together = run(sampler, LOGITS, MIXED)
+    assert together == [drawn for one in MIXED for drawn in run(sampler, LOGITS, [one])]
+    assert together[::-1] == run(sampler, LOGITS, MIXED[::-1])
 
 
 def test_many_rows_give_what_each_gives_alone(sampler: Sampler) -> None:
-    assert sampler.draw(LOGITS, MIXED * 20).wait() == sampler.draw(LOGITS, MIXED).wait() * 20
+    assert run(sampler, LOGITS, MIXED * 20) == run(sampler, LOGITS, MIXED) * 20
 
 
 @pytest.mark.parametrize("logprobs", ["raw", "temperature", "processed"])
@@ -73,53 +78,53 @@ def test_filters_that_drop_nothing_change_no_bit(sampler: Sampler, logprobs: str
         for filters in ({}, {"top_k": 50})
     )
     assert not plain[0].params.has_filters and filtered[0].params.has_filters
-    drawn = sampler.draw(LOGITS, plain).wait()
-    assert drawn == sampler.draw(LOGITS, filtered).wait()
+    drawn = run(sampler, LOGITS, plain)
+    assert drawn == run(sampler, LOGITS, filtered)
     assert len({one.token_id for one in drawn}) > 20
 
 
 def test_greedy_takes_the_lowest_id_among_equals_and_the_models_own_distribution(sampler: Sampler) -> None:
     logits = torch.zeros(1, 50)
     logits[0, [7, 9, 30]] = 1.5
-    [drawn] = sampler.draw(logits, [draw(temperature=0.0, top_k=1, top_p=0.1)]).wait()
+    [drawn] = run(sampler, logits, [draw(temperature=0.0, top_k=1, top_p=0.1)])
     assert drawn.token_id == 7
     assert drawn.logprob == log_prob(sampler, logits[0], 7)
 
 
 def test_logprobs_are_of_the_distribution_that_was_asked_for(sampler: Sampler) -> None:
     for mode, temperature in (("raw", 1.0), ("temperature", 0.5)):
-        [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)]).wait()
+        [drawn] = run(sampler, LOGITS, [draw(temperature=0.5, top_k=4, logprobs=mode)])
         assert drawn.logprob == log_prob(sampler, LOGITS[0] / temperature, drawn.token_id)
     best = (LOGITS[0] / 0.5).topk(4)
-    [drawn] = sampler.draw(LOGITS, [draw(temperature=0.5, top_k=4)]).wait()
+    [drawn] = run(sampler, LOGITS, [draw(temperature=0.5, top_k=4)])
     kept = best.values.log_softmax(0)[best.indices == drawn.token_id].item()
     assert drawn.logprob is not None and abs(drawn.logprob - kept) < 1e-6
 
 
 def test_seed_and_position_both_matter(sampler: Sampler) -> None:
     base = [draw(seed=s, position=p) for s in range(30) for p in range(30)]
-    ids = torch.tensor([d.token_id for d in sampler.draw(LOGITS, base).wait()]).view(30, 30)
+    ids = torch.tensor([d.token_id for d in run(sampler, LOGITS, base)]).view(30, 30)
     assert len(ids.unique(dim=0)) == len(ids.unique(dim=1).T) == 30
 
 
 def test_banned_tokens_are_not_drawn(sampler: Sampler) -> None:
     everything_but_one = sorted(set(range(50)) - {13})
-    [drawn] = sampler.draw(LOGITS, [draw(banned=everything_but_one)]).wait()
+    [drawn] = run(sampler, LOGITS, [draw(banned=everything_but_one)])
     assert (drawn.token_id, drawn.logprob, drawn.is_finite) == (13, 0.0, True)
 
 
 def test_logits_without_a_number_are_reported(sampler: Sampler) -> None:
     broken = LOGITS.clone()
     broken[1] = torch.nan
-    good, bad = sampler.draw(broken, [draw(0), draw(1)]).wait()
+    good, bad = run(sampler, broken, [draw(0), draw(1)])
     assert good.is_finite and not bad.is_finite
-    assert [good] == sampler.draw(LOGITS, [draw(0)]).wait()
+    assert [good] == run(sampler, LOGITS, [draw(0)])
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-30, 1e300])
 def test_any_temperature_gives_numbers(sampler: Sampler, temperature: float) -> None:
     for drawn, row in zip(
-        sampler.draw(LOGITS, [draw(i, temperature=temperature) for i in range(5)]).wait(), LOGITS, strict=True
+        run(sampler, LOGITS, [draw(i, temperature=temperature) for i in range(5)]), LOGITS, strict=True
     ):
         assert drawn.is_finite and drawn.logprob is not None
         if temperature < 1:
@@ -142,16 +147,14 @@ def test_banned_ids_are_taken_as_a_whole(sampler: Sampler) -> None:
     rows = [draw(row, banned=Whole("q", ids), top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
     plain = [draw(row, banned=ids, top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
     assert not draw(banned=Whole("q", ids)).is_plain and draw(banned=Whole("q")).is_plain
-    assert sampler.draw(LOGITS, rows).wait() == sampler.draw(LOGITS, plain).wait()
+    assert run(sampler, LOGITS, rows) == run(sampler, LOGITS, plain)
 
 
 @pytest.mark.parametrize("filters", [{}, dict(top_k=4), dict(top_p=0.5, min_p=0.01)])
 @pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 0.0, 0.7])
 def test_a_score_takes_temperatures_as_a_draw_does(sampler: Sampler, temperature: float, filters: dict) -> None:
     mode = "processed" if filters else "temperature"
-    drawn = sampler.draw(
-        LOGITS, [draw(row, temperature=temperature, logprobs=mode, **filters) for row in range(5)]
-    ).wait()
+    drawn = run(sampler, LOGITS, [draw(row, temperature=temperature, logprobs=mode, **filters) for row in range(5)])
     assert all(one.is_finite for one in drawn)
     token_ids = torch.tensor([one.token_id for one in drawn])
     scores = sampler.score(LOGITS, token_ids, Distribution(temperature=temperature, **filters))
@@ -162,7 +165,7 @@ def test_a_score_takes_temperatures_as_a_draw_does(sampler: Sampler, temperature
 def test_score_equals_what_was_drawn(sampler: Sampler) -> None:
     for values in ({}, dict(temperature=0.0), dict(temperature=0.7, top_p=0.8), dict(top_k=3, min_p=0.1)):
         draws = [draw(row, **values) for row in range(5)]
-        drawn = sampler.draw(LOGITS, draws).wait()
+        drawn = run(sampler, LOGITS, draws)
         scores = sampler.score(LOGITS, torch.tensor([d.token_id for d in drawn]), Distribution(**values))
         assert scores.tolist() == [d.logprob for d in drawn]
     assert sampler.score(LOGITS, LOGITS.argmin(-1), Distribution(top_k=1)).tolist() == [-torch.inf] * 5

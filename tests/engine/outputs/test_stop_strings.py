@@ -15,11 +15,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from trueroll.engine import stop_strings
-from trueroll.engine.stop_strings import StopStrings, Vocabulary, load_vocabulary
+from trueroll.engine.outputs import stop_strings
+from trueroll.engine.outputs.stop_strings import StopStrings, Vocabulary, load_vocabulary
 from trueroll.errors import InvalidRequestError
 
-from .drive import bits, generate, make_engine, run, tokens
+from ..drive import bits, generate, make_engine, run, tokens
 
 WORDS = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁b", "é", "\ufffd", "<special>"]
 UNKNOWN = len(WORDS) + 5

@@ -1,0 +1,1 @@
+"""What becomes of an accepted request while it is open, and when its samples end."""

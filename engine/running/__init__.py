@@ -1,0 +1,1 @@
+"""A loaded model and its weights, and what computes a step with them."""

@@ -1,0 +1,91 @@
+"""A step as plain arrays: a table of what each kind of chunk becomes."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trueroll.engine.cache.prefix_cache import Chain
+from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
+from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
+from trueroll.engine.running.step import Step, plan_step
+from trueroll.engine.scheduling.sequence import Chunk, Generation, Purpose, Sequence
+from trueroll.kernels.contract import GREEDY, SAMPLE
+
+BLOCK_SIZE = 4
+
+
+def sample(seed: int = 7, **params: Any) -> OpenSample:
+    request = GenerateRequest("r", np.zeros(4, np.int32), SamplingParams(max_tokens=9, **params))
+    return OpenSample(request, 0, (0, 0), seed, frozenset(), array("q", [2]), None)
+
+
+def sequence(purpose: Purpose, tokens: list[int], table: list[int], unseen_row: int | None = None) -> Sequence:
+    prompt_len = 4
+    found = Sequence((0, 0), array("i", tokens), prompt_len, Chain(0, b""), purpose, unseen_row=unseen_row)
+    found.table = array("q", table)
+    return found
+
+
+def plan(*chunks: Chunk, copies: dict[int, int] | None = None) -> Step:
+    step = plan_step(chunks, copies or {}, BLOCK_SIZE)
+    arrays = step.token_ids, step.positions, step.slots, step.unseen, step.block_tables, step.block_copies
+    assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
+    return step
+
+
+def test_a_prompt_beside_a_decode() -> None:
+    prompt = sequence(Generation([sample()]), [10, 11, 12, 13, 14, 15], [5, 3])
+    decode = sequence(Generation([sample(seed=2**64 - 1)]), [20, 21, 22, 23, 24], [7, 1])
+    step = plan(Chunk(prompt, 2, 5), Chunk(decode, 4, 5))
+    assert step.token_ids.tolist() == [12, 13, 14, 24]
+    assert step.positions.tolist() == [2, 3, 4, 4]
+    assert step.slots.tolist() == [5 * 4 + 2, 5 * 4 + 3, 3 * 4, 1 * 4]
+    assert (step.query_starts, step.context_lens) == ([0, 3, 4], [5, 5])
+    assert step.block_tables.tolist() == [[5, 3], [7, 1]]
+    assert step.unseen.shape == (0, 2) and step.block_copies.shape == (0, 2) and step.scores == []
+    assert step.draws.integers.tolist() == [[3], [SAMPLE], [-1], [5]], "the prompt's chunk does not reach its end"
+
+
+def test_tables_of_other_lengths_are_filled_up() -> None:
+    short, long = (sequence(Generation([sample()]), list(range(n)), table) for n, table in ((4, [6]), (9, [1, 2, 3])))
+    assert plan(Chunk(short, 3, 4), Chunk(long, 8, 9)).block_tables.tolist() == [[6, 0, 0], [1, 2, 3]]
+
+
+def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
+    greedy = sample(seed=3, temperature=0.0, logprobs="raw")
+    banned = sample(seed=4, min_tokens=1)
+    group = sequence(Generation([greedy, banned]), [1, 2, 3, 4], [0])
+    step = plan(Chunk(group, 0, 4))
+    assert step.draws.integers.tolist() == [[3, 3], [GREEDY, SAMPLE], [3, 4], [4, 4]]
+    assert step.draws.temperatures.tolist() == [1.0, 1.0] and step.draws.raw.tolist() == [True, False]
+    assert [list(draw.banned) for draw in step.draws.each] == [[], [2]]
+
+
+def test_an_unseen_token_is_named_by_its_row() -> None:
+    seen = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
+    unseen = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [2, 3], unseen_row=6)
+    step = plan(Chunk(seen, 4, 5), Chunk(unseen, 5, 6))
+    assert step.unseen.tolist() == [[1, 6]] and step.token_ids[0] == 5
+    assert step.draws.integers[3].tolist() == [5, 6]
+
+
+def test_a_score_has_targets_and_draws_nothing() -> None:
+    request = ScoreRequest("s", np.arange(30, 36, dtype=np.int32), Distribution(temperature=0.5), top_logprobs=2)
+    decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
+    scored = sequence(OpenScore.of(request), list(range(30, 35)), [2, 3])
+    step = plan(Chunk(decode, 4, 5), Chunk(scored, 1, 5))
+    [rows] = step.scores
+    assert (rows.start, rows.end, rows.token_ids.tolist()) == (1, 5, [32, 33, 34, 35])
+    assert (rows.distribution, rows.top_logprobs) == (request.distribution, 2)
+    assert len(step.draws) == 1
+
+
+@pytest.mark.parametrize("copies", [{9: 4}, {9: 4, 8: 4}])
+def test_copies_are_from_and_to(copies: dict[int, int]) -> None:
+    decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 9])
+    found = plan(Chunk(decode, 4, 5), copies=copies).block_copies.tolist()
+    assert found == [[source, to] for to, source in copies.items()]
