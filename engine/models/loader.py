@@ -28,7 +28,7 @@ from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
-"""Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a dense decoder has some thousands."""
+"""Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a decoder has some thousands."""
 MAX_FILES = 1024
 """Of a checkpoint. Files of 5 GB hold 5 TB so."""
 HUB = "hf://"
