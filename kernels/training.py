@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from trueroll.errors import ModelError, TruerollError
+from trueroll.errors import AlignmentError, ModelError
 
 from .autograd import GradientOps, Packed
 from .contract import AttentionWeights, Rotation, TokenStatistics
@@ -35,7 +35,6 @@ from .selection import SelectedBackend, select_backend
 from .specs import AttentionSpec, DecoderSpec
 
 __all__ = [
-    "AlignmentError",
     "Arithmetic",
     "TokenStatistics",
     "align",
@@ -47,10 +46,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class AlignmentError(TruerollError, ValueError):
-    """A model cannot be aligned, is not aligned, or was given what an aligned one cannot take."""
 
 
 class _Aligned(NamedTuple):

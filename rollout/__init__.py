@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trueroll.errors import (
+        AlignmentError,
         ConfigError,
         DeadlineError,
         ForbiddenError,
@@ -72,6 +73,7 @@ _NAMES = {
         "derive_seed",
     ],
     "..errors": [
+        "AlignmentError",
         "ConfigError",
         "DeadlineError",
         "ForbiddenError",
@@ -103,6 +105,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AsyncRolloutClient",
+    "AlignmentError",
     "ConfigError",
     "DeadlineError",
     "Distribution",

@@ -32,12 +32,13 @@ SELECT_BACKEND = """
 import sys
 sys.path += sys.argv[1:]
 import torch
-from trueroll.kernels.ops import select_backend
-chosen = select_backend("auto", torch.device("cpu"), torch.float32, 64)
+from trueroll.errors import ConfigError
+from trueroll.kernels.selection import select_backend
+chosen = select_backend("auto", torch.device("cpu"), torch.float32, [])
 print(chosen.name, chosen.note, sep="\\n")
 try:
-    select_backend("cpu", torch.device("cpu"), torch.float32, 64)
-except ValueError as error:
+    select_backend("cpu", torch.device("cpu"), torch.float32, [])
+except ConfigError as error:
     print(error)
 """
 # What `import trueroll` imports.

@@ -19,7 +19,7 @@ MOST_HEAD_DIM = 512
 def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
     """Why these kernels cannot serve such layers on a device in a dtype, or an empty string.
 
-    Raise ValueError if TRUEROLL_CPU_ISA names what this machine does not have.
+    Raise ConfigError if TRUEROLL_CPU_ISA names what this machine does not have.
     """
     from .library import library_obstacle
 

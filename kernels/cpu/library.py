@@ -13,6 +13,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trueroll.errors import ConfigError
+
 ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -74,10 +76,10 @@ class Library:
         return self._library.trueroll_chosen().decode()
 
     def choose(self, name: str) -> None:
-        """Use an instruction set from now on. Raise ValueError if this machine does not have it."""
+        """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
         if not self._library.trueroll_choose(name.encode()):
             available = ", ".join(self.instruction_sets())
-            raise ValueError(f"{ISA_VARIABLE}: expected one of {available}, which this machine has, found {name!r}")
+            raise ConfigError(f"{ISA_VARIABLE}: expected one of {available}, which this machine has, found {name!r}")
 
     if TYPE_CHECKING:
 
@@ -88,7 +90,7 @@ class Library:
 def load_library() -> Library:
     """The library, with the instruction set that TRUEROLL_CPU_ISA names, or the best.
 
-    Raise OSError if it was not built or cannot be loaded, ValueError for an instruction set that is not there.
+    Raise OSError if it was not built or cannot be loaded, ConfigError for an instruction set that is not there.
     """
     path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
@@ -103,7 +105,7 @@ def load_library() -> Library:
 
 
 def library_obstacle() -> str:
-    """Why the library cannot be used, or an empty string. Raise ValueError like `load_library`."""
+    """Why the library cannot be used, or an empty string. Raise ConfigError like `load_library`."""
     try:
         load_library()
     except OSError as error:

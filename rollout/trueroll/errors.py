@@ -127,6 +127,12 @@ class WorkerLostError(TruerollError):
     code = "worker_lost"
 
 
+class AlignmentError(TruerollError):
+    """A trainer's model cannot be aligned, is not aligned, or was given what an aligned one cannot take."""
+
+    code = "not_aligned"
+
+
 class RequestAbortedError(TruerollError):
     """A score request was aborted before it had a result. Raised by the client, never sent."""
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
+from trueroll.errors import AlignmentError
 from trueroll.kernels import training
 from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.cpu.library import Library
@@ -142,7 +143,7 @@ def test_statistics_of_what_is_not_asked_for_are_zero(tiny_llama: Path) -> None:
     none = token_statistics(model, ids, completion_mask=torch.zeros_like(chosen), top_logprobs=2)
     assert none.top_logprobs.shape == (1, 9, 2) and not any(column.any() for column in none)
     for k in (-1, 513):
-        with pytest.raises(ValueError, match=f"top_logprobs: expected 0 to 512, found {k}"):
+        with pytest.raises(AlignmentError, match=f"top_logprobs: expected 0 to 512, found {k}"):
             token_statistics(model, ids, top_logprobs=k)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trueroll.errors import ConfigError
 from trueroll.kernels.cpu.library import Library, load_library
 
 from .native_build import build
@@ -52,7 +53,7 @@ def test_no_race_between_threads(tmp_path: Path) -> None:
 def test_an_unknown_instruction_set_is_refused() -> None:
     library = load_library()
     before = library.instruction_set()
-    with pytest.raises(ValueError, match="expected one of .*portable.*, found 'sse2'"):
+    with pytest.raises(ConfigError, match="expected one of .*portable.*, found 'sse2'"):
         library.choose("sse2")
     assert library.instruction_set() == before
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
+from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
 from trueroll.kernels.autograd import GradientOps, Packed
 from trueroll.kernels.selection import select_backend
@@ -387,9 +388,9 @@ def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -
     classes = [type(module) for module in model.modules()]
     align(model, "cpu")
     model.resize_token_embeddings(600)
-    with pytest.raises(ValueError, match="call align"):
+    with pytest.raises(AlignmentError, match="call align"):
         token_log_probs(model, IDS)
-    with pytest.raises(ValueError, match="call unalign"):
+    with pytest.raises(AlignmentError, match="call unalign"):
         align(model, "cpu")
     unalign(model)
     assert [type(module) for module in model.modules()] == classes
@@ -400,7 +401,7 @@ def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -
 def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     with_adapter(model)
-    with pytest.raises(ValueError, match="expected nn.Linear, found Adapter"):
+    with pytest.raises(AlignmentError, match="expected nn.Linear, found Adapter"):
         token_log_probs(model, IDS)
 
 
@@ -465,7 +466,7 @@ def test_a_backend_that_was_asked_for_is_not_logged(
 
 
 def test_what_is_not_aligned_is_aligned_with_nothing(tiny_llama: Path) -> None:
-    with pytest.raises(ValueError, match="expected an aligned one, .* call align"):
+    with pytest.raises(AlignmentError, match="expected an aligned one, .* call align"):
         aligned_with(load(tiny_llama))
 
 
@@ -486,7 +487,7 @@ REFUSED_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", REFUSED_CALLS)
 def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> None:
     argument, call = REFUSED_CALLS[name]
-    with pytest.raises(ValueError, match=f"^{argument}: expected .*found"):
+    with pytest.raises(AlignmentError, match=f"^{argument}: expected .*found"):
         token_log_probs(load(tiny_llama, backend="cpu"), **call)
 
 
@@ -504,17 +505,17 @@ def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> N
     ids=lambda call: next(iter(call)),
 )
 def test_what_an_aligned_model_cannot_do_is_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"^{next(iter(call))}: expected .*found"):
+    with pytest.raises(AlignmentError, match=f"^{next(iter(call))}: expected .*found"):
         load(tiny_llama, backend="cpu")(IDS, **call)
 
 
 def test_a_model_without_tokens_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(ValueError, match="^input_ids: expected .*found none"):
+    with pytest.raises(AlignmentError, match="^input_ids: expected .*found none"):
         load(tiny_llama, backend="cpu")()
 
 
 def test_generate_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(ValueError, match="past_key_values"):
+    with pytest.raises(AlignmentError, match="past_key_values"):
         load(tiny_llama, backend="cpu").generate(IDS, max_new_tokens=2)
 
 
@@ -551,21 +552,21 @@ def test_a_model_that_the_ops_do_not_compute_is_refused(tiny_qwen2: Path, featur
     model = load(tiny_qwen2)
     REFUSED_MODELS[feature](model)
     classes = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=f"{feature}.*expected .*found|expected .*{feature}"):
+    with pytest.raises(AlignmentError, match=f"{feature}.*expected .*found|expected .*{feature}"):
         align(model)
     assert [type(module) for module in model.modules()] == classes, "nothing is half aligned"
 
 
 def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)
-    with pytest.raises(ValueError, match="expected one of .*LlamaForCausalLM.*found GPT2LMHeadModel"):
+    with pytest.raises(AlignmentError, match="expected one of .*LlamaForCausalLM.*found GPT2LMHeadModel"):
         align(transformers.GPT2LMHeadModel(config))
     model = load(tiny_llama)
-    with pytest.raises(ValueError, match="backend: expected one of auto, cpu, triton, reference, found 'gpu'"):
+    with pytest.raises(ConfigError, match="backend: expected one of auto, cpu, triton, reference, found 'gpu'"):
         align(model, "gpu")
-    with pytest.raises(ValueError, match="call align"):
+    with pytest.raises(AlignmentError, match="call align"):
         token_log_probs(model, IDS)
-    with pytest.raises(ValueError, match="expected an aligned one"):
+    with pytest.raises(AlignmentError, match="expected an aligned one"):
         unalign(model)
-    with pytest.raises(ValueError, match="without a wrapper"):
+    with pytest.raises(AlignmentError, match="without a wrapper"):
         token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)
