@@ -27,7 +27,7 @@ from trueroll.weight_sync.trainer.transaction import Transaction
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 Run: TypeAlias = Callable[..., list[dict[str, str]]]
-DEADLINE = 60.0
+DEADLINE = 240.0
 STEPS = 4
 SETTINGS = dict(dtype="bfloat16", max_model_len=256)
 
