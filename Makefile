@@ -21,7 +21,7 @@ test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 
 test-trl: .venv-trl/.test
-	@.venv-trl/bin/pytest tests/trl
+	@.venv-trl/bin/pytest $(IN_PARALLEL) tests/trl
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000

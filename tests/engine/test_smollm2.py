@@ -34,6 +34,8 @@ PROMPTS = [
     "The history of Rome begins",
 ]
 NEW = 64
+NEW_ON = {"cpu": NEW, "reference": 16}
+"""Tokens to generate: steps of the reference are slow. The log-probs of all tokens are compared on both."""
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +59,12 @@ def _score(model, ids: torch.Tensor, prompt_len: int) -> tuple[np.ndarray, np.nd
 def test_greedy_tokens_equal_transformers(smollm2: Path, sequences, backend: str) -> None:
     engine = make_engine(smollm2, dtype="float32", num_threads=None, backend=backend)
     # transformers' min_new_tokens masks the end of text; so does min_tokens.
-    params = dict(temperature=0.0, max_tokens=NEW, min_tokens=NEW, ignore_eos=False)
+    new = NEW_ON[backend]
+    params = dict(temperature=0.0, max_tokens=new, min_tokens=new, ignore_eos=False)
     samples = run(engine, [generate(str(i), prompt, **params) for i, (prompt, _, _) in enumerate(sequences)])
     assert len(sequences) == 20
     for i, (_, expected, _) in enumerate(sequences):
-        assert samples[str(i), 0].token_ids == expected.tolist(), PROMPTS[i]
+        assert samples[str(i), 0].token_ids == expected[:new].tolist(), PROMPTS[i]
 
 
 def test_scores_equal_transformers(smollm2: Path, sequences, backend: str) -> None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,18 +27,32 @@ from trueroll.weight_sync.trainer.transaction import Transaction
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 Run: TypeAlias = Callable[..., list[dict[str, str]]]
-DEADLINE = 60.0
+DEADLINE = 240.0
 STEPS = 4
+SETTINGS = dict(dtype="bfloat16", max_model_len=256)
 
 
 @pytest.fixture(scope="module")
-def grpo() -> Any:
+def worker(model: Path) -> Iterator[WorkerProcess]:
+    """For all runs in this process in which it lives. Each pushes its own weights before it asks for anything."""
+    with launch_worker(str(model), **SETTINGS) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def grpo(model: Path, worker: WorkerProcess) -> Any:
+    """The example, with a worker that is there already."""
+
+    def lend(folder: str, **settings: Any) -> AbstractContextManager[WorkerProcess]:
+        assert (folder, settings) == (str(model), SETTINGS)
+        return nullcontext(worker)
+
     spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules["grpo"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    module.WORKER_TIMEOUT = 5.0
+    module.WORKER_TIMEOUT, module.launch_worker = 5.0, lend
     return module
 
 
