@@ -468,7 +468,8 @@ EXPORT void trueroll_attention(
 }
 
 // One layer after the other, each with its numbers, weights and caches. Memory for what passes from step to step:
-// `middle` [count, k]; of the largest layer `q`, `attended` [count, heads * head_dim] and `active` [count, intermediate].
+// `middle` [count, k], and as the largest layer needs `q` and `attended` [count, heads * head_dim] and `active` [count,
+// intermediate].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const CachePointers* caches, long num_layers, const RotationPointers* rotations,

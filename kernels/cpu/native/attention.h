@@ -373,7 +373,8 @@ struct AttentionTask {
 // each split is a task of its own, so that a long sequence keeps all threads busy; neighbouring sequences with equally
 // many queries, which all see all of a split and have the same blocks from the first such one to its end, share its
 // task, and read it once. The splits that such sequences share from split 0 on are one task, which leaves a single part
-// to fold, if it has many rows (`is_large`) and such tasks divide evenly among the threads, or are four or more for each.
+// to fold, if it has many rows (`is_large`) and such tasks divide evenly among the threads, or are four or more for
+// each.
 template <class T>
 class AttentionPlan {
   public:
