@@ -243,9 +243,9 @@ def _fold_kernel(
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
     real = (row < GROUP)[None, :] & (d < D)[:, None]
     peak, total, out = _fresh(SIZE, ROWS)
-    count = tl.cdiv(length, PARTITION) - _oldest(length - 1, window) // PARTITION
-    for index in tl.range(0, count, loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
-        part = ((i * tl.num_programs(1) + kv_head) * partitions + index) * GROUP + row
+    first, end = _oldest(length - 1, window) // PARTITION, tl.cdiv(length, PARTITION)
+    for index in tl.range(first, end, loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
+        part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         part_peak = tl.load(peaks_ptr + part, mask=row < GROUP, other=0.0)
         part_total = tl.load(totals_ptr + part, mask=row < GROUP, other=1.0)
         part_out = tl.load(outs_ptr + part[None, :] * D + d[:, None], mask=real, other=0.0)
