@@ -11,10 +11,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from trueroll.errors import ConfigError
+from trueroll.kernels.cpu import obstacle
 from trueroll.kernels.cpu.library import Library, load_library
 
+from .inputs import layer_spec
 from .native_build import build
 
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"
@@ -64,3 +67,10 @@ def test_a_library_without_the_functions_is_refused(tmp_path: Path) -> None:
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
     with pytest.raises(OSError, match="empty.so is of another version"):
         Library(path)
+
+
+def test_every_layer_has_to_suit_the_kernels() -> None:
+    cpu, layers = torch.device("cpu"), [layer_spec(size=size) for size in (16, 20, 512)]
+    assert "a multiple of 16 up to 512, found 20" in obstacle(cpu, torch.float32, layers)
+    assert obstacle(cpu, torch.float32, [layers[0], layers[2]]) == ""
+    assert obstacle(torch.device("cuda"), torch.float32, layers[:1]) == "it computes on a CPU, not on cuda"
