@@ -83,8 +83,8 @@ def paged_attention(
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
     bfloat16 or float16, D up to 256. Scores, softmax and sums are float32; weights are rounded to the dtype before they
-    multiply values. With `batch.lens`, what is computed follows from tensors on the device alone. Block tables may have
-    any block for what lies behind the windows of all queries of a call.
+    multiply values. With `batch.lens`, what is computed follows from tensors on the device alone. A block table may
+    name any block for what lies behind the windows of all queries of its sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     inputs = _Inputs(aligned(q), k_cache, v_cache, aligned(batch.block_tables), scale * _LOG2_E.value, window, soft_cap)
