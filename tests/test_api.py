@@ -53,7 +53,11 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
 
 
 def test_the_errors_are_one_tree_and_public() -> None:
-    kinds = {name: kind for name, kind in vars(trueroll.errors).items() if isinstance(kind, type) and issubclass(kind, BaseException)}
+    kinds = {
+        name: kind
+        for name, kind in vars(trueroll.errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
     assert {kind.__name__ for kind in SENT_ERRORS} < kinds.keys() <= {*trueroll.rollout.__all__}
     assert [name for name, kind in kinds.items() if not issubclass(kind, trueroll.errors.TruerollError)] == []
 
