@@ -21,10 +21,10 @@ def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:
     meter = REPORT["Meter"](load_model(config))
     workload = Workload("tiny", num_prompts=2, shared=0, own=20, n=3, max_tokens=5, temperature=1.0)
     phases = REPORT["run_workload"](Engine(config, meter.loaded), workload, meter)
-    steps, seconds, op_seconds, flops, num_bytes = phases["decode"]
+    steps, _, op_seconds, flops, num_bytes = phases["decode"]
     spec = meter.loaded.model.spec
     layers, attention, mlp = len(spec.layers), spec.layers[0].mixer, spec.layers[0].mlp
-    assert steps == 4 and 0 < sum(op_seconds.values()) < seconds
+    assert steps == 4 and op_seconds.keys() == flops.keys() == num_bytes.keys() >= REPORT["COSTS"].keys()
     draws = 2 * 3 * steps
     assert flops["next_tokens"] == 2 * draws * spec.vocab_size * spec.hidden_size
     assert flops["gate_up"] == 2 * draws * layers * 2 * mlp.intermediate_size * spec.hidden_size

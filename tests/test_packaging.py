@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from fake_engine import FakeEngine
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from serving import serving
 from test_layers import FOLDERS, ROOT, read_sources
 
 IMPORT_ALL = """
@@ -137,6 +141,50 @@ def test_without_a_compiler_the_reference_kernels_are_installed_and_say_why(arch
     name, note, refusal = run_unpacked(wheel, tmp_path / "unpacked", SELECT_BACKEND).splitlines()
     assert name == "reference" and "install a C++ compiler, then trueroll again" in note
     assert refusal.startswith("backend: ") and refusal.endswith(note)
+
+
+CLIENT = """
+import importlib.util, sys
+unpacked, packages, address = sys.argv[1:]
+sys.path += [unpacked, packages]
+print([name for name in ("torch", "transformers", "tokenizers", "psutil") if importlib.util.find_spec(name)])
+from trueroll.rollout import RolloutClient, SamplingParams
+with RolloutClient(address) as client:
+    (group,) = client.generate([[1, 2, 3]], SamplingParams(n=2, max_tokens=4), seed=7)
+    (score,) = client.score([[1, 2, 4]])
+import rich.progress  # for progress=True
+print([len(sample.token_ids) for sample in group.samples], len(score.logprobs))
+"""
+
+
+def client_packages() -> list[str]:
+    """What docs/operations.md says to install for a client, after `pip install --no-deps trueroll`."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    found = re.search(r"^pip install --no-deps trueroll\npip install (.*)$", text, re.M)
+    assert found is not None
+    return shlex.split(found[1])
+
+
+def link_packages(names: list[str], folder: Path) -> None:
+    """Makes a folder to import from that has these packages, as they are installed here, with what they require."""
+    for name in names:
+        for path in {file.parts[0] for file in distribution(name).files or () if file.parts[0] not in ("..", "")}:
+            if not (folder / path).exists():
+                (folder / path).symlink_to(distribution(name).locate_file(path))
+        required = [Requirement(line) for line in distribution(name).requires or ()]
+        needed = [each.name for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+        link_packages(needed, folder)
+
+
+def test_a_client_runs_on_what_the_light_installation_has(wheel: Path, tmp_path: Path) -> None:
+    assert {*client_packages()} <= {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]}
+    zipfile.ZipFile(wheel).extractall(tmp_path / "unpacked")
+    (packages := tmp_path / "packages").mkdir()
+    link_packages([Requirement(line).name for line in client_packages()], packages)
+    with serving(FakeEngine()) as worker:
+        arguments = str(tmp_path / "unpacked"), str(packages), worker.address
+        printed = run(sys.executable, "-I", "-S", "-c", CLIENT, *arguments, cwd=tmp_path)
+    assert printed.splitlines() == ["[]", "[4, 3] 2"]
 
 
 def requirements() -> list[Requirement]:

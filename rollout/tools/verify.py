@@ -2,8 +2,8 @@
 
 A cell is one set of circumstances: what the cache held, how many others ran along, how prompts were cut, block size,
 preemption, threads. The baseline serves each request alone with a cold cache. A cell counts only if it proves its
-premises: that tokens were reused, that the others ran in the same steps, that a preemption happened. Each cell gets an
-engine of its own; all of them share one loaded model.
+premises: that tokens were reused, that the others ran in the same steps, that a preemption happened; the baseline, that
+whatever varies a request showed. Each cell gets an engine of its own; all of them share one loaded model.
 """
 
 from __future__ import annotations
@@ -24,45 +24,25 @@ from rich.table import Table
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.request import (
-    Distribution,
-    GenerateRequest,
-    Request,
-    SampleOutput,
-    SamplingParams,
-    ScoreOutput,
-    ScoreRequest,
-)
+from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest
 from ...engine.running.loading import LoadedModel, load_model
-from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises
+from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
+from .verify_subjects import (
+    Sizes,
+    make_fillers,
+    make_score,
+    make_subjects,
+    make_variations,
+    may_end_early,
+    stop_string_obstacle,
+    with_params,
+)
 
 MAX_NUM_SEQS = 64
-
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
-    "seeded": SamplingParams(n=2, temperature=0.9, top_p=0.95, seed=2**63 + 11, ignore_eos=True),
-}
 
 R = TypeVar("R", bound=Request)
 Key: TypeAlias = tuple[str, int]
 Baseline: TypeAlias = dict[Key, SampleOutput]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is run: a greedy and a seeded request for each prompt length, with `max_tokens` new tokens each.
-
-    Prompts beyond `longest_token_by_token` are left out of the cell that feeds one token in each step.
-    """
-
-    prompt_lengths: tuple[int, ...] = (530, 121, 64, 5)
-    max_tokens: int = 12
-    longest_token_by_token: int = 64
-
-    @property
-    def num_positions(self) -> int:
-        """The longest prompt with its new tokens."""
-        return max(self.prompt_lengths) + self.max_tokens
 
 
 SIZES = Sizes()
@@ -71,21 +51,21 @@ CELLS = (
     Cell(cache="warm"),
     Cell(cache="off"),
     Cell(others=1),
-    Cell(others=7),
+    Cell(others=10),
     Cell(others=31),
     Cell(others=1, budget=16),
     Cell(budget=64),
     Cell(budget=UNLIMITED),
     Cell(budget=1),
-    Cell(others=7, block_size=8),
-    Cell(others=7, block_size=64),
-    Cell(others=7, is_starved=True),
+    Cell(others=10, block_size=8),
+    Cell(others=10, block_size=64),
+    Cell(others=10, is_starved=True),
     Cell(num_reread=9, block_size=8),
-    Cell(others=7, threads=1),
-    Cell(others=7, threads=2),
+    Cell(others=10, threads=1),
+    Cell(others=10, threads=2),
     Cell(cache="warm", others=31, budget=64, block_size=8, is_starved=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
-    Cell(cache="warm", others=7, budget=UNLIMITED, block_size=64, threads=2),
+    Cell(cache="warm", others=10, budget=UNLIMITED, block_size=64, threads=2),
     Cell(cache="off", others=31, budget=64, is_starved=True, threads=1),
     Cell(is_score=True, budget=64),
     Cell(is_score=True, others=31, block_size=8),
@@ -94,17 +74,20 @@ CELLS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """What a cell found for the tokens of sample `key` from its token `start` on."""
+    """What a cell found for the tokens of sample `key` from its token `start` on.
+
+    `rows`: those of `rows_of`. `end`: finish reason and stop reason of a sample; None for a score.
+    """
 
     key: Key
     start: int
-    token_ids: list[int]
-    logprobs: np.ndarray
+    rows: np.ndarray
+    end: tuple[str, int | str | None] | None
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """`tokens` of `samples` were compared; `differences` counts those whose id or log-prob has another bit."""
+    """`tokens` of `samples` were compared; `differences` counts those that `count_differences` does."""
 
     cell: Cell
     samples: int
@@ -130,7 +113,7 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Itera
     lab = _Lab(config, loaded, sizes)
     runs, premises = lab.run(Cell(), {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
-    yield CellResult(Cell(), len(baseline), 0, 0, premises)
+    yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
     for cell in CELLS:
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
@@ -144,6 +127,7 @@ class _Lab:
         self.config, self.loaded, self.sizes = config, loaded, sizes
         self.vocab_size = loaded.model.spec.vocab_size
         self.subjects = make_subjects(sizes, self.vocab_size)
+        self.subjects += make_variations(self.subjects, self._serve, loaded.folder)
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
         """Everything the cell runs, and its premises."""
@@ -169,11 +153,17 @@ class _Lab:
             enable_prefix_caching=cell.cache != "off",
         )
 
+    def _serve(self, request: GenerateRequest) -> SampleOutput:
+        """Sample 0, in the circumstances of the baseline."""
+        engine = Engine(self._engine_config(Cell()), self.loaded)
+        return next(sample for sample in run_together(engine, [request]).samples if sample.index == 0)
+
     def _runs(self, engine: Engine, cell: Cell, baseline: Baseline) -> Iterator[Run]:
         if cell.is_score:
             yield from (run_together(engine, batch) for batch in _batches(self._scores(baseline), cell.others))
         elif cell.num_reread:
-            yield from (self._second_turn(engine, subject, cell.num_reread) for subject in self.subjects)
+            whole = [subject for subject in self.subjects if not may_end_early(subject)]
+            yield from (self._second_turn(engine, subject, cell.num_reread) for subject in whole)
         else:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
@@ -189,49 +179,20 @@ class _Lab:
     def _run_batch(self, engine: Engine, cell: Cell, batch: list[GenerateRequest]) -> Run:
         engine.invalidate_prefix_cache()
         if cell.cache == "warm":
-            run_together(engine, [_with_params(request, n=1, max_tokens=1) for request in reversed(batch)])
+            first = dict(n=1, max_tokens=1, min_tokens=0)
+            run_together(engine, [with_params(request, **first) for request in reversed(batch)])
         return run_together(engine, batch)
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()
         spoken = next(sample for sample in run_together(engine, [subject]).samples if sample.index == 0)
         prompt = np.concatenate([subject.prompt_token_ids, spoken.token_ids[:num_reread]])
-        second = _with_params(subject, n=1, max_tokens=self.sizes.max_tokens - num_reread)
+        second = with_params(subject, n=1, max_tokens=self.sizes.max_tokens - num_reread)
         return run_together(engine, [dataclasses.replace(second, prompt_token_ids=prompt)])
 
     def _scores(self, baseline: Baseline) -> list[ScoreRequest]:
         subjects = {subject.id: subject for subject in self.subjects}
-        return [_score_request(subjects[request_id], sample) for (request_id, _), sample in baseline.items()]
-
-
-def make_subjects(sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """For each prompt, which is random but always the same, one request of each sampling."""
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, vocab_size, length, np.int32) for length in sizes.prompt_lengths]
-    return [
-        _with_params(GenerateRequest(f"{name} {len(prompt)}", prompt, params), max_tokens=sizes.max_tokens)
-        for name, params in SAMPLINGS.items()
-        for prompt in prompts
-    ]
-
-
-def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """Requests that only keep the others company, with prompts of 3 to 40 tokens."""
-    generator = np.random.default_rng(1)
-    params = SamplingParams(seed=1, ignore_eos=True, max_tokens=sizes.max_tokens)
-    prompts = [generator.integers(0, vocab_size, 3 + 7 * i % 38, np.int32) for i in range(count)]
-    return [GenerateRequest(f"filler {i}", prompt, params) for i, prompt in enumerate(prompts)]
-
-
-def _with_params(request: GenerateRequest, **update: int) -> GenerateRequest:
-    return dataclasses.replace(request, params=request.params.model_copy(update=update))
-
-
-def _score_request(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
-    params = subject.params
-    distribution = Distribution(**{name: getattr(params, name) for name in Distribution.model_fields})
-    token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
-    return ScoreRequest(f"{subject.id}/{sample.index}", token_ids, distribution)
+        return [make_score(subjects[request_id], sample) for (request_id, _), sample in baseline.items()]
 
 
 def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
@@ -266,12 +227,23 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
     for output in run.outputs:
         if isinstance(output, ScoreOutput):
             request_id, index = output.request_id.rsplit("/", 1)
-            expected = baseline[request_id, int(index)]
-            logprobs = output.logprobs[-len(expected.token_ids) :]
-            yield Piece((request_id, int(index)), 0, expected.token_ids, logprobs)
+            yield Piece((request_id, int(index)), 0, rows_of(output, baseline[request_id, int(index)].token_ids), None)
         elif (output.request_id, output.index) in baseline:
-            assert output.logprobs is not None
-            yield Piece((output.request_id, output.index), start, output.token_ids, output.logprobs)
+            yield Piece((output.request_id, output.index), start, rows_of(output, output.token_ids), _end(output))
+
+
+def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
+    """All that is recorded of tokens, which are the last ones of a score, as int32 [num_tokens, width]: ids, and the
+    bits of numbers.
+    """
+    recorded = (output.logprobs, output.entropy, output.top_token_ids, output.top_logprobs)
+    columns = [column[len(column) - len(token_ids) :] for column in recorded if column is not None]
+    bits = [np.ascontiguousarray(column).view(np.int32) for column in columns]
+    return np.column_stack([np.array(token_ids, np.int32), *bits])
+
+
+def _end(sample: SampleOutput) -> tuple[str, int | str | None]:
+    return sample.finish_reason, sample.stop_reason
 
 
 def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: list[Premise]) -> CellResult:
@@ -279,21 +251,21 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
     return CellResult(
         cell,
         samples=len(pieces),
-        tokens=sum(len(piece.token_ids) for piece in pieces),
+        tokens=sum(len(piece.rows) for piece in pieces),
         differences=sum(count_differences(piece, baseline[piece.key]) for piece in pieces),
         premises=premises,
     )
 
 
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
-    """Tokens of the piece whose id or log-prob differs in any bit, a missing token counting as one that differs."""
-    tokens = expected.token_ids[piece.start :]
-    assert expected.logprobs is not None
-    logprobs = expected.logprobs[piece.start :]
-    both = min(len(tokens), len(piece.token_ids))
-    differs = np.not_equal(piece.token_ids[:both], tokens[:both])
-    differs |= piece.logprobs[:both].view(np.int32) != logprobs[:both].view(np.int32)
-    return int(differs.sum()) + abs(len(tokens) - len(piece.token_ids))
+    """Tokens of the piece of which anything recorded differs in any bit. A missing token counts as one that differs,
+    and so does another end of the sample.
+    """
+    rows = rows_of(expected, expected.token_ids)[piece.start :]
+    both = min(len(rows), len(piece.rows))
+    differs = (rows[:both] != piece.rows[:both]).any(1)
+    other_end = piece.end is not None and piece.end != _end(expected)
+    return int(differs.sum()) + abs(len(rows) - len(piece.rows)) + other_end
 
 
 def verify(config: EngineConfig, console: Console, json_file: Path | None = None, sizes: Sizes = SIZES) -> bool:
@@ -308,6 +280,8 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
     if loaded.backend.note:
         console.print(f"backend {loaded.backend.name}, not a faster one: {loaded.backend.note}", markup=False)
+    if obstacle := stop_string_obstacle(loaded.folder):
+        console.print(f"without a stop string: {obstacle}", markup=False)
     console.print(summarize(results))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))

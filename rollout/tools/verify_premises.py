@@ -1,4 +1,5 @@
-"""What a cell of the exactness matrix claims about its circumstances, and the evidence that they were so.
+"""What a cell of the exactness matrix claims about its circumstances, the baseline about the ways to sample, and the
+evidence that it was so.
 
 Pure functions of what was seen: the engine's counters before and after every step, and its outputs. Runs nothing.
 """
@@ -11,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from ...engine.engine import EngineStats
-from ...engine.request import GenerateRequest, Output, Request, SampleOutput
+from ...engine.request import GenerateRequest, Output, Request, SampleOutput, SamplingParams
 
 UNLIMITED = 2**20
 
@@ -139,6 +140,63 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int) -> list[Pr
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
     ]
+
+
+@dataclass(frozen=True)
+class _Variation:
+    """A request's first sample, and that of the request that it varies: the first of the same prompt and seed."""
+
+    params: SamplingParams
+    sample: SampleOutput
+    varied: SampleOutput
+
+    @property
+    def was_ended(self) -> bool:
+        """By a token or a string that it asked to be ended by."""
+        return self.sample.stop_reason in (*self.params.stop_token_ids, *self.params.stop)
+
+    @property
+    def was_delayed(self) -> bool:
+        """Whether `min_tokens` kept it from a token that would have ended it."""
+        return not {*self.params.stop_token_ids}.isdisjoint(self.varied.token_ids[: self.params.min_tokens])
+
+    @property
+    def has_other_logprobs(self) -> bool:
+        """Of the same tokens."""
+        count = len(self.sample.token_ids)
+        ours, theirs = self.sample.logprobs, self.varied.logprobs
+        assert ours is not None and theirs is not None
+        same_tokens = self.sample.token_ids == self.varied.token_ids[:count]
+        return same_tokens and bool((ours != theirs[:count]).any())
+
+
+def check_variations(runs: Sequence[Run]) -> list[Premise]:
+    """Of the baseline, whose `runs` have one request each: that whatever a request asks for showed in its sample."""
+    variations = list(_variations(runs))
+    delayed = [v for v in variations if v.params.stop_token_ids]
+    in_text = [v.was_ended for v in variations if v.params.stop]
+    return [
+        _showed("ended by a token", [v.was_ended for v in delayed]),
+        _showed("held back by min_tokens", [v.was_delayed for v in delayed]),
+        _showed("other log-probs", [v.has_other_logprobs for v in variations if not v.params.stop_token_ids]),
+        # None asks for it where the model has no tokenizer.
+        *([_showed("ended by a string", in_text)] if in_text else []),
+    ]
+
+
+def _variations(runs: Sequence[Run]) -> Iterator[_Variation]:
+    first: dict[tuple[bytes, int | None], SampleOutput] = {}
+    for run in runs:
+        (request,) = run.requests
+        assert isinstance(request, GenerateRequest)
+        sample = next(sample for sample in run.samples if sample.index == 0)
+        varied = first.setdefault((request.prompt_token_ids.tobytes(), request.params.seed), sample)
+        if varied is not sample:
+            yield _Variation(request.params, sample, varied)
+
+
+def _showed(name: str, seen: list[bool]) -> Premise:
+    return Premise(name, sum(seen), all(seen) and any(seen))
 
 
 def _finish_premise(runs: Sequence[Run]) -> Premise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -50,5 +51,8 @@ def quick(served: Served) -> Served:
 
 
 @pytest.fixture
-def two_threads() -> None:
-    """The threads of the CPU are nothing to a GPU."""
+def two_threads() -> Iterator[None]:
+    """The threads of the CPU are nothing to a GPU; a test that changes their number gives them back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

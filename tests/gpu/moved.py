@@ -37,13 +37,21 @@ class Moved:
 def move(value: Any, device: torch.device) -> Any:
     """A tensor, or the tensors in tuples, lists and dataclasses, on this device."""
     if isinstance(value, Tensor):
-        return value.to(device)
+        return _move_in_place(value, device)
     if isinstance(value, tuple | list):
         return type(value)(move(part, device) for part in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: move(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)
     return value
+
+
+def _move_in_place(x: Tensor, device: torch.device) -> Tensor:
+    """With the memory around it, so that it lies there as it did here: shifted, or with gaps."""
+    if x.is_contiguous() and x.storage_offset() == 0:
+        return x.to(device)
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    return memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def copy_back(ours: Any, theirs: Any) -> None:

@@ -12,24 +12,31 @@ from ..kernels import test_contract as contract
 from ..kernels import test_joined_ops as joined
 from ..kernels.backends import Served
 from ..kernels.test_accuracy import *  # noqa: F403
-from ..kernels.test_contract import FLOAT32_OPS, TYPED_OPS, RowOp
+from ..kernels.test_contract import FLOAT32_OPS, TYPED_OPS, RowOp, test_the_contract_tests_can_fail  # noqa: F401
 from ..kernels.test_joined_ops import *  # noqa: F403
 
 OPS = TYPED_OPS | FLOAT32_OPS
 ROW_CHECKS = (
     contract.test_a_row_does_not_depend_on_how_many_share_the_call_or_where_it_stands,
     contract.test_a_row_does_not_depend_on_what_the_others_hold,
+    partial(contract.test_a_row_does_not_depend_on_threads_or_its_place_in_memory, two_threads=None),
 )
 HEADS = ((6, 2, 64), (4, 4, 80), (9, 1, 16), (28, 4, 128), (3, 3, 96), (4, 2, 256), (50, 1, 48))
-ATTENTION_CHECKS = (
+OTHER_CHECKS = (
+    partial(contract.test_a_product_does_not_depend_on_the_number_of_rows, threads=1, two_threads=None),
     *(
         partial(contract.test_attention_does_not_depend_on_block_size, block_size=n, heads=6, kv_heads=2, size=64)
         for n in (2, 24, 512)
     ),
     *(partial(contract.test_attention_does_not_depend_on_who_shares_blocks, block_size=n) for n in (2, 24, 256)),
+    *(
+        partial(contract.test_attention_does_not_depend_on_a_place_in_memory, place=place)
+        for place in (contract.shifted, contract.strided)
+    ),
     contract.test_attention_never_reads_what_others_left_behind,
     contract.test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold,
     contract.test_attention_does_not_depend_on_later_tokens_in_the_call,
+    contract.test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call,
 )
 
 
@@ -75,7 +82,7 @@ def test_attention_with_window_and_soft_cap(served: Served, window: int | None, 
 
 @pytest.mark.parametrize("check", ROW_CHECKS, ids=name_of)
 @pytest.mark.parametrize("name", OPS)
-def test_contract(served: Served, name: str, check: Callable[[RowOp], None]) -> None:
+def test_contract(served: Served, name: str, check: Callable[[RowOp], None], two_threads: None) -> None:
     check(OPS[name](served))
 
 
@@ -84,6 +91,6 @@ def test_attention_company(served: Served, heads: int, kv_heads: int, size: int)
     contract.test_attention_does_not_depend_on_chunks_or_company(served, heads, kv_heads, size)
 
 
-@pytest.mark.parametrize("check", ATTENTION_CHECKS, ids=name_of)
-def test_attention_contract(served: Served, check: Callable[[Served], None]) -> None:
+@pytest.mark.parametrize("check", OTHER_CHECKS, ids=name_of)
+def test_other_contract(served: Served, check: Callable[[Served], None], two_threads: None) -> None:
     check(served)

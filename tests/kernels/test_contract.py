@@ -317,17 +317,17 @@ def test_a_row_does_not_depend_on_threads_or_its_place_in_memory(row_op: RowOp, 
     expected = row_op(*row_op.rows)
     torch.set_num_threads(1)
     row_op.check(everything, expected, "one thread")
-    for place in (_shifted, strided):
+    for place in (shifted, strided):
         rows = [place(x) for x in row_op.rows]
         for found, before in zip(row_op(*rows), expected, strict=True):
             assert same_bits(found, before), place.__name__
 
 
-def _shifted(x: Tensor) -> Tensor:
+def shifted(x: Tensor) -> Tensor:
     """The same values one element further on."""
-    shifted = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
-    assert shifted.data_ptr() % 64 != x.data_ptr() % 64
-    return shifted
+    further = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+    assert further.data_ptr() % 64 != x.data_ptr() % 64
+    return further
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -419,7 +419,7 @@ def test_attention_does_not_depend_on_who_shares_blocks(quick: Served, block_siz
                 assert same_bits(out, alone[i]), f"{chunks[i]} among {len(order)}"
 
 
-@for_served("place", [(_shifted,), (strided,)], interpreted=1)
+@for_served("place", [(shifted,), (strided,)], interpreted=1)
 def test_attention_does_not_depend_on_a_place_in_memory(served: Served, place: Callable[[Tensor], Tensor]) -> None:
     paged = Paged(served, [150, 20])
     chunks = [(0, 0, 150), (1, 10, 20)]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,8 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rich.progress
 import zmq
 from fake_engine import FAIL_IN_STEP, SLOW_STEP, FakeEngine, expected_tokens
+from rich.console import Console
+from rich.text import Text
 from serving import RawClient, WorkerOnThread, check_group, fake_process, serving
 
 from trueroll.engine.request import GenerateRequest, Output, WeightSpan, derive_seed
@@ -107,8 +112,16 @@ def test_score(client: RolloutClient) -> None:
     assert first.logprobs.dtype == np.float32 and first.weight_versions == (WeightSpan(3, 0, 2),)
 
 
-def test_progress_shows_a_bar_and_changes_nothing(client: RolloutClient) -> None:
-    check_group(client.generate([[1]], SamplingParams(n=4, max_tokens=4), progress=True)[0], 4)
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress_shows_a_bar_and_changes_nothing(
+    client: RolloutClient, progress: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(rich.progress, "get_console", lambda: terminal)
+    check_group(client.generate([[1]], SamplingParams(n=4, max_tokens=4), progress=progress)[0], 4)
+    assert isinstance(terminal.file, io.StringIO)
+    shown = Text.from_ansi(terminal.file.getvalue()).plain
+    assert bool(re.search(r"generating ━+ 100%", shown)) == progress == bool(shown)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,15 +24,15 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
 from trueroll.engine.running.loading import LoadedModel, load_model
-from trueroll.kernels.contract import Backend, Weight
+from trueroll.kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools import verify
-from trueroll.rollout.tools.verify_premises import Cell, Run, check_premises
+from trueroll.rollout.tools.verify_premises import Cell, Run, check_premises, check_variations
 
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
 # The native kernels are fast enough for a prompt that the attention cuts into four.
-LONGER = verify.Sizes(prompt_lengths=(400, 64, 5), max_tokens=12, longest_token_by_token=5)
+LONGER = dataclasses.replace(SMALL, prompt_lengths=(400, 64, 5))
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +142,47 @@ def test_a_native_op_that_depends_on_the_row_count_is_found(tiny_llama: Path) ->
     assert finds_differences(config, loaded, ops)
 
 
+def next_bit(x: Tensor) -> Tensor:
+    return x.nextafter(torch.zeros(()))
+
+
+def plain_draws(ops: Any, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, ...]:
+    """Other log-probs of whole distributions in company; greedy rows, and those with filters, stay as they are."""
+    token_ids, logprobs, finite = ops.next_tokens(hidden, weight, wanted)
+    is_broken = (wanted.targets == SAMPLE) & (len(hidden) > 4)
+    return token_ids, torch.where(is_broken, next_bit(logprobs), logprobs), finite
+
+
+def entropies(found: TokenStatistics, is_broken: bool) -> TokenStatistics:
+    return found._replace(entropy=next_bit(found.entropy)) if is_broken else found
+
+
+def recorded_draws(ops: Any, hidden: Tensor, *rest: Any) -> tuple[Tensor, TokenStatistics, Tensor]:
+    token_ids, found, finite = ops.next_token_statistics(hidden, *rest)
+    return token_ids, entropies(found, len(hidden) > 4), finite
+
+
+def filtered_statistics(ops: Any, logits: Tensor, *rest: Any) -> TokenStatistics:
+    return entropies(ops.token_statistics(logits, *rest), len(logits) > 4)
+
+
+SAMPLING_OPS: dict[str, Callable[..., Any]] = {
+    "next_tokens": plain_draws,
+    "next_token_statistics": recorded_draws,
+    "token_statistics": filtered_statistics,
+}
+
+
+@pytest.mark.parametrize("op", SAMPLING_OPS)
+def test_sampling_that_depends_on_the_company_is_found(tiny_llama: Path, op: str) -> None:
+    config = EngineConfig(model=str(tiny_llama), backend="cpu")
+    loaded = load_model(config)
+    broken: Any = types.SimpleNamespace(
+        **vars(loaded.backend.ops) | {op: partial(SAMPLING_OPS[op], loaded.backend.ops)}
+    )
+    assert finds_differences(config, loaded, broken)
+
+
 def make_engine(folder: Path, **settings: int | bool) -> Engine:
     return Engine(EngineConfig(model=str(folder), max_model_len=SMALL.num_positions, **settings))
 
@@ -162,7 +204,7 @@ def failed_premises(cell: Cell, run: Run) -> list[str]:
         (Cell(cache="warm"), ["reused"]),
         (Cell(budget=64), ["chunks"]),
         (Cell(others=1), ["together"]),
-        (Cell(others=7, is_starved=True), ["together", "preempted"]),
+        (Cell(others=10, is_starved=True), ["together", "preempted"]),
         (Cell(num_reread=9), ["reread"]),
         (Cell(threads=2), ["threads"]),
         (Cell(cache="warm", others=1, threads=2), ["reused", "together", "threads"]),
@@ -207,23 +249,75 @@ def test_score_requests_one_after_the_other_are_not_together(tiny_llama: Path) -
     assert failed_premises(claim, verify.run_together(engine, requests[:1])) == ["together"]
 
 
-def test_every_bit_counts(tiny_llama: Path) -> None:
-    sample = run_alone(tiny_llama).samples[0]
-    assert sample.logprobs is not None
-    key = (sample.request_id, sample.index)
+def test_every_bit_and_the_end_count(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    request = verify.with_params(verify.make_subjects(SMALL, engine.info.vocab_size)[0], top_logprobs=2)
+    sample = verify.run_together(engine, [request]).samples[0]
+    key, rows, end = (sample.request_id, sample.index), verify.rows_of(sample, sample.token_ids), ("length", None)
+    assert rows.shape == (12, 1 + 1 + 1 + 2 + 2) and rows.dtype == np.int32
 
-    def differences(token_ids: np.ndarray, logprobs: np.ndarray, start: int = 0) -> int:
-        return verify.count_differences(verify.Piece(key, start, token_ids, logprobs), sample)
+    def differences(rows: np.ndarray, start: int = 0, end: tuple[str, Any] | None = end) -> int:
+        return verify.count_differences(verify.Piece(key, start, rows, end), sample)
 
-    assert differences(sample.token_ids, sample.logprobs) == 0
-    assert differences(sample.token_ids[3:], sample.logprobs[3:], start=3) == 0
-    assert differences(sample.token_ids[:-2], sample.logprobs[:-2]) == 2
-    other_token = sample.token_ids.copy()
-    other_token[5] += 1
-    assert differences(other_token, sample.logprobs) == 1
-    last_bit = sample.logprobs.copy()
-    last_bit.view(np.int32)[[2, 7]] ^= 1
-    assert differences(sample.token_ids, last_bit) == 2
+    assert differences(rows) == differences(rows, end=None) == differences(rows[3:], start=3) == 0
+    assert differences(rows[:-2]) == 2
+    assert differences(rows, end=("stop", 7)) == 1
+    for column in range(rows.shape[1]):
+        last_bit = rows.copy()
+        last_bit[[2, 7], column] ^= 1
+        assert differences(last_bit) == 2, column
+
+
+def baseline(folder: Path) -> tuple[list[Run], list[str]]:
+    """The baseline's runs, and their premises about sampling that hold, with something to show."""
+    config = EngineConfig(model=str(folder))
+    runs, _ = verify._Lab(config, load_model(config), SMALL).run(Cell(), {})
+    return runs, [premise.name for premise in check_variations(runs) if premise.holds and premise.seen]
+
+
+SHOWN = ["ended by a token", "held back by min_tokens", "other log-probs", "ended by a string"]
+
+
+def test_each_variation_of_a_request_shows(tiny_model: Path) -> None:
+    runs, shown = baseline(tiny_model)
+    assert shown == SHOWN
+    plain = next(run.requests[0].params for run in runs if run.requests[0].id == "plain 64")
+    assert (plain.n, plain.temperature, plain.has_filters, plain.top_logprobs) == (4, 1.0, False, None)
+
+
+def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
+    """The run as if other parameters had been asked for, or another first sample had come."""
+    changed = dataclasses.replace(run.samples[0], **sample)
+    request = verify.with_params(run.requests[0], **params)
+    return dataclasses.replace(run, requests=[request], outputs=[changed, *run.outputs[1:]])
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "params", "missing"),
+    [
+        ("min_tokens 64", dict(stop_reason=None), {}, "ended by a token"),
+        ("min_tokens 64", {}, dict(min_tokens=0), "held back by min_tokens"),
+        ("raw 64", dict(stop_reason=None), {}, "ended by a string"),
+        ("raw 64", dict(token_ids=[3] * 12), {}, "other log-probs"),
+    ],
+)
+def test_a_variation_that_does_not_show_fails(
+    tiny_llama: Path, name: str, sample: dict[str, Any], params: dict[str, Any], missing: str
+) -> None:
+    runs, _ = baseline(tiny_llama)
+    assert name in [run.requests[0].id for run in runs]
+    changed = [vary(run, sample, params) if run.requests[0].id == name else run for run in runs]
+    assert missing in [premise.name for premise in check_variations(changed) if not premise.holds]
+
+
+def test_log_probs_of_one_kind_for_all_fail(tiny_llama: Path) -> None:
+    runs, _ = baseline(tiny_llama)
+    by_id = {run.requests[0].id: run for run in runs}
+    raw, processed = by_id["raw 64"], by_id["seeded 64"].samples[0].logprobs
+    assert processed is not None
+    by_id["raw 64"] = vary(raw, dict(logprobs=processed[: len(raw.samples[0].token_ids)]), {})
+    (premise,) = (premise for premise in check_variations([*by_id.values()]) if premise.name == "other log-probs")
+    assert (premise.seen, premise.holds) == (0, False)
 
 
 def test_the_report_shows_what_failed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +328,9 @@ def test_the_report_shows_what_failed(tiny_llama: Path, tmp_path: Path, monkeypa
     assert not verify.verify(config, console, tmp_path / "report.json", SMALL)
     text = console.export_text()
     assert "PREMISE FAILED: preempted 0" in text
-    assert "FAILED: 3 cells" in text and "18 differences, 1 failed premises" in text
+    assert "FAILED: 3 cells" in text and "30 differences, 1 failed premises" in text
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [cell["differences"] for cell in report] == [0, 9, 9]
+    assert [cell["differences"] for cell in report] == [0, 15, 15], "one for each sample"
     assert [cell["cell"]["cache"] for cell in report] == ["cold", "warm", "cold"]
 
 
@@ -245,9 +339,24 @@ def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.
     console = Console(record=True, width=160)
     assert verify.verify(EngineConfig(model=str(tiny_llama)), console, None, SMALL)
     text = console.export_text()
-    assert "passed: 2 cells, 108 tokens and log-probs compared, 0 differences, 0 failed premises" in text
+    # 13 samples of 12 tokens, and two that end earlier.
+    found = re.search(r"passed: 2 cells, (\d+) tokens and log-probs compared, 0 differences, 0 failed premises", text)
+    assert found is not None and 13 * 12 < int(found[1]) < 15 * 12
     assert "PREMISE FAILED" not in text and "faster" not in text
     assert f"float32, cpu, backend cpu ({load_library().instruction_set()})" in text
+
+
+def test_without_a_tokenizer_the_report_says_that_there_was_no_stop_string(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "CELLS", ())
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(tiny_llama / name)
+    console = Console(record=True, width=400)
+    assert verify.verify(EngineConfig(model=str(tmp_path)), console, None, SMALL)
+    text = console.export_text()
+    assert "ended by a token 1" in text and "ended by a string" not in text
+    assert f"without a stop string: stop: expected {tmp_path / 'tokenizer.json'}, found no such file" in text
 
 
 def test_the_report_says_why_it_is_not_about_the_fastest_backend(
