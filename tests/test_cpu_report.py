@@ -24,7 +24,7 @@ def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:
     steps, _, op_seconds, flops, num_bytes = phases["decode"]
     spec = meter.loaded.model.spec
     layers, attention, mlp = len(spec.layers), spec.layers[0].mixer, spec.layers[0].mlp
-    assert steps == 4 and op_seconds.keys() == flops.keys() == num_bytes.keys() >= REPORT["COSTS"].keys()
+    assert steps == 4 and op_seconds.keys() == flops.keys() == num_bytes.keys() > {"qkv", "gate_up", "next_tokens"}
     draws = 2 * 3 * steps
     assert flops["next_tokens"] == 2 * draws * spec.vocab_size * spec.hidden_size
     assert flops["gate_up"] == 2 * draws * layers * 2 * mlp.intermediate_size * spec.hidden_size

@@ -12,7 +12,14 @@ from ..kernels import test_contract as contract
 from ..kernels import test_joined_ops as joined
 from ..kernels.backends import Served
 from ..kernels.test_accuracy import *  # noqa: F403
-from ..kernels.test_contract import FLOAT32_OPS, TYPED_OPS, RowOp, test_the_contract_tests_can_fail  # noqa: F401
+from ..kernels.test_contract import (  # noqa: F401
+    FLOAT32_OPS,
+    TYPED_OPS,
+    RowOp,
+    test_attention_passes_on_what_is_no_number_within_a_window_only,
+    test_the_contract_tests_can_fail,
+    test_what_stands_behind_the_window_of_a_chunk_is_never_seen,
+)
 from ..kernels.test_joined_ops import *  # noqa: F403
 
 OPS = TYPED_OPS | FLOAT32_OPS
