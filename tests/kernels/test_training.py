@@ -76,16 +76,22 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize(
-    "dtype,temperature", [(torch.float32, 0.7), (torch.float32, 0.001), (torch.bfloat16, 0.7)], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(
-    any_model: Path, dtype: torch.dtype, backend: str, temperature: float
+    any_model: Path, dtype: torch.dtype, backend: str
 ) -> None:
+    check_gradients_of_model(any_model, dtype, backend, temperature=0.7)
+
+
+def test_gradients_at_a_low_temperature(tiny_model: Path, backend: str) -> None:
+    check_gradients_of_model(tiny_model, torch.float32, backend, temperature=0.001)
+
+
+def check_gradients_of_model(folder: Path, dtype: torch.dtype, backend: str, temperature: float) -> None:
     """Both are compared with the model in float64, whose weights are the same numbers."""
     ids, mask = pad(sequences())
-    model = load(any_model, dtype)
-    exact = load(any_model, dtype).double()
+    model = load(folder, dtype)
+    exact = load(folder, dtype).double()
     expected = gradients(exact, plain_log_probs(exact, ids, mask, temperature))
     unaligned = gradients(model, plain_log_probs(model, ids, mask, temperature))
     align(model, backend)
