@@ -24,7 +24,7 @@ from trueroll.rollout.network.router import Peer
 from trueroll.rollout.worker.engine_thread import ServedEngine
 from trueroll.rollout.worker.worker import Worker
 
-RECEIVE_MS = 20_000
+RECEIVE_MS = 60_000
 
 
 class WorkerOnThread:

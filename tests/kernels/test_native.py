@@ -22,6 +22,8 @@ from .native_build import build
 
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"
 
+pytestmark = pytest.mark.timeout(900)  # compiles with sanitizers, which takes a minute of two idle cores
+
 
 def run(driver: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([driver, *arguments], capture_output=True, text=True, preexec_fn=_keep_addresses_in_order)

@@ -27,7 +27,7 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, Wor
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker.process import raise_descriptor_limit
 
-SECONDS = 20
+SECONDS = 60
 
 
 def wait_for_end(process: WorkerProcess) -> int:
