@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from ..engine.request import (
         Distribution,
+        SampleDelta,
         SampleOutput,
         SamplingParams,
         ScoreOutput,
@@ -66,6 +67,7 @@ _NAMES = {
     "..engine.models.loader": ["resolve_model"],
     "..engine.request": [
         "Distribution",
+        "SampleDelta",
         "SampleOutput",
         "SamplingParams",
         "ScoreOutput",
@@ -123,6 +125,7 @@ __all__ = [
     "QueueFullError",
     "RequestAbortedError",
     "RolloutClient",
+    "SampleDelta",
     "SampleOutput",
     "SamplingParams",
     "ScoreOutput",

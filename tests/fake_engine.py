@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueroll.engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, WeightSpan, derive_seed
+from trueroll.engine.request import (
+    GenerateRequest,
+    Output,
+    Request,
+    SampleDelta,
+    SampleOutput,
+    ScoreOutput,
+    WeightSpan,
+    derive_seed,
+)
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 from trueroll.weight_sync.payload.manifest import checksum
 from trueroll.weight_sync.payload.tensors import raw_bytes
@@ -142,6 +151,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self._open: dict[str, dict[int, int]] = {}
         self._by_id: dict[str, Request] = {}
+        self._told: dict[str, Counter[int]] = {}
         self._steps = 0
         self._computed = 0
         self._finished: Counter[str] = Counter()
@@ -177,6 +187,23 @@ class FakeEngine:
         if not indices:
             raise UnknownRequestError(f"abort: expected a running request or sample, found none for {request_id!r}")
         return [self._finish(request_id, i, "abort") for i in indices]
+
+    def stream(self, request_id: str) -> None:
+        if request_id not in self._open or not isinstance(self._by_id[request_id], GenerateRequest):
+            raise UnknownRequestError(f"stream: expected a running request for samples, found none of {request_id!r}")
+        self._told.setdefault(request_id, Counter())
+
+    def take_deltas(self) -> list[SampleDelta]:
+        deltas: list[SampleDelta] = []
+        for id, told in self._told.items():
+            for index, count in self._open[id].items():
+                if count > (start := told[index]):
+                    told[index] = count
+                    tokens, logprobs = self._drawn(id, index, count)
+                    deltas.append(
+                        SampleDelta(id, index, start, tokens[start:], None if logprobs is None else logprobs[start:])
+                    )
+        return deltas
 
     def step(self) -> list[Output]:
         self.at_gate.set()
@@ -245,6 +272,7 @@ class FakeEngine:
         count = self._open[id].pop(index)
         if not self._open[id]:
             del self._open[id]
+            self._told.pop(id, None)
         self._finished[reason] += 1
         request = self._by_id[id]
         spans = (WeightSpan(self.weight_version, 0, count),) if count else ()
@@ -252,7 +280,11 @@ class FakeEngine:
             tokens = request.token_ids[1:] if reason == "stop" else request.token_ids[:0]
             spans = (WeightSpan(self.weight_version, 0, len(tokens)),) if len(tokens) else ()
             return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)
-        assert request.params.seed is not None
-        tokens = expected_tokens(request.params.seed, index, count)
-        logprobs = None if request.params.logprobs is None else -(np.array(tokens, np.float32) + 1) / 7
+        tokens, logprobs = self._drawn(id, index, count)
         return SampleOutput(id, index, tokens, logprobs, reason, derive_seed(request.params.seed, index), 1, spans)
+
+    def _drawn(self, id: str, index: int, count: int) -> tuple[list[int], np.ndarray | None]:
+        params = self._by_id[id].params
+        assert params.seed is not None
+        tokens = expected_tokens(params.seed, index, count)
+        return tokens, None if params.logprobs is None else -(np.array(tokens, np.float32) + 1) / 7

@@ -110,10 +110,12 @@ class RawClient:
     def send(self, type: str, **fields: Any) -> None:
         self.socket.send(msgpack.packb({"version": 1, "type": type, **fields}))
 
-    def generate(self, id: str, prompt: list[int] | None = None, caller: str | None = None, **params: Any) -> None:
+    def generate(
+        self, id: str, prompt: list[int] | None = None, caller: str | None = None, deltas: bool = False, **params: Any
+    ) -> None:
         tokens = np.array([1, 2, 3] if prompt is None else prompt, "<i4").tobytes()
         params = {"max_tokens": 4, "seed": 7, **params}
-        self.send("generate", id=id, prompt_token_ids=tokens, params=params, caller=caller)
+        self.send("generate", id=id, prompt_token_ids=tokens, params=params, caller=caller, deltas=deltas)
 
     def receive(self) -> dict[str, Any]:
         return msgpack.unpackb(self.socket.recv())

@@ -38,6 +38,7 @@ from trueroll.errors import (
 from ...engine.request import (
     Distribution,
     InFlight,
+    SampleDelta,
     SampleOutput,
     SamplingParams,
     ScoreOutput,
@@ -48,6 +49,7 @@ from ..network.keys import Key
 from .connection import Connection, Inbox
 from .continuation import joined
 from .loop_thread import LoopThread
+from .received import Received
 from .requests import (
     ParamsArg,
     Prompts,
@@ -170,23 +172,58 @@ class AsyncRolloutClient:
                     groups[position] = _group(reply, samples[position]) if isinstance(reply, protocol.Done) else reply
         return groups
 
+    @overload
+    def stream(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        deltas: Literal[False] = False,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> AsyncGenerator[tuple[int, SampleOutput], None]: ...
+
+    @overload
+    def stream(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        deltas: bool,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]: ...
+
     async def stream(
         self,
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        deltas: bool = False,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
-    ) -> AsyncGenerator[tuple[int, SampleOutput], None]:
-        """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes."""
+    ) -> AsyncGenerator[tuple[int, Any], None]:
+        """Like `generate`, but yields (position of the prompt, sample) for each sample as it finishes.
+
+        `deltas`: before a sample, yields (position, SampleDelta) for what it has got since the one before, as it comes;
+        all of them together are the sample, to the bit. Each begins where the one before ended, or at 0: then the
+        sample was begun anew, as after a lost connection, and what came before is void. What is not taken at once comes
+        in one piece later. Of a request that somebody else made and that runs, what is there comes first.
+        """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        requests = dict(enumerate(generate_requests(prompts, params, seed, request_ids, demand)))
-        async with aclosing(self._exchange(requests, "prompts")) as replies:
+        made = generate_requests(prompts, params, seed, request_ids, demand | dict(deltas=deltas))
+        async with aclosing(self._exchange(dict(enumerate(made)), "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     yield position, protocol.sample_output(reply)
+                elif isinstance(reply, SampleDelta):
+                    yield position, reply
 
     async def continue_samples(
         self,
@@ -341,27 +378,30 @@ class AsyncRolloutClient:
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send any call of the protocol that has a single reply, and return that. Raises the error it is, if it is."""
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         self._connection.call(message, inbox)
         try:
             _, reply = await inbox.get()
         finally:
             self._connection.give_up([message.id])
+        assert not isinstance(reply, Received), "no call with a single reply has deltas"
         if isinstance(reply, TruerollError):
             raise reply
         return reply
 
     async def _exchange(
         self, requests: Mapping[Position, Request], what: str, errors: str = "raise"
-    ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | TruerollError], None]:
-        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended.
+    ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
+        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended. The
+        pieces of a sample come before it, if they were asked for.
 
         An error names its place in `what` the caller gave. With `errors` `return` it is yielded.
         """
         self._check_ids([request.id for request in requests.values()])
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         positions = {request.id: position for position, request in requests.items()}
         unfinished, finished = set(positions), set()
+        streamed = {each.id for each in requests.values() if isinstance(each, protocol.Generate) and each.deltas}
         seen: set[tuple[str, int]] = set()
         is_lost = False
         self._open |= unfinished
@@ -370,6 +410,10 @@ class AsyncRolloutClient:
                 self._connection.call(request, inbox)
             while unfinished:
                 id, reply = await inbox.get()
+                if isinstance(reply, Received):
+                    if (piece := reply.take()) and (id, piece.index) not in seen:
+                        yield positions[id], piece
+                    continue
                 if isinstance(reply, TruerollError):
                     unfinished.discard(id)
                     is_lost = isinstance(reply, WorkerLostError | UnreadError)
@@ -383,6 +427,8 @@ class AsyncRolloutClient:
                     continue  # the worker repeats what it sent when a request is sent again after a reconnect
                 else:
                     seen.add((id, reply.index))
+                    if id in streamed and (piece := inbox.finish(reply)):
+                        yield positions[id], piece
                 yield positions[id], reply
         finally:
             self._open -= set(positions)
@@ -451,19 +497,46 @@ class RolloutClient:
     wake_up = _blocking(AsyncRolloutClient.wake_up)
     invalidate_prefix_cache = _blocking(AsyncRolloutClient.invalidate_prefix_cache)
 
+    @overload
     def stream(
         self,
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        deltas: Literal[False] = False,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
-    ) -> Iterator[tuple[int, SampleOutput]]:
+    ) -> Iterator[tuple[int, SampleOutput]]: ...
+
+    @overload
+    def stream(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        deltas: bool,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> Iterator[tuple[int, SampleDelta | SampleOutput]]: ...
+
+    def stream(
+        self,
+        prompts: Prompts,
+        params: ParamsArg = None,
+        *,
+        deltas: bool = False,
+        seed: int | None = None,
+        request_ids: Sequence[str] | None = None,
+        min_weight_version: int | None = None,
+        wait_for_weights: bool = False,
+    ) -> Iterator[tuple[int, Any]]:
         """See `AsyncRolloutClient.stream`."""
         demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids, **demand)
+        samples = self._client.stream(prompts, params, deltas=deltas, seed=seed, request_ids=request_ids, **demand)
         try:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
@@ -503,7 +576,7 @@ def _placed(error: TruerollError, where: str) -> TruerollError:
     return type(error)(f"{where}: {error}") if isinstance(error, _OF_ONE_REQUEST) else error
 
 
-async def _next(samples: AsyncGenerator[tuple[int, SampleOutput], None]) -> tuple[int, SampleOutput] | None:
+async def _next(samples: AsyncGenerator[tuple[int, Any], None]) -> tuple[int, Any] | None:
     return await anext(samples, None)
 
 

@@ -34,14 +34,15 @@ from trueroll.errors import (
     WorkerLostError,
 )
 
+from ...engine.request import SampleDelta
 from .. import protocol
 from ..config import check_address
 from ..network.keys import Key, client_keys, use_curve
 from ..protocol.error_codes import error_from_code
 from .loop_thread import wrong_process
+from .received import Received
 
 Reply: TypeAlias = protocol.FromWorker | TruerollError
-Inbox: TypeAlias = "asyncio.Queue[tuple[str, Reply]]"
 
 TICKS_PER_TIMEOUT = 4
 WINDOW_BYTES = 2**24
@@ -51,6 +52,34 @@ SETTLE_SECONDS = 0.05
 """The end of a connection is told a moment before its last messages can be read."""
 RETRY_MS = 200
 HEARTBEAT_MS = 10_000
+
+
+class Inbox:
+    """Replies to some calls, in order, with the id of each.
+
+    What a sample has got grows here until it is taken.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[str, Reply | Received]] = asyncio.Queue()
+        self._received: dict[tuple[str, int], Received] = {}
+
+    def put(self, id: str, reply: Reply) -> None:
+        self._queue.put_nowait((id, reply))
+
+    def put_delta(self, delta: protocol.Delta) -> None:
+        """Raise ProtocolError if tokens before it are missing."""
+        received = self._received.setdefault((delta.id, delta.index), Received())
+        if received.put(delta):
+            self._queue.put_nowait((delta.id, received))
+
+    def finish(self, sample: protocol.FinishedSample) -> SampleDelta | None:
+        """What was not taken of a sample that has ended."""
+        return self._received.pop((sample.id, sample.index), Received()).finish(sample)
+
+    async def get(self) -> tuple[str, Reply | Received]:
+        """The next reply; `Received` where a sample has got something."""
+        return await self._queue.get()
 
 
 @dataclass
@@ -299,6 +328,10 @@ class Connection:
             self._socket.send(protocol.encode(protocol.GetHealth(id=self._confirmation)))
 
     def _deliver(self, reply: protocol.FromWorker) -> None:
+        if isinstance(reply, protocol.Deltas):
+            for delta in reply.samples:
+                self._deliver_delta(delta, reply)
+            return
         call = self._calls.get(reply.id or "")
         if call is not None and _caller_of(reply) not in (None, call.caller):
             return  # to an earlier asking for the same request, which was given up
@@ -310,13 +343,25 @@ class Connection:
         elif not isinstance(reply, call.replies):
             self._finish(reply.id, _unexpected(reply, call.replies))
         elif isinstance(reply, protocol.FinishedSample):
-            call.inbox.put_nowait((reply.id, reply))
+            call.inbox.put(reply.id, reply)
         else:
             self._finish(reply.id, reply)
 
+    def _deliver_delta(self, delta: protocol.Delta, reply: protocol.Deltas) -> None:
+        call = self._calls.get(delta.id)
+        if call is None or reply.caller not in (None, call.caller):
+            return
+        if protocol.Deltas not in call.replies:
+            self._finish(delta.id, _unexpected(reply, call.replies))
+            return
+        try:
+            call.inbox.put_delta(delta)
+        except ProtocolError as error:
+            self._finish(delta.id, error)
+
     def _finish(self, id: str, reply: Reply) -> None:
         if call := self._calls.pop(id, None):
-            call.inbox.put_nowait((id, reply))
+            call.inbox.put(id, reply)
 
     def _fail(self, error: TruerollError) -> None:
         for id in list(self._calls):

@@ -42,7 +42,7 @@ def generate_requests(
 ) -> list[Any]:
     """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message.
 
-    `demand`: `min_weight_version` and `wait_for_weights`.
+    `demand`: `min_weight_version`, `wait_for_weights` and, where they are wanted, `deltas`.
     """
     if errors not in ("raise", "return"):
         raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
@@ -69,7 +69,7 @@ def continue_requests(
     ids: Sequence[str] | None,
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
-    """By position, a message for each sample that goes on. `demand`: as for `generate_requests`."""
+    """By position, a message for each sample that goes on. `demand`: `min_weight_version` and `wait_for_weights`."""
     given = _listed(prompts, "prompts")
     if len(given) != len(samples):
         raise InvalidRequestError(f"samples: expected one for each of {len(given)} prompts, found {len(samples)}")

@@ -58,6 +58,10 @@ class Outboxes:
         """Whether no client has replies waiting, nor waits to be told that it has none."""
         return not self._boxes
 
+    def takes(self, identity: bytes) -> bool:
+        """Whether a reply for this client would not have to wait behind others here."""
+        return identity not in self._boxes
+
     def is_dropped(self, identity: bytes) -> bool:
         """Whether nothing is to be taken from this client."""
         box = self._boxes.get(identity)

@@ -141,6 +141,10 @@ class Router:
         key, number = str(frame.get("User-Id")).split()
         return self._keys.clients[key], int(number)
 
+    def takes(self, identity: bytes) -> bool:
+        """Whether a client reads as fast as it is sent to: no reply for it waits here."""
+        return self._outboxes.takes(identity)
+
     def send(self, identity: bytes, frame: bytes) -> bool:
         """Send to a client; False if it is gone, or was dropped since it does not read."""
         return self._outboxes.send(identity, frame)

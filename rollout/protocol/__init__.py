@@ -19,7 +19,9 @@ from ...weight_sync.payload.messages import (
 )
 from .arrays import (
     bytes_to_tokens,
+    delta_message,
     error_message,
+    sample_delta,
     sample_message,
     sample_output,
     score_output,
@@ -38,6 +40,7 @@ from .codec import (
     id_in,
     message_types,
 )
+from .growth import Growth, delta_of
 from .messages import (
     ALL_TAGS,
     MAX_ACK_IDS,
@@ -46,6 +49,8 @@ from .messages import (
     Aborted,
     Ack,
     Call,
+    Delta,
+    Deltas,
     Done,
     Drain,
     Error,
@@ -78,6 +83,8 @@ __all__ = [
     "BeginPush",
     "Call",
     "CommitPush",
+    "Delta",
+    "Deltas",
     "Done",
     "Drain",
     "Error",
@@ -89,6 +96,7 @@ __all__ = [
     "GetScores",
     "GetStats",
     "GetWeights",
+    "Growth",
     "Health",
     "Invalidate",
     "LifecycleCall",
@@ -115,6 +123,8 @@ __all__ = [
     "Weights",
     "address",
     "bytes_to_tokens",
+    "delta_message",
+    "delta_of",
     "encode",
     "encode_for_anyone",
     "error_message",
@@ -122,6 +132,7 @@ __all__ = [
     "from_worker",
     "id_in",
     "message_types",
+    "sample_delta",
     "sample_message",
     "sample_output",
     "score_output",

@@ -11,8 +11,8 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError, TruerollError, brief
 
-from ...engine.request import SampleOutput, ScoreOutput, WeightSpan
-from .messages import Error, FinishedSample, Scores, Span, TopArrays
+from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan
+from .messages import Delta, Error, FinishedSample, Scores, Span, TopArrays
 
 MAX_ERROR_CHARS = 2000
 
@@ -59,6 +59,18 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
     )
 
 
+def delta_message(id: str, delta: SampleDelta) -> Delta:
+    """What a sample of the request `id` has got, as messages carry it."""
+    return Delta(
+        id=id,
+        index=delta.index,
+        start=delta.start,
+        token_ids=np.array(delta.token_ids, "<i4").tobytes(),
+        logprobs=None if delta.logprobs is None else delta.logprobs.astype("<f4").tobytes(),
+        tops=_tops(delta),
+    )
+
+
 def scores_message(id: str, output: ScoreOutput) -> Scores:
     """The message that carries a score the engine finished of the request `id`."""
     return Scores(
@@ -92,6 +104,18 @@ def sample_output(message: FinishedSample) -> SampleOutput:
     )
 
 
+def sample_delta(message: Delta) -> SampleDelta:
+    """What a sample has got, as the engine gave it; arrays writable."""
+    return SampleDelta(
+        request_id=message.id,
+        index=message.index,
+        start=message.start,
+        token_ids=bytes_to_tokens(message.token_ids).tolist(),
+        logprobs=None if message.logprobs is None else bytes_to_logprobs(message.logprobs),
+        **top_arrays(message.tops),
+    )
+
+
 def score_output(message: Scores) -> ScoreOutput:
     """The scores in a message, as the engine gave them; arrays writable."""
     return ScoreOutput(
@@ -119,7 +143,7 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
     return tuple((span.version, span.start, span.end) for span in versions)
 
 
-def _tops(output: SampleOutput | ScoreOutput) -> TopArrays | None:
+def _tops(output: SampleOutput | SampleDelta | ScoreOutput) -> TopArrays | None:
     if output.entropy is None or output.top_token_ids is None or output.top_logprobs is None:
         return None
     return TopArrays(

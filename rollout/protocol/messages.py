@@ -33,6 +33,7 @@ from ...weight_sync.payload.messages import (
 )
 
 MAX_ACK_IDS = 1024
+_BYTES_BESIDE = 200
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
@@ -68,7 +69,7 @@ class _Request(Message):
 
 class Generate(_Request):
     """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array. `num_prior_tokens`: see
-    `GenerateRequest`. For the rest see `_Request`.
+    `GenerateRequest`. `deltas`: tell this asker, by `Deltas`, how the samples grow. For the rest see `_Request`.
     """
 
     type: Literal["generate"] = "generate"
@@ -76,6 +77,7 @@ class Generate(_Request):
     prompt_token_ids: Array
     params: SamplingParams
     num_prior_tokens: Count = 0
+    deltas: bool = False
 
 
 class GetScores(_Request):
@@ -216,6 +218,35 @@ class FinishedSample(Message):
     caller: Id | None = None
 
 
+class Delta(Message):
+    """What a sample of request `id` has got: its tokens from `start` on. The fields are those of `SampleDelta`."""
+
+    id: Id
+    index: Count
+    start: Count
+    token_ids: Array
+    logprobs: Array | None
+    tops: TopArrays | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def num_bytes(self) -> int:
+        """About, on the wire."""
+        per_token = 4 + 4 * (self.logprobs is not None) + (0 if self.tops is None else 4 + 8 * self.tops.k)
+        return _BYTES_BESIDE + per_token * self.num_tokens
+
+
+class Deltas(Message):
+    """What unfinished samples have got since `caller` was told last, of all its requests that asked for it."""
+
+    type: Literal["deltas"] = "deltas"
+    samples: tuple[Delta, ...]
+    caller: Id | None = None
+
+
 class Done(Message):
     """Ends a generate: all its samples were sent. `params` are as used, the seed included."""
 
@@ -305,11 +336,11 @@ LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate
 Call: TypeAlias = Generate | GetScores | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
 FromClient: TypeAlias = Call | Ack
 FromWorker: TypeAlias = (
-    FinishedSample | Done | Scores | Error | Aborted | Health | Stats | Status | Weights | PushStatus
+    FinishedSample | Deltas | Done | Scores | Error | Aborted | Health | Stats | Status | Weights | PushStatus
 )
 
 REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
-    Generate: (FinishedSample, Done),
+    Generate: (FinishedSample, Deltas, Done),
     GetScores: (Scores,),
     Abort: (Aborted,),
     GetHealth: (Health,),

@@ -12,12 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from trueroll.errors import TruerollError
+from trueroll.errors import TruerollError, UnknownRequestError
 
-from ...engine.request import InFlight, Output, Request, Tag
+from ...engine.request import InFlight, Output, Request, SampleDelta, Tag
 from ..monitoring.timings import Histogram
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class ServedEngine(Protocol):
     def add(self, request: Request) -> None: ...
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]: ...
+
+    def stream(self, request_id: str) -> None: ...
+
+    def take_deltas(self) -> list[SampleDelta]: ...
 
     def step(self) -> list[Output]: ...
 
@@ -79,6 +84,15 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """Let `Finished` say how the samples of a request grow, and what they have already. Nothing happens if it has
+    ended.
+    """
+
+    request_id: str
+
+
+@dataclass(frozen=True)
 class End:
     """End the unfinished samples of a request (or one of them). Answered by `Ended`. `tag` is for the asker's own
     use.
@@ -112,9 +126,10 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Finished:
-    """Samples and scores that a step finished."""
+    """Samples and scores that a step finished, and what unfinished samples of streamed requests have got."""
 
     outputs: list[Output]
+    deltas: list[SampleDelta]
 
 
 @dataclass(frozen=True)
@@ -150,7 +165,7 @@ class Failed:
     error: BaseException
 
 
-Command: TypeAlias = Add | End | Run | Stop
+Command: TypeAlias = Add | Stream | End | Run | Stop
 Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 
 
@@ -200,8 +215,9 @@ class EngineThread(threading.Thread):
                 outputs = engine.step()
                 self._step_seconds.observe(time.monotonic() - started)
                 self._take_snapshot(engine, made_progress=bool(outputs))
-                if outputs:
-                    self._publish(Finished(outputs))
+                deltas = engine.take_deltas()
+                if outputs or deltas:
+                    self._publish(Finished(outputs, deltas))
 
     def _has_work(self, engine: ServedEngine) -> bool:
         return engine.has_unfinished and not self._is_held
@@ -220,7 +236,7 @@ class EngineThread(threading.Thread):
             if is_idle or not self._has_work(engine):
                 self._take_snapshot(engine, made_progress=True)
 
-    def _apply(self, engine: ServedEngine, command: Add | End | Run) -> None:
+    def _apply(self, engine: ServedEngine, command: Add | Stream | End | Run) -> None:
         match command:
             case Add(request, ended):
                 try:
@@ -229,6 +245,10 @@ class EngineThread(threading.Thread):
                         engine.abort(request.id, index)
                 except TruerollError as error:
                     self._publish(Refused(request.id, error))
+            case Stream(request_id):
+                with suppress(UnknownRequestError):
+                    engine.stream(request_id)
+                    self._publish(Finished([], engine.take_deltas()))
             case End(request_id, index):
                 try:
                     outputs = engine.abort(request_id, index)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple
 
 from trueroll.errors import IdConflictError
 
@@ -27,8 +27,8 @@ INT_BYTES = 36
 """Of a number in memory, with its place in a tuple."""
 NAME_BYTES = 256
 """Of a submission that waits, or of a caller who is remembered, beside its name."""
-Subscriber: TypeAlias = tuple[bytes, str | None]
-"""Whom replies are sent to: the identity of a connection, and the caller behind it."""
+STREAM_BYTES = 256
+"""Of each sample that a submission which waits wants deltas of."""
 
 
 def num_bytes_of(message: Generate | GetScores) -> int:
@@ -45,48 +45,80 @@ def num_bytes_to_name(caller: str | None) -> int:
     return NAME_BYTES + _text_bytes(caller)
 
 
+def num_bytes_to_wait(caller: str | None, num_streamed: int) -> int:
+    """What a submission by `caller` takes while it waits, about. `num_streamed`: that of `Submission`."""
+    return num_bytes_to_name(caller) + STREAM_BYTES * num_streamed
+
+
+def num_streamed_by(message: Generate | GetScores) -> int:
+    """The samples of which a submission wants deltas."""
+    return message.params.n if isinstance(message, Generate) and message.deltas else 0
+
+
+def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) -> Generate | GetScores:
+    """A request as `caller` asks for it; what is equal then is the same request."""
+    if isinstance(message, Generate):
+        return message.model_copy(update={"caller": caller, "deltas": deltas})
+    return message.model_copy(update={"caller": caller})
+
+
 def _text_bytes(*texts: str | None) -> int:
     """At most, as they may be kept as UTF-8 too: `sys.getsizeof` would tell another number once they are."""
     return sum(len(text) if text.isascii() else 8 * len(text) for text in texts if text)
+
+
+class Submission(NamedTuple):
+    """Whom replies are sent to: the identity of a connection, and the caller behind it. `num_streamed`: the samples of
+    which deltas are wanted.
+    """
+
+    identity: bytes
+    caller: str | None
+    num_streamed: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes while it waits, about."""
+        return num_bytes_to_wait(self.caller, self.num_streamed)
 
 
 class Submissions:
     """Those of one request that wait, by connection. `num_bytes`: what they take, about."""
 
     def __init__(self) -> None:
-        self._callers: dict[bytes, list[str | None]] = {}
+        self._waiting: dict[bytes, list[Submission]] = {}
         self._count = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Subscriber]:
+    def __iter__(self) -> Iterator[Submission]:
         """As they are now, whatever changes meanwhile."""
-        return iter([(identity, caller) for identity, callers in self._callers.items() for caller in callers])
+        return iter([submission for waiting in self._waiting.values() for submission in waiting])
 
     def __contains__(self, identity: bytes) -> bool:
-        return identity in self._callers
+        return identity in self._waiting
 
-    def add(self, identity: bytes, caller: str | None) -> None:
-        self._callers.setdefault(identity, []).append(caller)
+    def add(self, submission: Submission) -> None:
+        self._waiting.setdefault(submission.identity, []).append(submission)
         self._count += 1
-        self.num_bytes += num_bytes_to_name(caller)
+        self.num_bytes += submission.num_bytes
 
-    def take(self, identity: bytes) -> list[str | None]:
-        """Let a connection's go. Returns who they were by."""
-        callers = self._callers.pop(identity, [])
-        self._count -= len(callers)
-        self.num_bytes -= sum(map(num_bytes_to_name, callers))
-        return callers
+    def take(self, identity: bytes) -> list[Submission]:
+        """Let a connection's go. Returns them."""
+        taken = self._waiting.pop(identity, [])
+        self._count -= len(taken)
+        self.num_bytes -= sum(submission.num_bytes for submission in taken)
+        return taken
 
     def withdraw(self, caller: str) -> None:
         """Let those by `caller` go."""
-        for identity, by in list(self._callers.items()):
-            if caller in by:
-                for other in self.take(identity):
-                    if other != caller:
-                        self.add(identity, other)
+        for identity, waiting in list(self._waiting.items()):
+            if any(submission.caller == caller for submission in waiting):
+                for submission in self.take(identity):
+                    if submission.caller != caller:
+                        self.add(submission)
 
 
 @dataclass(eq=False)
@@ -145,10 +177,10 @@ class Entry:
 
     def lose(self, identity: bytes) -> None:
         """A connection is gone. Should its callers come back, what was aborted meanwhile is not for them."""
-        for caller in self.subscribers.take(identity):
-            self.callers[caller] -= 1
-            if not self.callers[caller]:
-                del self.callers[caller]
+        for submission in self.subscribers.take(identity):
+            self.callers[submission.caller] -= 1
+            if not self.callers[submission.caller]:
+                del self.callers[submission.caller]
         self.successors.take(identity)
 
 
@@ -186,7 +218,7 @@ class Ledger:
         """The entry of the same request submitted before, None if the id is new. Raises IdConflictError."""
         key = scoped(user, message.id)
         entry = self.open.get(key) or self.kept.get(key)
-        if entry is not None and entry.message != message.model_copy(update={"caller": entry.message.caller}):
+        if entry is not None and asked_by(entry.message, None, False) != asked_by(message, None, False):
             raise IdConflictError(
                 f"id: {message.id!r} is in use for a request with other content; expected a new id, or the same content"
             )
@@ -208,32 +240,33 @@ class Ledger:
         self.stats.joined += 1
         entry.is_wanted = True
 
-    def subscribe(self, entry: Entry, identity: bytes, caller: str | None) -> None:
+    def subscribe(self, entry: Entry, submission: Submission) -> None:
         """A submission gets the replies of an entry: of an open one those to come, too."""
+        caller = submission.caller
         if entry.key in self.open:
             entry.callers[caller] += 1
-            self._wait(entry, entry.subscribers, identity, caller)
+            self._wait(entry, entry.subscribers, submission)
         elif caller not in entry.callers:
             entry.callers[caller] = 1
             self._kept_bytes += num_bytes_to_name(caller)
             self._push_out()
 
-    def wait_for_end(self, entry: Entry, identity: bytes, caller: str | None) -> None:
+    def wait_for_end(self, entry: Entry, submission: Submission) -> None:
         """A submission waits for the end of an open entry."""
-        self._wait(entry, entry.successors, identity, caller)
+        self._wait(entry, entry.successors, submission)
 
-    def _wait(self, entry: Entry, submissions: Submissions, identity: bytes, caller: str | None) -> None:
-        submissions.add(identity, caller)
-        self.num_bytes_waiting += num_bytes_to_name(caller)
-        self._awaited[identity].add(entry)
+    def _wait(self, entry: Entry, submissions: Submissions, submission: Submission) -> None:
+        submissions.add(submission)
+        self.num_bytes_waiting += submission.num_bytes
+        self._awaited[submission.identity].add(entry)
 
-    def release(self, entry: Entry, submissions: Submissions) -> list[Subscriber]:
+    def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
         """Those of the entry's subscribers or successors, who wait no more."""
         released = list(submissions)
         self.num_bytes_waiting -= submissions.num_bytes
-        for identity, _ in released:
-            submissions.take(identity)
-            self._tidy(entry, identity)
+        for submission in released:
+            submissions.take(submission.identity)
+            self._tidy(entry, submission.identity)
         return released
 
     def _tidy(self, entry: Entry, identity: bytes) -> None:
@@ -255,7 +288,7 @@ class Ledger:
         """`caller` wants nothing more of a request. Returns whether that is all there is to do."""
         if entry := self.open.get(key):
             waiting = [*entry.subscribers, *entry.successors]
-            before, identities = entry.num_bytes_waiting, {identity for identity, by in waiting if by == caller}
+            before, identities = entry.num_bytes_waiting, {each.identity for each in waiting if each.caller == caller}
             entry.withdraw(caller)
             self.num_bytes_waiting += entry.num_bytes_waiting - before
             for identity in identities:

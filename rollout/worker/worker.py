@@ -36,7 +36,7 @@ from trueroll.errors import (
     WorkerFailedError,
 )
 
-from ...engine.request import GenerateRequest, Output, SampleOutput, ScoreRequest, check_length, seed_of
+from ...engine.request import GenerateRequest, Output, SampleDelta, SampleOutput, ScoreRequest, check_length, seed_of
 from ...weight_sync.transports.policy import PushPolicy
 from .. import protocol
 from ..config import WorkerConfig
@@ -61,8 +61,10 @@ from .engine_thread import (
     Run,
     ServedEngine,
     Stop,
+    Stream,
 )
-from .ledger import Entry, Ledger, num_bytes_of, num_bytes_to_name
+from .ledger import Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by
+from .streams import Streams
 from .users import salt_of, scoped
 from .waiting_room import Waiting, WaitingRoom, serves, too_old
 
@@ -120,6 +122,7 @@ class Worker:
         self._control = Control(self, self._calls, self._timings, policy)
         self._resident = ResidentMemory()
         self._router = Router(config, self._lose)
+        self._streams = Streams(self._tell, self._router.takes)
         self.address = self._router.address
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -191,6 +194,7 @@ class Worker:
             self._handle_messages()
             self._follow_drain()
             self._control.follow()
+            self._streams.flush()
 
     @property
     def _state(self) -> protocol.State:
@@ -250,8 +254,10 @@ class Worker:
 
     def _let_in(self) -> None:
         ready, refused = self._waiting_room.take_due(self._version)
-        for waiting in ready.values():
+        for key, waiting in ready.items():
             self._engine_thread.commands.put(Add(waiting.request, tuple(waiting.ended)))
+            if key in self._streams:
+                self._engine_thread.commands.put(Stream(key))
         for key, error in refused.items():
             self._publish_error(key, error)
 
@@ -344,6 +350,7 @@ class Worker:
                 self._control.handle(peer.identity, message)
 
     def _submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.GetScores) -> None:
+        submission = Submission(identity, message.caller, num_streamed_by(message))
         entry = self._ledger.find(user, message)
         is_open = entry is not None and entry.key in self._ledger.open
         if entry is not None and entry.serves(message.caller):
@@ -352,27 +359,35 @@ class Worker:
             if len(entry.callers) + (message.caller not in entry.callers) > MOST_CALLERS:
                 raise _too_many("callers of", entry, MOST_CALLERS)
             if is_open:
-                self._check_room_to_wait(message.caller)
+                self._check_room_to_wait(submission)
             self._ledger.join(entry)
         elif entry is not None and is_open:
             if len(entry.successors) >= (most := self._config.max_queued_requests):
                 raise _too_many("who wait for the end of", entry, most)
-            self._check_room_to_wait(message.caller)
-            self._ledger.wait_for_end(entry, identity, message.caller)
+            self._check_room_to_wait(submission)
+            self._ledger.wait_for_end(entry, submission)
             return
         else:
             entry = self._admit(user, message)
         for reply in entry.replies:
             self._send(identity, protocol.address(reply, message.caller))
-        self._ledger.subscribe(entry, identity, message.caller)
+        self._ledger.subscribe(entry, submission)
+        if submission.num_streamed and entry.key in self._ledger.open:
+            self._stream(entry.key, submission)
+
+    def _stream(self, key: str, submission: Submission) -> None:
+        is_streamed = key in self._streams
+        self._streams.add(key, (submission.identity, submission.caller))
+        if not is_streamed and key not in self._waiting_room:
+            self._engine_thread.commands.put(Stream(key))
 
     def _submit_successors(self, entry: Entry) -> None:
         """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
         if entry.is_aborted and self._ledger.open.get(entry.key) is entry:
             return
-        for identity, caller in self._ledger.release(entry, entry.successors):
+        for identity, caller, num_streamed in self._ledger.release(entry, entry.successors):
             try:
-                self._submit(identity, entry.user, entry.message.model_copy(update={"caller": caller}))
+                self._submit(identity, entry.user, asked_by(entry.message, caller, num_streamed > 0))
             except TruerollError as error:
                 self._reply_error(identity, entry.message.id, error, caller)
 
@@ -380,10 +395,15 @@ class Worker:
         """A client gets no more replies. What it alone waited for, and what waits for weights itself, need not go on:
         the client asks again if it comes back.
         """
-        for entry in self._ledger.lose(identity):
+        for entry in self._forget(identity):
             if (waiting := self._waiting_room.early(entry.key)) is not None:
                 entry.is_wanted = False
                 self._publish_outputs(waiting.abort(None))
+
+    def _forget(self, identity: bytes) -> list[Entry]:
+        """A client gets no more replies. Returns what nobody waits for any more."""
+        self._streams.lose(identity)
+        return self._ledger.lose(identity)
 
     def _check_admission(self, message: protocol.Generate | protocol.GetScores) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -408,9 +428,9 @@ class Worker:
         self._check_limit("max_queued_samples", self._ledger.num_samples_left, num_samples)
         self._check_limit("max_queued_bytes", self._ledger.num_bytes_open, num_bytes)
 
-    def _check_room_to_wait(self, caller: str | None) -> None:
+    def _check_room_to_wait(self, submission: Submission) -> None:
         """For what is known already there is room of its own, as whoever lost a connection asks again."""
-        more = num_bytes_to_name(caller)
+        more = submission.num_bytes
         self._check_limit("max_queued_bytes", self._ledger.num_bytes_waiting, more, " for who waits for known requests")
 
     def _check_limit(self, limit: str, held: int, more: int, of: str = "") -> None:
@@ -438,6 +458,8 @@ class Worker:
         return entry
 
     def _abort(self, call: str, key: str, message: protocol.Abort) -> None:
+        if message.caller is not None:
+            self._streams.withdraw(key, message.caller)
         if message.caller is not None and self._ledger.withdraw(key, message.caller):
             self._finish_abort(call, message, 0)
         elif (entry := self._ledger.open.get(key)) is None:
@@ -517,7 +539,8 @@ class Worker:
         match event:
             case Loaded(info, weights):
                 self._finish_loading(info, weights)
-            case Finished(outputs):
+            case Finished(outputs, deltas):
+                self._grow(deltas)
                 self._publish_outputs(outputs)
             case Refused(key, error):
                 self._publish_error(key, error)
@@ -541,6 +564,15 @@ class Worker:
         if self._state == "ready":
             self._on_ready(info)
 
+    def _grow(self, deltas: list[SampleDelta]) -> None:
+        for delta in deltas:
+            entry = self._ledger.open[delta.request_id]
+            self._streams.grow(entry.key, protocol.delta_message(entry.message.id, delta))
+
+    def _tell(self, identity: bytes, deltas: protocol.Deltas) -> None:
+        if not self._send(identity, protocol.encode(deltas)):
+            self._forget(identity)
+
     def _publish_outputs(self, outputs: list[Output]) -> None:
         for output in outputs:
             entry = self._ledger.open[output.request_id]
@@ -552,6 +584,7 @@ class Worker:
                 self._finish(entry)
 
     def _publish_sample(self, entry: Entry, output: SampleOutput) -> None:
+        self._streams.end_sample(entry.key, output.index)
         self._publish(entry, protocol.sample_message(entry.message.id, output))
         self._ledger.end_sample(entry, output.finish_reason)
         if entry.num_unfinished == 0:
@@ -559,6 +592,7 @@ class Worker:
             self._finish(entry)
 
     def _finish(self, entry: Entry) -> None:
+        self._streams.end(entry.key)
         self._ledger.finish(entry.key)
         self._waiting_room.discard(entry.key)
         self._submit_successors(entry)
@@ -566,14 +600,15 @@ class Worker:
     def _publish(self, entry: Entry, message: protocol.FinishedSample | protocol.Done | protocol.Scores) -> None:
         reply = protocol.encode_for_anyone(message)
         entry.replies.append(reply)
-        for identity, caller in entry.subscribers:
+        for identity, caller, _ in entry.subscribers:
             if not self._send(identity, protocol.address(reply, caller)):
-                self._ledger.lose(identity)
+                self._forget(identity)
 
     def _publish_error(self, key: str, error: TruerollError) -> None:
         entry = self._ledger.fail(key)
+        self._streams.end(key)
         self._waiting_room.discard(key)
-        for identity, caller in self._ledger.release(entry, entry.subscribers):
+        for identity, caller, _ in self._ledger.release(entry, entry.subscribers):
             self._reply_error(identity, entry.message.id, error, caller)
         self._submit_successors(entry)
 

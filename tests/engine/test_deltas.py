@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from trueroll.engine.engine import Engine
-from trueroll.engine.errors import UnknownRequestError
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import Output, Request, SampleDelta, SampleOutput, ScoreRequest
+from trueroll.errors import UnknownRequestError
 
 from .checkpoints import another_version, read_tensors, stage
 from .drive import bits, generate, make_engine, run, tokens, top_bits

@@ -52,7 +52,7 @@ from trueroll.rollout.network.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
 from trueroll.rollout.network.keys import Client, client_keys, read_clients, server_keys
 from trueroll.rollout.network.outboxes import Outboxes
 from trueroll.rollout.network.router import Peer, Router
-from trueroll.rollout.worker.ledger import Entry, Ledger, num_bytes_to_name
+from trueroll.rollout.worker.ledger import Entry, Ledger, Submission
 from trueroll.rollout.worker.users import scoped
 from trueroll.rollout.worker.worker import MOST_CALLERS, Worker
 
@@ -1178,12 +1178,12 @@ def test_what_waits_is_counted_and_found() -> None:
         match random.randrange(8):
             case 0 | 1 | 2 if entry is None:
                 made.append(ledger.add(user, message, message.params))
-                ledger.subscribe(made[-1], identity, caller)
+                ledger.subscribe(made[-1], Submission(identity, caller))
             case 0 | 1 | 2:
                 ledger.join(entry)
-                ledger.subscribe(entry, identity, caller)
+                ledger.subscribe(entry, Submission(identity, caller))
             case 3 if key in ledger.open:
-                ledger.wait_for_end(ledger.open[key], identity, caller)
+                ledger.wait_for_end(ledger.open[key], Submission(identity, caller))
             case 4:
                 ledger.lose(identity)
                 assert not any(identity in each.subscribers or identity in each.successors for each in made)
@@ -1199,9 +1199,9 @@ def test_what_waits_is_counted_and_found() -> None:
                 ledger.release(ending, ending.subscribers)
                 ledger.release(ending, ending.successors)
         waiting = [(each, submission) for each in made for submission in [*each.subscribers, *each.successors]]
-        assert ledger.num_bytes_waiting == sum(num_bytes_to_name(by) for _, (_, by) in waiting)
+        assert ledger.num_bytes_waiting == sum(submission.num_bytes for _, submission in waiting)
         found = {(each, identity) for identity, entries in ledger._awaited.items() for each in entries}
-        assert found == {(each, identity) for each, (identity, _) in waiting} and all(ledger._awaited.values())
+        assert found == {(each, submission.identity) for each, submission in waiting} and all(ledger._awaited.values())
         assert ledger._kept_bytes == sum(each.num_bytes for each in ledger.kept.values())
         made = [each for each in made if each.key in ledger.open]
     assert ledger.stats.finished > 50 and ledger.stats.dropped > 5 and ledger.stats.failed > 20

@@ -45,7 +45,7 @@ tops = st.integers(0, 4).flatmap(
     )
 )
 from_client = st.one_of(
-    st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params),
+    st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params, deltas=st.booleans()),
     st.builds(
         protocol.GetScores, id=ids, token_ids=arrays, distribution=st.builds(Distribution, min_p=st.floats(0, 1))
     ),
@@ -69,6 +69,22 @@ from_worker = st.one_of(
         weight_versions=spans,
         error=st.none() | st.just("why"),
         tops=st.none() | tops,
+    ),
+    st.builds(
+        protocol.Deltas,
+        samples=st.lists(
+            st.builds(
+                protocol.Delta,
+                id=ids,
+                index=counts,
+                start=counts,
+                token_ids=arrays,
+                logprobs=st.none() | arrays,
+                tops=st.none() | tops,
+            ),
+            max_size=3,
+        ).map(tuple),
+        caller=st.none() | ids,
     ),
     st.builds(
         protocol.Done,

@@ -1,0 +1,148 @@
+"""Who is told what of samples that grow, and what a reader that does not read costs."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from trueroll.rollout.protocol import Delta, Deltas
+from trueroll.rollout.worker import streams as module
+from trueroll.rollout.worker.streams import Reader, Streams
+
+ANN, BOB = (b"\0ann", "x"), (b"\0bob", None)
+
+
+class Sockets:
+    """Takes what is sent to connections that read. `told`: the tokens of each sample, by reader."""
+
+    def __init__(self) -> None:
+        self.streams = Streams(self._send, lambda identity: identity not in self.blocked)
+        self.blocked: set[bytes] = set()
+        self.messages: list[tuple[Reader, Deltas]] = []
+        self.told: defaultdict[Reader, defaultdict[tuple[str, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+
+    def _send(self, identity: bytes, message: Deltas) -> None:
+        reader = identity, message.caller
+        self.messages.append((reader, message))
+        for delta in message.samples:
+            tokens = self.told[reader][delta.id, delta.index]
+            assert delta.start in (0, len(tokens)) and delta.num_tokens
+            tokens[delta.start :] = np.frombuffer(delta.token_ids, "<i4").tolist()
+
+    def grow(self, key: str, index: int, start: int, count: int = 1) -> None:
+        """Token i of a sample is the number i."""
+        tokens = np.arange(start, start + count, dtype="<i4").tobytes()
+        self.streams.grow(key, Delta(id=key, index=index, start=start, token_ids=tokens, logprobs=tokens))
+
+    def forget(self, key: str, reader: Reader) -> None:
+        for place in [place for place in self.told[reader] if place[0] == key]:
+            del self.told[reader][place]
+
+    @property
+    def is_empty(self) -> bool:
+        held = self.streams._streams, self.streams._progress, self.streams._by_identity, self.streams._due
+        return not any(held)
+
+
+@pytest.fixture
+def sockets() -> Sockets:
+    return Sockets()
+
+
+def test_a_reader_that_does_not_read_costs_its_place_alone(sockets: Sockets) -> None:
+    sockets.streams.add("a", ANN)
+    sockets.blocked.add(ANN[0])
+    for start in range(10_000):
+        sockets.grow("a", 0, start)
+        sockets.streams.flush()
+    assert sockets.messages == [] and list(sockets.streams._progress[ANN].due) == [("a", 0)]
+    sockets.blocked.clear()
+    sockets.streams.flush()
+    assert len(sockets.messages) == 1 and sockets.told[ANN]["a", 0] == list(range(10_000))
+    sockets.streams.flush()
+    assert len(sockets.messages) == 1
+
+
+def test_much_at_once_is_cut(sockets: Sockets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    sockets.streams.add("a", ANN)
+    for index in range(3):
+        sockets.grow("a", index, 0, 500)
+    sockets.streams.flush()
+    assert len(sockets.messages) >= 3 * 500 * 8 // 1000
+    assert all(sum(delta.num_bytes for delta in message.samples) < 1400 for _, message in sockets.messages)
+    assert list(sockets.told[ANN].values()) == [list(range(500))] * 3
+
+
+def test_a_token_that_takes_more_than_a_message_is_sent_by_itself(
+    sockets: Sockets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1)
+    sockets.streams.add("a", ANN)
+    sockets.grow("a", 0, 0, 3)
+    sockets.streams.flush()
+    assert len(sockets.messages) == 3 and sockets.told[ANN]["a", 0] == [0, 1, 2]
+
+
+def test_what_has_ended_is_told_to_nobody(sockets: Sockets) -> None:
+    for key in "ab":
+        sockets.streams.add(key, ANN)
+        sockets.grow(key, 0, 0)
+        sockets.grow(key, 1, 0)
+    sockets.streams.end_sample("a", 1)
+    sockets.streams.end("b")
+    sockets.streams.flush()
+    assert sockets.told[ANN] == {("a", 0): [0]}
+    sockets.streams.end("a")
+    assert sockets.is_empty
+
+
+def test_a_gap_is_a_fault(sockets: Sockets) -> None:
+    sockets.streams.add("a", ANN)
+    sockets.grow("a", 0, 0)
+    with pytest.raises(RuntimeError, match="from 1 on, found 2"):
+        sockets.grow("a", 0, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_comes_goes_and_reads(sockets: Sockets, seed: int) -> None:
+    rng = random.Random(seed)
+    lens: dict[tuple[str, int], int] = {}
+    readers: defaultdict[str, set[Reader]] = defaultdict(set)
+    for _ in range(400):
+        key, index, reader = rng.choice("ab"), rng.randrange(2), rng.choice([ANN, BOB, (ANN[0], "y")])
+        match rng.randrange(9):
+            case 0 | 1:
+                sockets.streams.add(key, reader)
+                sockets.forget(key, reader)
+                readers[key].add(reader)
+            case 2 | 3 | 4 if key in sockets.streams:
+                sockets.grow(key, index, lens.get((key, index), 0), 2)
+                lens[key, index] = lens.get((key, index), 0) + 2
+            case 5:
+                sockets.blocked ^= {reader[0]}
+            case 6:
+                sockets.streams.lose(reader[0])
+                for found in readers.values():
+                    found.difference_update([each for each in found if each[0] == reader[0]])
+            case 7 if reader[1] is not None:
+                sockets.streams.withdraw(key, reader[1])
+                readers[key].difference_update([each for each in readers[key] if each[1] == reader[1]])
+            case 8 if rng.random() < 0.2:
+                sockets.streams.end(key)
+                for told in list(sockets.told):
+                    sockets.forget(key, told)
+                readers[key].clear()
+                lens = {place: count for place, count in lens.items() if place[0] != key}
+        sockets.streams.flush()
+        for key, found in readers.items():
+            for reader in found:
+                for place, count in lens.items():
+                    if place[0] == key and reader[0] not in sockets.blocked:
+                        assert sockets.told[reader][place] == list(range(count))
+    for key in "ab":
+        sockets.streams.end(key)
+    assert sockets.is_empty
