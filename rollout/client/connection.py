@@ -84,12 +84,15 @@ class Inbox:
 
 @dataclass
 class _Call:
-    """`caller`: the name that replies to it bear; None for a call that has none. `replies`: what they may be."""
+    """`caller`: the name that replies to it bear; None for a call that has none. `replies`: what they may be, beside
+    deltas.
+    """
 
     frame: bytes
     inbox: Inbox
     caller: str | None
     replies: tuple[type[protocol.FromWorker], ...]
+    has_deltas: bool
     was_sent: bool = False
 
 
@@ -121,7 +124,8 @@ class Connection:
         id.
         """
         self._start()
-        call = _Call(protocol.encode(message), inbox, _caller_of(message), protocol.REPLIES[type(message)])
+        replies, has_deltas = protocol.REPLIES[type(message)], getattr(message, "deltas", False)
+        call = _Call(protocol.encode(message), inbox, _caller_of(message), replies, has_deltas)
         self._calls[message.id] = call
         if self._is_connected:
             self._queue.append(message.id)
@@ -351,7 +355,7 @@ class Connection:
         call = self._calls.get(delta.id)
         if call is None or reply.caller not in (None, call.caller):
             return
-        if protocol.Deltas not in call.replies:
+        if not call.has_deltas:
             self._finish(delta.id, _unexpected(reply, call.replies))
             return
         try:

@@ -340,7 +340,7 @@ FromWorker: TypeAlias = (
 )
 
 REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
-    Generate: (FinishedSample, Deltas, Done),
+    Generate: (FinishedSample, Done),
     GetScores: (Scores,),
     Abort: (Aborted,),
     GetHealth: (Health,),
@@ -349,4 +349,4 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     **dict.fromkeys(get_args(LifecycleCall), (Status,)),
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
 }
-"""What a worker answers each kind of call by, beside errors."""
+"""What a worker answers each kind of call by, beside errors, and `Deltas` where they are asked for."""

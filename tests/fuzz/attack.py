@@ -134,12 +134,17 @@ class Attacker:
         self._terminals.clear()
 
     def _account(self, reply: dict[str, Any]) -> None:
-        id, type = reply["id"], reply["type"]
+        type = reply["type"]
         self.codes[reply["code"] if type == "error" else type] += 1
-        if self.owed[id] <= 0:
+        if type == "deltas":
+            ids = [delta["id"] for delta in reply["samples"]]
+        else:
+            ids = [reply["id"]]
+        if any(self.owed[id] <= 0 for id in ids):
             raise Violation(f"an attacker got a reply that it was not owed, or twice: {reply!r:.300}")
-        if type == "sample":
+        if type in ("sample", "deltas"):
             return
+        [id] = ids
         self.owed[id] -= 1
         if type == "error":
             if reply["code"] not in CODES or len(reply["message"]) > 2000:

@@ -76,6 +76,8 @@ class Corpus:
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
         if rng.random() < 0.1:
             message["num_prior_tokens"] = 1
+        if params["seed"] % 5 == 0:
+            message["deltas"] = True
         return [message | self._named() | self._demand()]
 
     def score(self) -> list[Message]:

@@ -82,7 +82,7 @@ def test_no_message_harms_a_worker_or_a_good_request() -> None:
     with tiny_campaign(Plan(20_000, seed=1)) as campaign:
         numbers = campaign.run()
     assert numbers.messages >= 20_000 and set(numbers.sent) == {*SHARES, "deserted"}
-    assert {*TERMINAL.values(), "sample"} < set(numbers.replies)
+    assert {*TERMINAL.values(), "sample", "deltas"} < set(numbers.replies)
     assert CODES - {"version_gap", "deadline_exceeded"} <= set(numbers.replies)
     assert numbers.good_requests > 200 and numbers.good_tokens > 5000
     assert numbers.streams > 200 and numbers.reconnects > 100 and numbers.pushes > 10

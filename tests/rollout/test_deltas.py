@@ -17,6 +17,8 @@ from serving import RawClient, WorkerOnThread, serving
 from trueroll.engine.request import Output
 from trueroll.rollout import AsyncRolloutClient, RolloutClient, SampleDelta, SampleOutput, SamplingParams
 
+from .client.test_client import proxied
+
 LONG = SamplingParams(n=2, max_tokens=60)
 Event = tuple[int, SampleDelta | SampleOutput]
 
@@ -264,6 +266,25 @@ def test_an_aborted_sample_is_what_was_told_of_it(client: RolloutClient, steps: 
     ends = [event for _, event in events if isinstance(event, SampleOutput)]
     assert [len(sample.token_ids) for sample in ends] == [4, 4] and {s.finish_reason for s in ends} == {"abort"}
     assert pieces.keys() == {(0, 0), (0, 1)}
+
+
+def test_after_a_lost_connection_no_token_is_told_twice(worker: WorkerOnThread, steps: Steps) -> None:
+    with proxied(worker) as proxy, RolloutClient(proxy.address) as client, RawClient(worker.address) as other:
+        events: list[Event] = []
+        stream = client.stream([[1]], LONG, deltas=True, request_ids=["a"])
+        reader = threading.Thread(target=lambda: events.extend(stream))
+        reader.start()
+        while not other.health()["requests"]["open"]:
+            pass
+        steps.take(4)
+        while not events:
+            time.sleep(0.001)
+        proxy.cut()
+        while not client.stats().service["joined"]:
+            time.sleep(0.001)
+        steps.run()
+        reader.join(20)
+    assert not reader.is_alive() and pieces_of(events).keys() == {(0, 0), (0, 1)}
 
 
 def test_a_connection_that_is_lost_leaves_no_reader(worker: WorkerOnThread, steps: Steps) -> None:

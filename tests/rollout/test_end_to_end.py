@@ -18,7 +18,8 @@ from serving import RawClient, WorkerOnThread
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.request import SampleOutput
+from trueroll.engine.outputs.stop_strings import load_vocabulary
+from trueroll.engine.request import SampleDelta, SampleOutput
 from trueroll.engine.running.loading import load_model
 from trueroll.errors import InvalidRequestError, ModelError, TruerollError, WorkerFailedError
 from trueroll.kernels.contract import Backend
@@ -84,6 +85,28 @@ def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None
             assert (found.shape, found.tobytes()) == (expected.shape, expected.tobytes())
     (plain,) = client.generate([PROMPTS[0]], params.model_copy(update={"top_logprobs": None}))
     assert bits(group.samples) == bits(plain.samples) and plain.samples[0].entropy is None
+
+
+def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClient, tiny_llama: Path) -> None:
+    """With a stop string, and what `top_logprobs` asks for."""
+    params = SamplingParams(n=2, max_tokens=40, top_logprobs=2)
+    (free, *_) = client.generate(PROMPTS, params, seed=5)
+    stop = load_vocabulary(tiny_llama).decode([free.samples[0].token_ids[9]])
+    params = params.model_copy(update={"stop": (stop,)})
+    expected = client.generate(PROMPTS, params, seed=5)
+    pieces: dict[tuple[int, int], list[SampleDelta]] = {}
+    for position, event in client.stream(PROMPTS, params, deltas=True, seed=5):
+        found = pieces.setdefault((position, event.index), [])
+        if isinstance(event, SampleDelta):
+            found.append(event)
+            continue
+        sample = expected[position].samples[event.index]
+        assert sum((piece.token_ids for piece in found), []) == event.token_ids == sample.token_ids
+        for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
+            told = b"".join(getattr(piece, name).tobytes() for piece in found)
+            assert told == getattr(event, name).tobytes() == getattr(sample, name).tobytes()
+    reasons = {sample.finish_reason for group in expected for sample in group.samples}
+    assert "stop" in reasons and max(map(len, pieces.values())) > 2, "premise"
 
 
 def test_health_names_the_engine(client: RolloutClient) -> None:

@@ -22,6 +22,7 @@ from tiny import make_tiny_model
 from trueroll.engine import engine as engine_module
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.models.decoder import ModelInput, ModelOutput
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
 from trueroll.engine.running.graphs import DecodeGraphs, Outputs
 from trueroll.engine.running.loading import load_model
@@ -72,10 +73,10 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
     """Makes engines, whose decode steps are graphs if they are told so."""
     attention = reference.paged_attention
 
-    def read_lens(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
+    def read_lens(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, *options: Any) -> Tensor:
         if batch.lens is not None:
             batch = dataclasses.replace(batch, context_lens=batch.lens.tolist())
-        return attention(q, k_cache, v_cache, batch, scale)
+        return attention(q, k_cache, v_cache, batch, *options)
 
     monkeypatch.setattr(reference, "paged_attention", read_lens)
     monkeypatch.setattr(engine_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
@@ -189,9 +190,9 @@ def test_only_the_prompt_is_computed_outside_of_a_graph(
     engine, lens = make_engine(True), []
     forward = engine._runner.model.forward
 
-    def note(token_ids: Tensor, *args: Any) -> Tensor:
-        lens.append(len(token_ids))
-        return forward(token_ids, *args)
+    def note(tokens: ModelInput) -> ModelOutput:
+        lens.append(len(tokens.token_ids))
+        return forward(tokens)
 
     monkeypatch.setattr(engine._runner.model, "forward", note)
     run(engine, [generate("r", prompt(7), max_tokens=4)])

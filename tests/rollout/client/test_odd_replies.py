@@ -33,6 +33,7 @@ REPLIES = {
     "scores": dict(logprobs=b"", finish_reason="stop", weight_versions=()),
     "aborted": dict(request_id="r", num_samples=0),
     "status": dict(state="ready", weight_version=1),
+    "deltas": {},
     "stats": dict(engine={}, service={}),
 }
 
@@ -49,6 +50,9 @@ def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[Ro
                 asked = msgpack.unpackb(frame)
                 for type, fields in [("health", HEALTH)] if asked["type"] == "health" else replies:
                     told = {"version": protocol.PROTOCOL_VERSION, "type": type, "id": asked.get("id"), **fields}
+                    if type == "deltas":
+                        part = dict(id=told.pop("id"), index=0, start=1, token_ids=bytes(4), logprobs=None)
+                        told["samples"] = (part,)
                     router.send_multipart([identity, msgpack.packb(told)])
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -64,8 +68,8 @@ def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[Ro
 
 
 CALLS: dict[str, tuple[Callable[[RolloutClient], Any], str, list[str]]] = {
-    "generate": (lambda client: client.generate([[1]]), "sample or done", ["status", "scores"]),
-    "score": (lambda client: client.score([[1, 2]]), "scores", ["sample", "done", "stats"]),
+    "generate": (lambda client: client.generate([[1]]), "sample or done", ["status", "scores", "deltas"]),
+    "score": (lambda client: client.score([[1, 2]]), "scores", ["sample", "done", "stats", "deltas"]),
     "abort": (lambda client: client.abort("r"), "aborted", ["status", "done"]),
     "stats": (lambda client: client.stats(), "stats", ["aborted", "sample"]),
     "pause": (lambda client: client.pause(), "status", ["stats", "scores"]),
@@ -80,6 +84,13 @@ def test_a_reply_that_the_call_cannot_have_is_an_error(tmp_path: Path, call: str
         words = f"reply: expected {expected}, found {reply}; use the same release of trueroll on both sides"
         with pytest.raises(ProtocolError, match=f"^(.*: )?{words}$"):
             ask(client)
+        assert client.health().instance == "i", "the connection goes on"
+
+
+def test_deltas_that_leave_tokens_out_are_an_error(tmp_path: Path) -> None:
+    with answering(tmp_path, ("deltas", {})) as client:
+        with pytest.raises(ProtocolError, match="sample 0, in order, found those from 1 on out of it"):
+            list(client.stream([[1]], deltas=True))
         assert client.health().instance == "i", "the connection goes on"
 
 

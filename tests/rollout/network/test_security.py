@@ -834,7 +834,7 @@ def test_an_error_for_all_calls_ends_them(engine: FakeEngine) -> None:
         thread.start()
         while not (entries := list(worker.worker._ledger.open.values())) or not entries[0].subscribers:
             time.sleep(0.001)
-        ((identity, _),) = entries[0].subscribers
+        [(identity, _, _)] = entries[0].subscribers
         error = protocol.error_message(None, UnreadError("read"))
         worker.worker._send(identity, protocol.encode(error))
         thread.join(20)
