@@ -7,7 +7,7 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 # Files of tests side by side, each file in one process. In the order of their names, where the last ones are short.
 IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/*)
+SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
 .PHONY: demo test test-gpu test-trl fuzz lint docs clean
 

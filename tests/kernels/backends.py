@@ -16,7 +16,7 @@ from trueroll.kernels.contract import Backend
 from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.selection import select_backend
 
-from .native_build import emulated_library
+from .cpu.native_build import emulated_library
 
 CPU = torch.device("cpu")
 

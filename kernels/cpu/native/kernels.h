@@ -1,4 +1,4 @@
-// The ops, written once over 16 lanes. Each isa_*.cpp includes this file in a namespace of its own, after the vector
+// The ops, written once over 16 lanes. Each isa/*.cpp includes this file in a namespace of its own, after the vector
 // type F (16 float32), the integer type U (16 uint32) and ACCUMULATORS, the number of F that fit into registers beside
 // the operands of a product. HAS_DOT_BF16 and HAS_TILES say which instructions for bfloat16 there are.
 //

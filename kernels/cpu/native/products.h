@@ -155,7 +155,7 @@ template <class T>
 constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
 #ifdef HAS_TILES
-#include "tiles_amx.h"
+#include "isa/tiles_amx.h"
 #endif
 
 // c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. They are cut into equal blocks, so

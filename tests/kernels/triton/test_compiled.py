@@ -20,7 +20,7 @@ import pytest
 
 from trueroll.kernels.triton import products
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Why a kernel may spill on a target, and the most bytes of a thread that it may.
 NOT_TUNED = "the kernels are compiled for sm_100, but their tiles were chosen for sm_90"

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "common.h"
+#include "../common.h"
 
 // BEGIN_TARGET("avx2,fma") ... END_TARGET: functions in between are compiled for these features.
 #define DO_PRAGMA(text) _Pragma(#text)

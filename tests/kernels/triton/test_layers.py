@@ -11,9 +11,9 @@ import torch
 from trueroll.kernels import reference
 from trueroll.kernels.triton import backend
 
-from .backends import Served
-from .inputs import FAMILY_LAYERS, Paged, decoder_spec, make_layers, make_rotations, randn, same_bits
-from .test_joined_ops import Step, step_by_step_layers
+from ..backends import Served
+from ..inputs import FAMILY_LAYERS, Paged, decoder_spec, make_layers, make_rotations, randn, same_bits
+from ..test_joined_ops import Step, step_by_step_layers
 
 TRITON: Any = backend
 

@@ -14,7 +14,7 @@ from trueroll.kernels.selection import select_backend
 from trueroll.kernels.triton import obstacle
 from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
 
-from .inputs import layer_spec
+from ..inputs import layer_spec
 
 
 def scale(x_ptr: Any, out_ptr: Any, factor: Any, count: Any, BLOCK: tl.constexpr) -> None:

@@ -12,8 +12,8 @@ from trueroll.kernels import reference
 from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.triton import rows
 
-from .accuracy import check
-from .inputs import NORM, ZERO_CENTERED, empty_caches, randn, same_bits
+from ..accuracy import check
+from ..inputs import NORM, ZERO_CENTERED, empty_caches, randn, same_bits
 
 ROWS = 5
 HEAD_SIZES = [16, 64, 80, 96, 128, 256]

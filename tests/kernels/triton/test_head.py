@@ -17,7 +17,7 @@ from trueroll.kernels.triton import head
 from trueroll.kernels.triton.head import SECTION, filter_logits, log_probs, next_tokens, sample
 from trueroll.kernels.triton.launch import exact_jit, launch, recording
 
-from .inputs import randn, same_bits
+from ..inputs import randn, same_bits
 
 VOCAB_SIZES = [1, 17, 1001, 4096, 9000]
 HIDDEN = 48

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .inputs import randn, same_bits
+from ..inputs import randn, same_bits
 
 
 @triton.jit

@@ -16,7 +16,7 @@ constexpr int ACCUMULATORS = 2;
 constexpr int ACCUMULATORS = 24;
 #include "vec_avx512.h"
 #endif
-#include "kernels.h"
+#include "../kernels.h"
 }  // namespace
 
 const InstructionSet amx_bf16 = {"amx_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};

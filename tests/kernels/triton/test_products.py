@@ -13,8 +13,8 @@ from trueroll.kernels.specs import Activation
 from trueroll.kernels.triton import launch, products, rows
 from trueroll.kernels.triton.products import CUT_PAIR_TILES, NARROW_TILE, PAIR_TILES, TILES, Tile
 
-from .accuracy import check
-from .inputs import randn, same_bits
+from ..accuracy import check
+from ..inputs import randn, same_bits
 
 TOKENS = (1, 2, 15, 16, 17, 64, 65, 129, 300)
 FEATURES = 65

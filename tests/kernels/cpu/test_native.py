@@ -17,7 +17,7 @@ from trueroll.errors import ConfigError
 from trueroll.kernels.cpu import obstacle
 from trueroll.kernels.cpu.library import Library, load_library
 
-from .inputs import layer_spec
+from ..inputs import layer_spec
 from .native_build import build
 
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"

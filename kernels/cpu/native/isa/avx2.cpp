@@ -7,7 +7,7 @@ namespace trueroll {
 namespace {
 constexpr int ACCUMULATORS = 6;
 #include "vec_avx2.h"
-#include "kernels.h"
+#include "../kernels.h"
 }  // namespace
 
 const InstructionSet avx2 = {"avx2", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};

@@ -10,8 +10,8 @@ import torch
 from trueroll.kernels.contract import Weight
 from trueroll.kernels.cpu.weight import PackedWeight
 
-from .backends import Served
-from .inputs import randn, same_bits, stored
+from ..backends import Served
+from ..inputs import randn, same_bits, stored
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 32), (17, 33), (513, 130), (576, 576)]
 

@@ -16,8 +16,8 @@ from trueroll.kernels import reference
 from trueroll.kernels.triton import attention
 from trueroll.kernels.triton.attention import KEYS, PARTITION, paged_attention
 
-from .backends import Served
-from .inputs import Paged, same_bits
+from ..backends import Served
+from ..inputs import Paged, same_bits
 
 DTYPES = (torch.bfloat16, torch.float16)
 Chunk = tuple[int, int, int]  # sequence, first query, end of the queries

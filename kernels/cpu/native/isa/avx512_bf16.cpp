@@ -8,7 +8,7 @@ namespace {
 #define HAS_DOT_BF16
 constexpr int ACCUMULATORS = 24;
 #include "vec_avx512.h"
-#include "kernels.h"
+#include "../kernels.h"
 }  // namespace
 
 const InstructionSet avx512_bf16 = {"avx512_bf16", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};

@@ -13,7 +13,7 @@ from pathlib import Path
 from trueroll.engine.models.smollm2 import make_folder_once
 from trueroll.kernels.cpu.library import Library
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def build(output: Path, flags: Sequence[str], more_sources: Sequence[Path] = ()) -> None:

@@ -13,7 +13,7 @@ from trueroll.engine.running.loading import load_model
 from trueroll.kernels.contract import AttentionBatch
 from trueroll.rollout.tools.bench import Workload
 
-REPORT = runpy.run_path(str(Path(__file__).parents[1] / "examples/cpu_report.py"))
+REPORT = runpy.run_path(str(Path(__file__).parents[2] / "examples/cpu_report.py"))
 
 
 def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:

@@ -5,7 +5,7 @@ namespace trueroll {
 namespace {
 constexpr int ACCUMULATORS = 2;
 #include "vec_portable.h"
-#include "kernels.h"
+#include "../kernels.h"
 }  // namespace
 
 const InstructionSet portable = {"portable", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};

@@ -7,7 +7,7 @@ namespace trueroll {
 namespace {
 constexpr int ACCUMULATORS = 24;
 #include "vec_avx512.h"
-#include "kernels.h"
+#include "../kernels.h"
 }  // namespace
 
 const InstructionSet avx512 = {"avx512", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};
