@@ -106,8 +106,8 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "AsyncRolloutClient",
     "AlignmentError",
+    "AsyncRolloutClient",
     "ConfigError",
     "DeadlineError",
     "Distribution",

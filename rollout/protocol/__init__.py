@@ -1,5 +1,5 @@
 """The messages between client and worker: `messages` has their fields, `codec` their form on the wire, `arrays` what
-they carry, and `error_codes` the words for errors. Imports no torch.
+they carry, `growth` a sample put together from them, and `error_codes` the words for errors. Imports no torch.
 """
 
 from ...weight_sync.payload.messages import (

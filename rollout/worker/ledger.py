@@ -41,7 +41,7 @@ def num_bytes_of(message: Generate | GetScores) -> int:
 
 
 def num_bytes_to_name(caller: str | None) -> int:
-    """What a submission by `caller` takes while it waits, about."""
+    """What it takes to remember `caller`, about."""
     return NAME_BYTES + _text_bytes(caller)
 
 
