@@ -45,11 +45,6 @@ def num_bytes_to_name(caller: str | None) -> int:
     return NAME_BYTES + _text_bytes(caller)
 
 
-def num_bytes_to_wait(caller: str | None, num_streamed: int) -> int:
-    """What a submission by `caller` takes while it waits, about. `num_streamed`: that of `Submission`."""
-    return num_bytes_to_name(caller) + STREAM_BYTES * num_streamed
-
-
 def num_streamed_by(message: Generate | GetScores) -> int:
     """The samples of which a submission wants deltas."""
     return message.params.n if isinstance(message, Generate) and message.deltas else 0
@@ -79,7 +74,7 @@ class Submission(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """What it takes while it waits, about."""
-        return num_bytes_to_wait(self.caller, self.num_streamed)
+        return num_bytes_to_name(self.caller) + STREAM_BYTES * self.num_streamed
 
 
 class Submissions:
