@@ -50,7 +50,7 @@ from .request import (
     derive_seed,
 )
 from .running.graphs import DecodeGraphs
-from .running.loading import LoadedModel, describe, load_model
+from .running.loading import LoadedModel, engine_info, load_model
 from .running.model_runner import ModelRunner
 from .running.sampler import Drawing, Drawn, Sampler
 from .running.step import ScoredRows, Step, plan_step
@@ -147,7 +147,7 @@ class Engine:
         self.weights = self._loaded.weights
         self._commit = Commit(0)
         self._vocabulary = _load_vocabulary(self._loaded.folder)
-        self.info = describe(config, self._loaded)
+        self.info = engine_info(config, self._loaded)
         has_graphs = config.cuda_graphs and self._loaded.backend.can_capture
         num_blocks = self.info.num_blocks
         spare_blocks = 1 if has_graphs else 0  # for the padding of graphs

@@ -244,7 +244,9 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class SampleDelta:
-    """What a sample has got while it grows: its tokens from `start` on, at least one, and what belongs to each.
+    """What a sample has got while it grows: its tokens from `start` on, and what belongs to each.
+
+    At least one token, unless the sample was begun anew (`start` is 0) and then ended without any.
 
     `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: those of `SampleOutput`, for these tokens.
     """

@@ -109,6 +109,8 @@ class Layer:
 
 
 SAMPLE, GREEDY = -1, -2
+LOWEST_TEMPERATURE = 1e-30
+"""A lower one is taken as this, by worker and trainer: the same distribution, but the quotients stay within float32."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
-    """x times `scale`, which is rounded to x's dtype first."""
+    """x [M, H] times `scale`, which is rounded to x's dtype first: [M, H]."""
     return x if scale == 1.0 else x * torch.tensor(scale).to(x.dtype).item()
 
 

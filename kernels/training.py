@@ -28,7 +28,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from trueroll.errors import AlignmentError, ModelError
 
 from .autograd import GradientOps, Packed
-from .contract import AttentionWeights, Rotation, TokenStatistics
+from .contract import LOWEST_TEMPERATURE, AttentionWeights, Rotation, TokenStatistics
 from .families import describe, families
 from .layer import LAYERS, make_layer, project, run_layer, scale_embedding
 from .selection import SelectedBackend, select_backend
@@ -308,7 +308,7 @@ def _forward_dtype(weight: Tensor) -> torch.dtype:
 
 def _divisor(temperature: float) -> float:
     """What a worker divides logits by: greedy samples keep theirs, and no quotient leaves float32."""
-    return max(temperature, 1e-30) if temperature > 0.0 else 1.0
+    return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
 def _unpad(

@@ -16,6 +16,7 @@ import zmq
 from fake_engine import FakeEngine, expected_tokens
 
 from trueroll.engine.config import EngineConfig
+from trueroll.engine.request import Output
 from trueroll.errors import TruerollError
 from trueroll.rollout import Group, WorkerProcess, protocol
 from trueroll.rollout.config import WorkerConfig
@@ -62,6 +63,18 @@ def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
         running.worker.drain()
         running.worker.drain()
         running.join()
+
+
+def stop_after_a_step(engine: FakeEngine) -> None:
+    """Let the engine add one token to each sample, and no more."""
+    step = engine.step
+
+    def step_once() -> list[Output]:
+        outputs = step()
+        engine.flow.clear()
+        return outputs
+
+    engine.step = step_once
 
 
 class FaultyWorker(Worker):

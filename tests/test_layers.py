@@ -48,35 +48,34 @@ KERNELS = {
     "families": {"families", "specs"},
     "transfer": set(),
     "reference": SPEC | {"layer"},
-    "cpu": SPEC | {"cpu", "layer", "reference"},
+    "cpu": SPEC | {"cpu", "reference"},
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
     "training": SPEC | {"autograd", "families", "layer", "selection"},
 }
-BASE = {"config", "request"}
-OUTPUTS = BASE | {"outputs"}
+OUTPUTS = {"request", "outputs"}
 ENGINE = {
     "request": set(),
     "config": {"request"},
     "outputs.tops": set(),
-    "outputs.stop_strings": BASE,
+    "outputs.stop_strings": set(),
     "outputs.open_requests": OUTPUTS,
     "cache.memory": set(),
-    "cache.prefix_cache": BASE,
-    "scheduling.sequence": OUTPUTS | {"cache.prefix_cache"},
-    "scheduling.scheduler": OUTPUTS | {"cache.prefix_cache", "scheduling.sequence"},
-    "models": BASE | {"models"},
-    "running.draws": BASE,
+    "cache.prefix_cache": set(),
+    "scheduling.sequence": {"outputs", "cache.prefix_cache"},
+    "scheduling.scheduler": {"outputs", "cache.prefix_cache", "scheduling.sequence"},
+    "models": {"models"},
+    "running.draws": {"request"},
     "running.step": OUTPUTS | {"scheduling.sequence", "running.draws"},
-    "running.sampler": BASE | {"outputs.tops", "running.draws"},
-    "running.model_runner": BASE | {"cache.memory", "models", "running.step"},
+    "running.sampler": {"request", "outputs.tops", "running.draws"},
+    "running.model_runner": {"cache.memory", "models", "running.step"},
     "running.graphs": {"running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.memory", "models"},
-    "running.loading": BASE | {"models", "running.weights"},
+    "running.loading": {"config", "models", "running.weights"},
 }
 ENGINE["engine"] = {*ENGINE}
-ENGINE["__init__"] = BASE | {"engine"}
+ENGINE["__init__"] = set()
 WEIGHT_SYNC = {
     "__init__": set(),
     "payload": {"payload"},

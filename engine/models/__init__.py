@@ -1,1 +1,1 @@
-"""Model classes, and how their weights are found and loaded."""
+"""The decoder, and how its weights are found and loaded."""

@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...kernels.contract import GREEDY, SAMPLE
+from ...kernels.contract import GREEDY, LOWEST_TEMPERATURE, SAMPLE
 from ..request import Distribution, SamplingParams
-
-# A lower temperature is taken as this one: the same distribution, but the quotients stay within float32.
-_LOWEST_TEMPERATURE = 1e-30
 
 
 class Draw(NamedTuple):
@@ -69,7 +66,7 @@ class Draws:
 
 def divisors(distributions: Iterable[Distribution]) -> np.ndarray:
     """What logits are divided by, float32: infinity for a temperature beyond it. Greedy rows keep theirs."""
-    values = [1.0 if d.is_greedy else max(d.temperature, _LOWEST_TEMPERATURE) for d in distributions]
+    values = [1.0 if d.is_greedy else max(d.temperature, LOWEST_TEMPERATURE) for d in distributions]
     # array("f") makes that infinity; torch refuses such a number, and numpy warns.
     return np.asarray(array("f", values))
 

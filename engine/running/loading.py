@@ -14,7 +14,7 @@ import torch
 
 from trueroll.errors import ConfigError, ModelError, brief
 
-from ...kernels.families import describe as describe_decoder
+from ...kernels.families import describe
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec
 from ..config import EngineConfig
@@ -121,7 +121,7 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def describe(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
+def engine_info(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
     """What an engine with this configuration is. Raise ConfigError if the model or the memory does not allow it."""
     model = loaded.model
     max_model_len = _max_model_len(config, model.spec.max_position_embeddings)
@@ -159,16 +159,16 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
-    spec = _describe_decoder(folder, raw)
+    spec = _describe(folder, raw)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec.layers)
     return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
 
 
-def _describe_decoder(folder: Path, raw: dict[str, Any]) -> DecoderSpec:
+def _describe(folder: Path, raw: dict[str, Any]) -> DecoderSpec:
     try:
-        return describe_decoder(raw)
+        return describe(raw)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error.__cause__
 

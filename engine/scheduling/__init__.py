@@ -1,1 +1,1 @@
-"""What is computed next: sequences, the scheduler, and a step as plain arrays."""
+"""What is computed next: sequences, and the scheduler."""

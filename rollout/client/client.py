@@ -57,7 +57,6 @@ from .requests import (
     continue_requests,
     generate_requests,
     message_of,
-    new_id,
     score_requests,
 )
 
@@ -295,7 +294,7 @@ class AsyncRolloutClient:
         is nothing unfinished of such a name, unless that is `missing_ok`; the other requests are ended all the same.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        calls = [message_of(protocol.Abort, id=new_id(), request_id=id, index=index) for id in ids]
+        calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
         return sum(await asyncio.gather(*(self._abort(call, missing_ok) for call in calls)))
 
     async def _abort(self, call: protocol.Abort, missing_ok: bool) -> int:
@@ -314,29 +313,29 @@ class AsyncRolloutClient:
 
     async def health(self) -> protocol.Health:
         """How the worker is; answered at once, also while it loads or computes."""
-        reply = await self.ask(protocol.GetHealth(id=new_id()))
+        reply = await self.ask(protocol.GetHealth(id=protocol.new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
 
     async def stats(self) -> protocol.Stats:
         """The lifetime counters of engine and service."""
-        reply = await self.ask(protocol.GetStats(id=new_id()))
+        reply = await self.ask(protocol.GetStats(id=protocol.new_id()))
         assert isinstance(reply, protocol.Stats)
         return reply
 
     async def pause(self) -> protocol.Status:
         """Generate nothing until `resume`; running requests keep what they have, new ones wait or are refused."""
-        return await self._ask_status(protocol.Pause(id=new_id()))
+        return await self._ask_status(protocol.Pause(id=protocol.new_id()))
 
     async def resume(self) -> protocol.Status:
         """End a pause."""
-        return await self._ask_status(protocol.Resume(id=new_id()))
+        return await self._ask_status(protocol.Resume(id=protocol.new_id()))
 
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
         """Finish all requests accepted so far, then pause. Raises DeadlineError, and goes on generating, if that takes
         more than `timeout` seconds.
         """
-        return await self._ask_status(message_of(protocol.Drain, id=new_id(), timeout=timeout))
+        return await self._ask_status(message_of(protocol.Drain, id=protocol.new_id(), timeout=timeout))
 
     async def sleep(
         self,
@@ -351,15 +350,15 @@ class AsyncRolloutClient:
         keep their tokens and go on later (`recompute`), or end with what they have (`abort`).
         """
         fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
-        return await self._ask_status(message_of(protocol.Sleep, id=new_id(), **fields))
+        return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
 
     async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
         """Take the memory of `tags` again; the worker is ready when all tags are awake and its weights are whole."""
-        return await self._ask_status(message_of(protocol.WakeUp, id=new_id(), tags=tuple(tags)))
+        return await self._ask_status(message_of(protocol.WakeUp, id=protocol.new_id(), tags=tuple(tags)))
 
     async def invalidate_prefix_cache(self) -> protocol.Status:
         """Forget all cached prefixes; running requests keep their blocks."""
-        return await self._ask_status(protocol.Invalidate(id=new_id()))
+        return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
 
     async def _ask_status(self, message: protocol.LifecycleCall) -> protocol.Status:
         reply = await self.ask(message)
@@ -440,7 +439,9 @@ class AsyncRolloutClient:
         """Tell the worker what is not waited for any more, and what has arrived."""
         for request in requests:
             if request.id in unfinished:
-                self._connection.notify(protocol.Abort(id=new_id(), request_id=request.id, caller=request.caller))
+                self._connection.notify(
+                    protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller)
+                )
         ids = list(finished)
         for start in range(0, len(ids), protocol.MAX_ACK_IDS):
             self._connection.notify(protocol.Ack(ids=tuple(ids[start : start + protocol.MAX_ACK_IDS])))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
@@ -263,7 +262,7 @@ class Connection:
                     "add its public key to the worker's clients_file and start the worker anew"
                 )
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._hello_id = uuid.uuid4().hex
+                self._hello_id = protocol.new_id()
                 self._socket.send(protocol.encode(protocol.GetHealth(id=self._hello_id)))
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 return await self._open_anew()
@@ -289,7 +288,7 @@ class Connection:
                 self._silent_ticks = 0
                 self._fail(self._silence())
             elif self._calls and self._is_connected:
-                self._socket.send(protocol.encode(protocol.GetHealth(id=uuid.uuid4().hex)))
+                self._socket.send(protocol.encode(protocol.GetHealth(id=protocol.new_id())))
 
     def _silence(self) -> WorkerLostError:
         hint = "it ended or hangs" if self._worker else "check the address, that a worker runs there, and its keys"
@@ -328,7 +327,7 @@ class Connection:
         self._socket.send(call.frame)
         self._unconfirmed += len(call.frame)
         if self._unconfirmed >= WINDOW_BYTES:
-            self._confirmation = uuid.uuid4().hex
+            self._confirmation = protocol.new_id()
             self._socket.send(protocol.encode(protocol.GetHealth(id=self._confirmation)))
 
     def _deliver(self, reply: protocol.FromWorker) -> None:

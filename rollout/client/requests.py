@@ -5,7 +5,6 @@ Pure: knows no connection, and sends nothing.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -48,9 +47,9 @@ def generate_requests(
         raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")
     given = _listed(prompts, "prompts")
     count, made = len(given), []
-    fields = dict(caller=new_id(), **demand)
+    fields = dict(caller=protocol.new_id(), **demand)
     all_params = _seeded(_one_each(SamplingParams() if params is None else params, count), params, seed)
-    all_ids = [new_id() for _ in given] if ids is None else _checked_ids(ids, count)
+    all_ids = [protocol.new_id() for _ in given] if ids is None else _checked_ids(ids, count)
     for i, (tokens, id, own) in enumerate(zip(given, all_ids, all_params, strict=True)):
         try:
             array = protocol.tokens_to_bytes(tokens, f"prompts[{i}]")
@@ -74,8 +73,8 @@ def continue_requests(
     if len(given) != len(samples):
         raise InvalidRequestError(f"samples: expected one for each of {len(given)} prompts, found {len(samples)}")
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
-    all_ids = [new_id() for _ in given] if ids is None else _checked_ids(ids, len(given))
-    caller = new_id()
+    all_ids = [protocol.new_id() for _ in given] if ids is None else _checked_ids(ids, len(given))
+    caller = protocol.new_id()
     return {
         i: message_of(protocol.Generate, id=all_ids[i], caller=caller, **demand, **continuation(i, prompt, sample, own))
         for i, (prompt, sample, own) in enumerate(zip(given, samples, all_params, strict=True))
@@ -88,9 +87,9 @@ def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, prot
     arrays = [
         protocol.tokens_to_bytes(tokens, f"sequences[{i}]") for i, tokens in enumerate(_listed(sequences, "sequences"))
     ]
-    caller = new_id()
+    caller = protocol.new_id()
     return {
-        i: message_of(protocol.GetScores, id=new_id(), token_ids=array, caller=caller, **fields)
+        i: message_of(protocol.GetScores, id=protocol.new_id(), token_ids=array, caller=caller, **fields)
         for i, array in enumerate(arrays)
     }
 
@@ -152,7 +151,3 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
         if not isinstance(each, SamplingParams):
             raise InvalidRequestError(f"params[{i}]: expected SamplingParams, found {brief(each)}")
     return list(params)
-
-
-def new_id() -> str:
-    return uuid.uuid4().hex

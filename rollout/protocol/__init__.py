@@ -1,5 +1,5 @@
 """The messages between client and worker: `messages` has their fields, `codec` their form on the wire, `arrays` what
-they carry, and `error_codes` the words for errors. Imports no torch.
+they carry, `growth` a sample put together from them, and `error_codes` the words for errors. Imports no torch.
 """
 
 from ...weight_sync.payload.messages import (
@@ -16,6 +16,7 @@ from ...weight_sync.payload.messages import (
     State,
     VerifyPush,
     Weights,
+    new_id,
 )
 from .arrays import (
     bytes_to_tokens,
@@ -132,6 +133,7 @@ __all__ = [
     "from_worker",
     "id_in",
     "message_types",
+    "new_id",
     "sample_delta",
     "sample_message",
     "sample_output",

@@ -34,6 +34,7 @@ from ...weight_sync.payload.messages import (
 
 MAX_ACK_IDS = 1024
 _BYTES_BESIDE = 200
+"""Of a delta, beside its tokens, about."""
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 

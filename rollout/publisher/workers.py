@@ -14,7 +14,7 @@ from typing import Any
 
 from trueroll.errors import ConfigError, DeadlineError, TruerollError
 
-from ...weight_sync.trainer.workers import WorkerFailure, new_id
+from ...weight_sync.trainer.workers import WorkerFailure
 from .. import protocol
 from ..client.client import AsyncRolloutClient, Key
 from ..client.loop_thread import LoopThread
@@ -97,7 +97,7 @@ class Workers:
     async def _greet(self, timeout: float) -> list[Any]:
         waits = [LOST_SECONDS if address in self._silent else ANSWER_SECONDS for address in self.addresses]
         asked = (
-            self._ask(position, protocol.GetWeights(id=new_id()), min(wait, timeout))
+            self._ask(position, protocol.GetWeights(id=protocol.new_id()), min(wait, timeout))
             for position, wait in enumerate(waits)
         )
         return await asyncio.gather(*asked, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The one tree of exceptions: whatever trueroll raises on purpose, in whichever folder, is a `TruerollError`.
+"""The one tree of exceptions: every error that a user can meet, whichever folder raises it, is a `TruerollError`.
 
 Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what was
 expected, what was found and what to do, and what it quotes is short: `brief`, `said`. Imports the standard library
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class TruerollError(Exception):
-    """Root of every error that trueroll raises on purpose."""
+    """Root of every error that a user of trueroll can meet."""
 
     code = "internal"
 

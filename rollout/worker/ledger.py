@@ -41,13 +41,8 @@ def num_bytes_of(message: Generate | GetScores) -> int:
 
 
 def num_bytes_to_name(caller: str | None) -> int:
-    """What a submission by `caller` takes while it waits, about."""
+    """What it takes to remember `caller`, about."""
     return NAME_BYTES + _text_bytes(caller)
-
-
-def num_bytes_to_wait(caller: str | None, num_streamed: int) -> int:
-    """What a submission by `caller` takes while it waits, about. `num_streamed`: that of `Submission`."""
-    return num_bytes_to_name(caller) + STREAM_BYTES * num_streamed
 
 
 def num_streamed_by(message: Generate | GetScores) -> int:
@@ -79,7 +74,7 @@ class Submission(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """What it takes while it waits, about."""
-        return num_bytes_to_wait(self.caller, self.num_streamed)
+        return num_bytes_to_name(self.caller) + STREAM_BYTES * self.num_streamed
 
 
 class Submissions:

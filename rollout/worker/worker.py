@@ -4,8 +4,9 @@ Two threads: the one that calls `Worker.run` does all input and output, and the 
 Events of the engine wake the first through a socket pair. Health and stats are answered from snapshots, also while a
 step runs long.
 
-Owns: the ledger of requests, and those that wait because the worker is not ready; what each role may ask for. Does not
-own: the engine (the engine thread does), the state of the worker (`control` does), connections (`router` does).
+Owns: the ledger of requests, the streamed ones (`streams`), and those that wait because the worker is not ready; what
+each role may ask for. Does not own: the engine (the engine thread does), the state of the worker (`control` does),
+connections (`router` does).
 Promises: every accepted request gets exactly one terminal reply for each time it was submitted, also when the engine
 fails or the worker is told to end, unless its client does not read; no received bytes end the process; a user's
 requests and cached prefixes are nobody else's.

@@ -18,8 +18,8 @@ from trueroll.errors import PushError, TruerollError, VersionGapError
 
 from ...engine.request import InFlight
 from ..payload.manifest import Bucket, Source
-from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush
-from .workers import WorkerFailure, Workers, new_id
+from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush, new_id
+from .workers import WorkerFailure, Workers
 
 ABORT_SECONDS = 5.0
 """How long the workers may take to answer an abort."""

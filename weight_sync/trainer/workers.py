@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -36,8 +35,3 @@ class Workers(Protocol):
     def ask_all(self, call: PushCall, timeout: float) -> Sequence[PushStatus | TruerollError]:
         """Send every worker a call, and wait for all the replies, or the errors in their place."""
         ...
-
-
-def new_id() -> str:
-    """An id for a call or a push."""
-    return uuid.uuid4().hex

@@ -24,9 +24,9 @@ import zmq
 from fake_engine import FAIL_IN_STEP, SLOW_STEP, FakeEngine, expected_tokens
 from rich.console import Console
 from rich.text import Text
-from serving import RawClient, WorkerOnThread, check_group, fake_process, serving
+from serving import RawClient, WorkerOnThread, check_group, fake_process, serving, stop_after_a_step
 
-from trueroll.engine.request import GenerateRequest, Output, WeightSpan, derive_seed
+from trueroll.engine.request import GenerateRequest, WeightSpan, derive_seed
 from trueroll.errors import (
     ConfigError,
     IdConflictError,
@@ -43,35 +43,6 @@ from trueroll.errors import (
 from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, SamplingParams, protocol
 
 LONG = SamplingParams(max_tokens=400)
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(engine, max_message_bytes=4096) as running:
-        yield running
-
-
-@pytest.fixture
-def client(worker: WorkerOnThread) -> Iterator[RolloutClient]:
-    with RolloutClient(worker.address) as client:
-        yield client
-
-
-def stop_after_a_step(engine: FakeEngine) -> None:
-    """Let the engine add one token to each sample, and no more."""
-    step = engine.step
-
-    def step_once() -> list[Output]:
-        outputs = step()
-        engine.flow.clear()
-        return outputs
-
-    engine.step = step_once
 
 
 def test_generate_returns_groups_in_order(client: RolloutClient, engine: FakeEngine) -> None:

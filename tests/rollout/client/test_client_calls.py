@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,43 +15,14 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import MAX_MODEL_LEN, FakeEngine
-from serving import WorkerOnThread, check_group, serving
+from serving import WorkerOnThread, check_group, stop_after_a_step
 
-from trueroll.engine.request import GenerateRequest, Output, derive_seed
+from trueroll.engine.request import GenerateRequest, derive_seed
 from trueroll.errors import ConfigError, InvalidRequestError, MessageTooLargeError, TruerollError, UnknownRequestError
 from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, SamplingParams, WeightPublisher
 
 SHORT = SamplingParams(max_tokens=3)
 LONG = SamplingParams(max_tokens=400)
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(engine, max_message_bytes=4096) as running:
-        yield running
-
-
-@pytest.fixture
-def client(worker: WorkerOnThread) -> Iterator[RolloutClient]:
-    with RolloutClient(worker.address) as client:
-        yield client
-
-
-def stop_after_a_step(engine: FakeEngine) -> None:
-    """Let the engine add one token to each sample, and no more."""
-    step = engine.step
-
-    def step_once() -> list[Output]:
-        outputs = step()
-        engine.flow.clear()
-        return outputs
-
-    engine.step = step_once
 
 
 def seeds_of(groups: list[Group]) -> list[int | None]:

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import RawClient, serving
 
 from trueroll.engine.engine import EngineStats
+from trueroll.engine.request import Tag
 from trueroll.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
@@ -67,7 +68,7 @@ class FakeSource:
 
     def __init__(self) -> None:
         self.state: protocol.State = "ready"
-        self.sleeping: tuple[protocol.Tag, ...] = ()
+        self.sleeping: tuple[Tag, ...] = ()
         self.push: protocol.PushProgress | None = PUSH
         self.engine: dict[str, Any] = ENGINE
         self.service = ServiceStats(accepted=21, joined=22, finished=23, failed=24, dropped=25)

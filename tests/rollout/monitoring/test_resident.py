@@ -117,7 +117,7 @@ def test_a_closed_one_leaves_no_descriptor_and_touches_no_other(memory: Resident
 def test_a_process_without_free_descriptors_can_still_tell() -> None:
     code = """
 import resource
-from trueroll.rollout import resident
+from trueroll.rollout.monitoring import resident
 held = bytearray(b"x") * (64 << 20)
 memory = resident.ResidentMemory()
 before = memory.num_bytes()

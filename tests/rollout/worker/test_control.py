@@ -26,18 +26,6 @@ NEW = {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(engine) as running:
-        yield running
-    assert running.error is None
-
-
-@pytest.fixture
 def raw(worker: WorkerOnThread) -> Iterator[RawClient]:
     with RawClient(worker.address) as client:
         wait_for(client, "ready")

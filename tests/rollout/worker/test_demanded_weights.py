@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,24 +23,6 @@ NEW = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 SERVED, LATER = 3, 5
 """What the fake engine begins with, and what `HandPush` brings."""
 PROMPT = np.array([1, 2, 3], "<i4").tobytes()
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(engine) as running:
-        yield running
-    assert running.error is None
-
-
-@pytest.fixture
-def raw(worker: WorkerOnThread) -> Iterator[RawClient]:
-    with RawClient(worker.address) as client:
-        yield client
 
 
 def demand(client: RawClient, id: str, version: int = LATER, waits: bool = True, **fields: Any) -> None:

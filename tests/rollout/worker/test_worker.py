@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,24 +15,6 @@ from trueroll.errors import ConfigError, ModelError, WorkerFailedError, WorkerLo
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker.worker import Worker
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
-    with serving(engine) as running:
-        yield running
-    assert running.error is None
-
-
-@pytest.fixture
-def raw(worker: WorkerOnThread) -> Iterator[RawClient]:
-    with RawClient(worker.address) as client:
-        yield client
 
 
 def test_samples_arrive_one_by_one_and_done_ends_them(raw: RawClient) -> None:
