@@ -200,9 +200,12 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
     `theta`: of each type, where they do not say it. What `rope_scaling` says is of full attention.
     """
     given, scaling = raw.pop("rope_parameters", None) or {}, raw.pop("rope_scaling", None) or {}
-    default = {kind: {"rope_type": "default", "rope_theta": theta[kind]} for kind in (FULL, SLIDING)}
-    default[FULL] |= scaling
-    raw["rope_parameters"] = {kind: rope | (given.get(kind) or {}) for kind, rope in default.items()}
+    ropes = {kind: given.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING)}
+    ropes[FULL] |= scaling
+    raw["rope_parameters"] = {
+        kind: {"rope_type": rope.get("type", "default"), "rope_theta": theta[kind]} | rope
+        for kind, rope in ropes.items()
+    }
     return raw
 
 

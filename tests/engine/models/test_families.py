@@ -259,11 +259,17 @@ def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, f
     assert [getattr(found, key) for key in same] == [getattr(expected, key) for key in same]
 
 
-# Files as they were published with these models, in short.
+LEGACY_TYPES = dict(full_attention=dict(type="linear", factor=8.0), sliding_attention=dict(type="yarn", factor=2.0))
+NEW_ROPES = dict(full_attention=dict(rope_type="linear", factor=8.0), sliding_attention=None)
+# Files as they were published with these models, in short, and some that mix the names of several releases.
 OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
     "gemma3": dict(rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(factor=8.0, rope_type="linear")),
     "gemma3 with a pattern": dict(sliding_window_pattern=2, head_dim=32, query_pre_attn_scalar=20, sliding_window=9),
     "olmo3": dict(rope_theta=4e5, rope_scaling=dict(rope_type="yarn", factor=4.0), num_hidden_layers=5),
+    "gemma3 with the old name of a type": dict(rope_parameters=LEGACY_TYPES),
+    "olmo3 with the old name of a type": dict(rope_parameters=LEGACY_TYPES),
+    "gemma3 with old settings beside new ones": dict(rope_parameters=NEW_ROPES, rope_scaling=dict(factor=4.0)),
+    "olmo3 with old settings beside new ones": dict(rope_parameters=NEW_ROPES, rope_scaling=dict(factor=4.0)),
     "mistral": dict(rope_theta=1e6, head_dim=16),
     "mistral without a window": dict(sliding_window=None),
     "ministral": dict(rope_theta=1e8, sliding_window=9, head_dim=16),
