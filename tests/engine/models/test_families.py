@@ -306,7 +306,7 @@ def test_windows_and_rotations_of_older_files_are_those_of_transformers(tmp_path
 LOAD = """
 import sys
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.loading import load_model
+from trueroll.engine.running.loading import load_model
 assert load_model(EngineConfig(model=sys.argv[1], device="cpu")).model
 print(sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()))
 """
