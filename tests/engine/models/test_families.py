@@ -209,12 +209,16 @@ def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, c
         (dict(layer_types=["chunked_attention"] * 6), "layer_types of full_attention or sliding_attention"),
         (dict(sliding_window=None), "expected a sliding_window in config.json, found none"),
         (dict(hidden_activation="gelu"), "hidden_activation = 'gelu_pytorch_tanh'.*found 'gelu'"),
-        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected a finite number above 0"),
+        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected at least .* found 0"),
+        (dict(query_pre_attn_scalar=10**400), "'query_pre_attn_scalar'.* expected at least .* at most"),
+        (dict(query_pre_attn_scalar=1e-320), "'query_pre_attn_scalar'.* expected at least .* found 1e-320"),
+        (dict(query_pre_attn_scalar=None), "query_pre_attn_scalar: expected a number, found null"),
         (dict(sliding_window_pattern=0, layer_types=None), "found a fault: ZeroDivisionError"),
         (dict(num_hidden_layers=2**40, layer_types=None), "'num_hidden_layers'.* at most 1024"),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="dynamic", factor=2.0))), "found .*dynamic"),
         (dict(rope_parameters=dict(sliding_attention=dict(rope_theta="x"))), "found a fault: TypeError"),
         (dict(rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.5))), "partial_rotary_factor = 1.0"),
+        (dict(partial_rotary_factor={}), "expected partial_rotary_factor = 1.0 in config.json"),
     ],
 )
 def test_what_windowed_layers_do_not_compute_is_refused(
