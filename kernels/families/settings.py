@@ -36,6 +36,8 @@ _MOST = {
     "sliding_window": 2**31,
     "sliding_window_pattern": 2**10,
 }
+# Of a number that scales scores: so that neither it nor its inverse is beyond float32.
+_MOST_SCALAR = 2.0**30
 # What `Settings` understands beside its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
@@ -56,8 +58,8 @@ def _check_eps(eps: float) -> None:
 
 
 def _check_scalar(scalar: float | None) -> None:
-    if scalar is not None and not 0.0 < scalar < float("inf"):
-        raise ValueError(f"expected a finite number above 0, found {scalar}")
+    if scalar is not None and not 1.0 / _MOST_SCALAR <= scalar <= _MOST_SCALAR:
+        raise ValueError(f"expected at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR}, found {brief(scalar)}")
 
 
 @strict
@@ -200,9 +202,12 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
     `theta`: of each type, where they do not say it. What `rope_scaling` says is of full attention.
     """
     given, scaling = raw.pop("rope_parameters", None) or {}, raw.pop("rope_scaling", None) or {}
-    default = {kind: {"rope_type": "default", "rope_theta": theta[kind]} for kind in (FULL, SLIDING)}
-    default[FULL] |= scaling
-    raw["rope_parameters"] = {kind: rope | (given.get(kind) or {}) for kind, rope in default.items()}
+    ropes = {kind: given.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING)}
+    ropes[FULL] |= scaling
+    raw["rope_parameters"] = {
+        kind: {"rope_type": rope.get("type", "default"), "rope_theta": theta[kind]} | rope
+        for kind, rope in ropes.items()
+    }
     return raw
 
 
@@ -230,7 +235,8 @@ def expect(settings: Any, **others: Any) -> None:
             raise ModelError(f"expected {name} = {wanted!r} in config.json, found {brief(found)}; serve another model")
 
 
-def _rotated_part(parameters: dict[str, Any]) -> float:
-    """The least part of a head that any of the rotations turns."""
+def _rotated_part(parameters: dict[str, Any]) -> Any:
+    """The part of a head that the rotations turn; where they differ, one that is not the whole."""
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    return min(one.get("partial_rotary_factor", 1.0) for one in each)
+    parts = [one.get("partial_rotary_factor", 1.0) for one in each]
+    return next((part for part in parts if part != 1.0), 1.0)

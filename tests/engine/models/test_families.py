@@ -209,12 +209,16 @@ def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, c
         (dict(layer_types=["chunked_attention"] * 6), "layer_types of full_attention or sliding_attention"),
         (dict(sliding_window=None), "expected a sliding_window in config.json, found none"),
         (dict(hidden_activation="gelu"), "hidden_activation = 'gelu_pytorch_tanh'.*found 'gelu'"),
-        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected a finite number above 0"),
+        (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected at least .* found 0"),
+        (dict(query_pre_attn_scalar=10**400), "'query_pre_attn_scalar'.* expected at least .* at most"),
+        (dict(query_pre_attn_scalar=1e-320), "'query_pre_attn_scalar'.* expected at least .* found 1e-320"),
+        (dict(query_pre_attn_scalar=None), "query_pre_attn_scalar: expected a number, found null"),
         (dict(sliding_window_pattern=0, layer_types=None), "found a fault: ZeroDivisionError"),
         (dict(num_hidden_layers=2**40, layer_types=None), "'num_hidden_layers'.* at most 1024"),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="dynamic", factor=2.0))), "found .*dynamic"),
         (dict(rope_parameters=dict(sliding_attention=dict(rope_theta="x"))), "found a fault: TypeError"),
         (dict(rope_parameters=dict(full_attention=dict(partial_rotary_factor=0.5))), "partial_rotary_factor = 1.0"),
+        (dict(partial_rotary_factor={}), "expected partial_rotary_factor = 1.0 in config.json"),
     ],
 )
 def test_what_windowed_layers_do_not_compute_is_refused(
@@ -259,11 +263,17 @@ def test_files_of_older_transformers_are_read_as_it_reads_them(tmp_path: Path, f
     assert [getattr(found, key) for key in same] == [getattr(expected, key) for key in same]
 
 
-# Files as they were published with these models, in short.
+LEGACY_TYPES = dict(full_attention=dict(type="linear", factor=8.0), sliding_attention=dict(type="yarn", factor=2.0))
+NEW_ROPES = dict(full_attention=dict(rope_type="linear", factor=8.0), sliding_attention=None)
+# Files as they were published with these models, in short, and some that mix the names of several releases.
 OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
     "gemma3": dict(rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(factor=8.0, rope_type="linear")),
     "gemma3 with a pattern": dict(sliding_window_pattern=2, head_dim=32, query_pre_attn_scalar=20, sliding_window=9),
     "olmo3": dict(rope_theta=4e5, rope_scaling=dict(rope_type="yarn", factor=4.0), num_hidden_layers=5),
+    "gemma3 with the old name of a type": dict(rope_parameters=LEGACY_TYPES),
+    "olmo3 with the old name of a type": dict(rope_parameters=LEGACY_TYPES),
+    "gemma3 with old settings beside new ones": dict(rope_parameters=NEW_ROPES, rope_scaling=dict(factor=4.0)),
+    "olmo3 with old settings beside new ones": dict(rope_parameters=NEW_ROPES, rope_scaling=dict(factor=4.0)),
     "mistral": dict(rope_theta=1e6, head_dim=16),
     "mistral without a window": dict(sliding_window=None),
     "ministral": dict(rope_theta=1e8, sliding_window=9, head_dim=16),
