@@ -42,7 +42,8 @@ def _family(
 
 
 def _qwen_is_sliding(raw: dict[str, Any], i: int) -> bool:
-    return bool(raw.get("use_sliding_window")) and i >= raw["max_window_layers"]
+    has_window = raw.get("use_sliding_window") and raw["sliding_window"] is not None
+    return bool(has_window) and i >= raw["max_window_layers"]
 
 
 def _qwen_windows(settings: Any) -> list[int | None]:

@@ -278,6 +278,7 @@ OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
     "mistral without a window": dict(sliding_window=None),
     "ministral": dict(rope_theta=1e8, sliding_window=9, head_dim=16),
     "qwen2": dict(use_sliding_window=True, max_window_layers=3, sliding_window=9),
+    "qwen2 without a window": dict(use_sliding_window=True, max_window_layers=3, sliding_window=None),
     "qwen3 that uses none": dict(use_sliding_window=False, max_window_layers=3, sliding_window=9),
 }
 
