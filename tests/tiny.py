@@ -34,7 +34,8 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any
 FAMILIES = tuple(_FAMILIES)
 _WINDOW: dict[str, Any] = dict(sliding_window=32)
 _QWEN_WINDOW = dict(**_WINDOW, use_sliding_window=True, max_window_layers=1)
-_GEMMA3 = dict(num_hidden_layers=6, head_dim=16, query_pre_attn_scalar=24)
+# With one matrix for both, its large embeddings would make each token follow itself.
+_GEMMA3 = dict(num_hidden_layers=6, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=False)
 _MINISTRAL = dict(head_dim=16, layer_types=["sliding_attention", "full_attention"])
 _FAMILIES |= {
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _WINDOW | _GEMMA3),

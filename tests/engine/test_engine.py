@@ -490,6 +490,6 @@ def test_an_unsupported_architecture_names_the_supported_ones(tiny_llama: Path, 
     config = (tiny_llama / "config.json").read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel")
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(
-        ModelError, match="LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, found .GPT2LMHeadModel"
+        ModelError, match="LlamaForCausalLM, .*Qwen3ForCausalLM, found .GPT2LMHeadModel"
     ):
         make_engine(tmp_path)

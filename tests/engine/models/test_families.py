@@ -52,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "heads wider than the model": ("qwen3", dict(head_dim=32)),
     # Windows of 32 tokens, which is less than the prompt.
     **{family: (family, {}) for family in (*WINDOWED, "ministral", "qwen3_window")},
+    "a scaled embedding that is the head too": ("gemma3", dict(tie_word_embeddings=True)),
     "a window of one token": ("mistral", dict(sliding_window=1)),
     "a window beyond the prompt": ("olmo3", dict(sliding_window=301)),
     "no window": ("mistral", dict(sliding_window=None)),
