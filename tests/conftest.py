@@ -37,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if "TRUEROLL_TEST_RUN" in os.environ:
         return
-    folder = tempfile.mkdtemp(prefix="trueroll-tests-")
+    # A publisher's tests take what is mapped from a folder "trueroll-..." for what a push left.
+    folder = tempfile.mkdtemp(prefix="tests-of-trueroll-")
     config.add_cleanup(partial(shutil.rmtree, folder))
     os.environ["TRUEROLL_TEST_RUN"] = folder
     os.environ.setdefault("TRUEROLL_CACHE", f"{folder}/cache")
