@@ -1,15 +1,16 @@
-# Every target makes the virtual environment it needs, in .venv or .venv-trl, and installs again only after pyproject.toml or
-# the native sources changed.
+# Every target puts what it needs into the virtual environment .venv, and installs again only after pyproject.toml or the
+# native sources changed.
 
 PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
-# Files of tests side by side, each file in one process. In the order of their names, where the last ones are short.
-IN_PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Files of tests side by side, each file in one process, of which there are more than cores: many tests wait for others.
+# In the order of their names, where the last ones are short.
+IN_PARALLEL := --numprocesses $(shell expr 2 \* $$(nproc)) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu test-trl fuzz lint docs clean
+.PHONY: demo test test-gpu fuzz lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -19,9 +20,6 @@ test: .venv/.dev
 
 test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
-
-test-trl: .venv-trl/.test
-	@.venv-trl/bin/pytest $(IN_PARALLEL) tests/trl
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
@@ -50,10 +48,7 @@ endef
 	$(call install,dev)
 	@touch .venv/.demo
 
-.venv-trl/.test: $(SOURCES)
-	$(call install,test-trl)
-
 clean:
-	@rm -rf .venv .venv-trl build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -47,8 +47,6 @@ except ConfigError as error:
 """
 # What `import trueroll` imports.
 ROOT_PACKAGE = "__init__"
-# The tests of `make test-trl` import these.
-NEEDS_TRL = "rollout.integrations.trl."
 BUILD_ARCHIVE = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
@@ -104,8 +102,8 @@ def native_libraries(wheel: Path) -> list[str]:
 
 
 def test_every_module_is_imported_from_the_unpacked_wheel(wheel: Path, tmp_path: Path) -> None:
-    names = [name for name in read_sources() if not name.startswith(NEEDS_TRL)]
-    modules = ["trueroll." + name.removesuffix(".__init__") for name in names if name != ROOT_PACKAGE] + ["trueroll"]
+    names = [name.removesuffix(".__init__") for name in read_sources() if name != ROOT_PACKAGE]
+    modules = [*(f"trueroll.{name}" for name in names), "trueroll"]
     assert "trueroll.kernels.cpu.backend" in modules, "the module that loads the native library"
     run_unpacked(wheel, tmp_path, IMPORT_ALL, *modules)
 
