@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -29,10 +29,8 @@ from .common import check_samples, encode, sampling_params
 from .scoring import Group, RewardFunc, as_completion, call_reward, length_metrics, name_of, rollout_samples
 
 if TYPE_CHECKING:
-    from trl.experimental.async_grpo import AsyncGRPOConfig  # pyright: ignore[reportMissingImports]
-    from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
-        RolloutSample,
-    )
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 POLL_SECONDS = 0.2
 """Seconds between looks for room, for a stop and for the worker's progress, while there is nothing else to do."""
@@ -188,7 +186,9 @@ class TruerollWorker:
 
     async def _generate(self, group_id: int, row: Mapping[str, Any]) -> Group:
         pushed = self._model_version
-        prompt_ids = encode(self._tokenizer, row["prompt"], self._args.chat_template_kwargs or {})
+        # TRL has parsed what was a string.
+        options = cast(dict[str, Any], self._args.chat_template_kwargs or {})
+        prompt_ids = encode(self._tokenizer, row["prompt"], options)
         fields = {"n": self._args.num_generations, "seed": derive_seed(self._args.seed, group_id)}
         [answer] = await self._client.generate([prompt_ids], self._params.model_copy(update=fields))
         # A worker serves what is pushed before the trainer says so.
@@ -234,7 +234,7 @@ def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
         raise ConfigError(
             "token_budget: expected a number, 0 for none, found None, for which TRL asks a vLLM server; set it"
         )
-    ahead = _versions_taken_ahead(args)
+    ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
     if args.max_staleness < ahead:
         raise ConfigError(
             f"max_staleness: expected at least {ahead}, as TRL takes samples that many versions ahead with these "
@@ -243,14 +243,14 @@ def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
     return args.max_staleness - ahead
 
 
-def _versions_taken_ahead(args: AsyncGRPOConfig) -> int:
-    """How many versions after it takes a sample TRL may train on it.
+def _versions_taken_ahead(token_budget: int, num_batches: int) -> int:
+    """How many versions after it takes a sample TRL may train on it, with `num_batches` to an update.
 
     It fetches a batch while the one before waits to be trained on; with a token budget it also takes the first sample
     that does not fit in. That one goes into the batch after, which belongs to the next update if each has one batch,
     and to the same update if gradients of several batches accumulate.
     """
-    return 2 if args.token_budget > 0 and args.gradient_accumulation_steps == 1 else 1
+    return 2 if token_budget > 0 and num_batches == 1 else 1
 
 
 def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

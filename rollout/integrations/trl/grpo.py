@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ class TrlMissingError(TruerollError, ImportError):
 
 
 try:
-    from trl.trainer import grpo_trainer  # pyright: ignore[reportMissingImports]
+    grpo_trainer: Any = importlib.import_module("trl.trainer.grpo_trainer")
 
     grpo_trainer.VLLMGeneration  # noqa: B018
 except (ImportError, AttributeError) as error:

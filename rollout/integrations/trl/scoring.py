@@ -19,7 +19,7 @@ from ....engine.request import SampleOutput
 from .common import Prompt, logprobs_of
 
 if TYPE_CHECKING:
-    from trl.experimental.async_grpo.async_rollout_worker import (  # pyright: ignore[reportMissingImports]
+    from trl.experimental.async_grpo.async_rollout_worker import (
         RolloutSample,
     )
 
@@ -72,7 +72,7 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
     """`rewards`: float64 [functions, samples], NaN where unknown. A sample with no known reward gets advantage 0."""
     # Here, since it warns that it is experimental, which does not concern users of GRPOTrainer.
-    from trl.experimental.async_grpo import async_rollout_worker  # pyright: ignore[reportMissingImports]
+    from trl.experimental.async_grpo import async_rollout_worker
 
     unknown = np.all(np.isnan(rewards), axis=0)
     totals = np.where(unknown, np.nan, np.nansum(rewards, axis=0))
