@@ -32,6 +32,7 @@ from trueroll.errors import InvalidRequestError, UnknownRequestError
 from ..kernels.transfer import HostCopy, to_device
 from .cache.prefix_cache import PrefixCache
 from .config import EngineConfig
+from .outputs.draw_records import DrawRecord
 from .outputs.open_requests import Commit, OpenSample, OpenScore
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
 from .outputs.tops import TopColumns
@@ -53,10 +54,10 @@ from .running.graphs import DecodeGraphs
 from .running.loading import LoadedModel, engine_info, load_model
 from .running.model_runner import ModelRunner
 from .running.sampler import Drawing, Drawn, Sampler
-from .running.step import ScoredRows, Step, plan_step
+from .running.step import Purposes, ScoredRows, Step, plan_step, purposes_of
 from .running.weights import WeightStaging
 from .scheduling.scheduler import Scheduler
-from .scheduling.sequence import Chunk, Generation, Sequence
+from .scheduling.sequence import Chunk, Chunks, Generation, Sequence
 
 _NOT_FINITE = (
     "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
@@ -96,14 +97,14 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """A step under way. `drawing`: which samples each sequence draws for, in the order of the rows of `drawn`.
-    `scores`: log-probs of a chunk, and the other columns of its `OpenScore`.
+    """A step under way. `scores`: for each of those of `purposes` its log-probs, and the other columns of its
+    `OpenScore`.
     """
 
-    chunks: list[Chunk]
-    drawing: list[tuple[Sequence, list[OpenSample]]]
+    chunks: Chunks
+    purposes: Purposes
     drawn: Drawing | None
-    scores: list[tuple[Chunk, OpenScore, list[HostCopy]]]
+    scores: list[list[HostCopy]]
 
 
 def _runs_ahead(device: torch.device) -> bool:
@@ -241,15 +242,13 @@ class Engine:
         queued, self._queued = self._queued, None
         if queued is None:
             return []
-        drawn = iter(queued.drawn.wait() if queued.drawn is not None else ())
+        drawn = queued.drawn.wait() if queued.drawn is not None else None
         self._scheduler.publish(queued.chunks)
-        outputs = [output for scored in queued.scores for output in self._record(*scored)]
-        for sequence, samples in queued.drawing:
-            sequence.unseen_row = None
-            tokens = [(sample, next(drawn)) for sample in samples]
-            still_open = [(sample, token) for sample, token in tokens if sample in self._sequences]
-            outputs += self._extend(sequence, still_open)
-            self._grown += [sample for sample, _ in still_open if sample.num_told is not None]
+        scores = zip(queued.purposes.scores, queued.scores, strict=True)
+        outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
+        if drawn is not None:
+            outputs += self._go_on(queued, drawn)
+            outputs += self._begin(queued, drawn)
         return outputs
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
@@ -382,18 +381,21 @@ class Engine:
         banned = array("q", ending_tokens)
         request = replace(request, params=params)
         watches = [self._watch(request) for _ in range(params.n)]
+        seeds = [derive_seed(params.seed, i) for i in range(params.n)]
         samples = [
             OpenSample(
                 request,
                 i,
                 (self._arrivals, i),
-                derive_seed(params.seed, i),
+                seed,
+                DrawRecord.of(params, seed, num_prompt_tokens, bool(banned)),
                 ending_tokens,
                 banned,
                 watch,
+                logprobs=None if params.logprobs is None else array("f"),
                 tops=None if params.top_logprobs is None else TopColumns(params.top_logprobs),
             )
-            for i, watch in enumerate(watches)
+            for i, (seed, watch) in enumerate(zip(seeds, watches, strict=True))
         ]
         self._open[request.id] = dict(enumerate(samples))
         self._sequences |= dict.fromkeys(samples, self._prompt_sequence(request, samples))
@@ -471,19 +473,17 @@ class Engine:
                 "all of them in stop_token_ids and the model's own; give fewer of them, or set min_tokens to 0"
             )
 
-    def _launch(self, chunks: list[Chunk]) -> _QueuedStep:
+    def _launch(self, chunks: Chunks) -> _QueuedStep:
         """Queues a step on the device, behind the one under way."""
-        step = plan_step(chunks, self._scheduler.take_block_copies(), self._cache.block_size)
-        drawn, columns = self._compute(step)
-        drawing = [(chunk.sequence, samples.copy()) for chunk in chunks if (samples := chunk.drawing)]
-        scoring = [(chunk, score) for chunk in chunks if (score := chunk.scoring) is not None]
+        lanes = self._scheduler.lanes
+        purposes = purposes_of(chunks, lanes)
+        step = plan_step(chunks, lanes, purposes, self._scheduler.take_block_copies(), self._cache.block_size)
+        drawn, scores = self._compute(step)
         self._scheduler.advance(chunks)
         self._steps += 1
-        for sequence, _ in drawing:
-            if sequence.num_decoded == 0:
-                self._close_prompt(sequence)
-        scores = [(chunk, score, its) for (chunk, score), its in zip(scoring, columns, strict=True)]
-        return _QueuedStep(chunks, drawing, drawn, scores)
+        for i, _ in purposes.prompts:
+            self._close_prompt(chunks.sequences[i])
+        return _QueuedStep(chunks, purposes, drawn, scores)
 
     def _compute(self, step: Step) -> tuple[Drawing | None, list[list[HostCopy]]]:
         """What is drawn, and the columns of each of the step's scores."""
@@ -505,10 +505,13 @@ class Engine:
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
-        row = 0
-        for sequence, samples in queued.drawing:
-            if len(samples) == 1 and sequence.num_decoded + 1 < samples[0].max_tokens:
-                sequence.unseen_row = row
+        purposes, lanes = queued.purposes, self._scheduler.lanes
+        lanes.expect(queued.chunks.lanes[purposes.decodes], purposes.sequences)
+        row = len(purposes.decodes)
+        for i, samples in purposes.prompts:
+            if len(samples) == 1 and queued.chunks.ends[i] + 1 < samples[0].draw.end:
+                queued.chunks.sequences[i].unseen_row = row
+                lanes.repeat(queued.chunks.sequences[i])
             row += len(samples)
 
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[HostCopy]) -> list[Output]:
@@ -521,42 +524,68 @@ class Engine:
         self._scheduler.finish(chunk.sequence)
         return [self._finish_score(score, "stop")]
 
-    def _extend(self, sequence: Sequence, drawn: list[tuple[OpenSample, Drawn]]) -> list[Output]:
-        """Gives each sample its token. Of those that go on, the first keeps the sequence, the others get forks."""
+    def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
+        """Gives each sample that decodes alone its token."""
+        purposes = queued.purposes
+        self._scheduler.lanes.see(queued.chunks.lanes[purposes.decodes], purposes.sequences, drawn.token_ids)
         ended: list[Output] = []
-        going_on: list[OpenSample] = []
-        for sample, token in drawn:
-            if reason := self._append(sample, token):
+        for row, (sequence, sample) in enumerate(zip(purposes.sequences, purposes.samples, strict=True)):
+            sequence.unseen_row = None
+            if sample not in self._sequences:
+                continue
+            sequence.tokens.append(drawn.token_ids[row])
+            if reason := self._append(sample, drawn, row):
+                self._scheduler.finish(sequence)
                 ended.append(self._finish_sample(sample, reason))
-            else:
-                going_on.append(sample)
+        return ended
+
+    def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
+        """Gives the samples of each prompt their first tokens."""
+        outputs: list[Output] = []
+        row = len(queued.purposes.decodes)
+        for i, samples in queued.purposes.prompts:
+            still_open = [(sample, row + k) for k, sample in enumerate(samples) if sample in self._sequences]
+            outputs += self._part(queued.chunks.sequences[i], still_open, drawn)
+            row += len(samples)
+        return outputs
+
+    def _part(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
+        """Gives each sample the token of its draw. Of those that go on, the first keeps the sequence, the others get
+        forks.
+        """
+        sequence.unseen_row = None
+        reasons = [(sample, self._append(sample, drawn, row)) for sample, row in samples]
+        ended: list[Output] = [self._finish_sample(sample, reason) for sample, reason in reasons if reason]
+        going_on = [sample for sample, reason in reasons if not reason]
         for sample in going_on[1:]:
-            self._sequences[sample] = fork = self._scheduler.fork(sequence, sample)
-            fork.tokens.append(sample.token_ids[-1])
+            self._sequences[sample] = self._scheduler.fork(sequence, sample, sample.token_ids[-1])
         if going_on:
             sequence.purpose = Generation(going_on[:1])
             sequence.tokens.append(going_on[0].token_ids[-1])
+            self._scheduler.lanes.repeat(sequence)
         elif ended:
             self._scheduler.finish(sequence)
         return ended
 
-    def _append(self, sample: OpenSample, drawn: Drawn) -> FinishReason | None:
-        """Records a token; returns why the sample ends with it, if it does."""
-        if not drawn.is_finite:
+    def _append(self, sample: OpenSample, drawn: Drawn, row: int) -> FinishReason | None:
+        """Records the token of a draw; returns why the sample ends with it, if it does."""
+        token = drawn.token_ids[row]
+        if not drawn.is_finite[row]:
             sample.error = _NOT_FINITE
             return "error"
-        params = sample.request.params
-        sample.append(drawn.token_id, drawn.logprob, self._commit, drawn.top)
+        sample.append(token, drawn.logprobs[row], self._commit, drawn.tops.get(row))
+        if sample.num_told is not None:
+            self._grown.append(sample)
         try:
-            matched = sample.stop_strings.feed(drawn.token_id) if sample.stop_strings is not None else None
+            matched = sample.stop_strings.feed(token) if sample.stop_strings is not None else None
         except TokenizerError as error:
             sample.error = (
-                f"stop: expected the text of token {drawn.token_id}, found that the tokenizer failed: {error}; "
+                f"stop: expected the text of token {token}, found that the tokenizer failed: {error}; "
                 "use stop_token_ids instead"
             )
             return "error"
-        found = drawn.token_id if drawn.token_id in sample.ending_tokens else matched
-        if len(sample.token_ids) > params.min_tokens and found is not None:
+        found = token if token in sample.ending_tokens else matched
+        if found is not None and len(sample.token_ids) > sample.request.params.min_tokens:
             sample.stop_reason = found
             return "stop"
         return "length" if len(sample.token_ids) == sample.max_tokens else None

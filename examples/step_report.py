@@ -10,6 +10,7 @@ import statistics
 import time
 from array import array
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -64,13 +65,15 @@ class Load:
         start = time.perf_counter()
         chunks = self.scheduler.schedule()
         self.scheduler.advance(chunks)
-        self.scheduler.publish([chunk for chunk in chunks if chunk.sequence is not self.unpublished])
+        published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
+        self.scheduler.publish(chunks.take(np.array(published, np.int64)))
         gauges = self.cache.num_cached, self.cache.num_free, len(self.scheduler.running), self.scheduler.num_waiting
         seconds = time.perf_counter() - start
         assert min(gauges) >= 0
         for chunk in chunks:
             if chunk.reaches_end and chunk.sequence is not self.unpublished:
                 chunk.sequence.tokens.append(1)
+                self.scheduler.lanes.repeat(chunk.sequence)
         return seconds
 
     def abort_waiting(self) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..request import FinishReason, GenerateRequest, SampleDelta, SampleOutput, ScoreOutput, ScoreRequest, WeightSpan
+from .draw_records import DrawRecord
 from .stop_strings import StopStrings
 from .tops import Top, TopColumns
 
@@ -23,21 +24,22 @@ class Commit:
 class OpenSample:
     """One completion in the making.
 
-    `ending_tokens`: those it stops with. `banned`: those again, for draws before `min_tokens`. `commits`: each set of
-    weights that produced tokens of it, and how many tokens there were before. `error` says what went wrong, if it ends
-    with that. `joined`: its prompt is computed by another request. `num_told`: the tokens that deltas have told of;
-    None if nobody asked for deltas.
+    `draw`: how its tokens are drawn. `ending_tokens`: those it stops with. `banned`: those again, for draws before
+    `min_tokens`. `logprobs`: None if not asked for. `commits`: each set of weights that produced tokens of it, and how
+    many tokens there were before. `error` says what went wrong, if it ends with that. `joined`: its prompt is computed
+    by another request. `num_told`: the tokens that deltas have told of; None if nobody asked for deltas.
     """
 
     request: GenerateRequest
     index: int
     order: tuple[int, int]
     seed: int
+    draw: DrawRecord
     ending_tokens: frozenset[int]
     banned: array[int]
     stop_strings: StopStrings | None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    logprobs: array[float] | None = field(default_factory=lambda: array("f"))
     commits: list[tuple[Commit, int]] = field(default_factory=list)
     error: str | None = None
     stop_reason: int | str | None = None
@@ -50,24 +52,23 @@ class OpenSample:
         assert self.request.params.max_tokens is not None, "the engine puts a number for None"
         return self.request.params.max_tokens
 
-    def append(self, token_id: int, logprob: float | None, commit: Commit, top: Top | None = None) -> None:
+    def append(self, token_id: int, logprob: float, commit: Commit, top: Top | None = None) -> None:
         """Records a token that the weights of `commit` produced."""
         if not self.commits or self.commits[-1][0] is not commit:
             self.commits.append((commit, len(self.token_ids)))
         self.token_ids.append(token_id)
-        if logprob is not None:
+        if self.logprobs is not None:
             self.logprobs.append(logprob)
         if self.tops is not None and top is not None:
             self.tops.append(top)
 
     def output(self, reason: FinishReason, num_hits: int) -> SampleOutput:
         """The sample as it is now. `num_hits`: tokens that its sequence found in the cache when it was admitted."""
-        has_logprobs = self.request.params.logprobs is not None
         return SampleOutput(
             request_id=self.request.id,
             index=self.index,
             token_ids=self.token_ids.tolist(),
-            logprobs=np.array(self.logprobs, np.float32) if has_logprobs else None,
+            logprobs=None if self.logprobs is None else np.array(self.logprobs, np.float32),
             finish_reason=reason,
             seed=self.seed,
             num_cached_tokens=len(self.request.prompt_token_ids) if self.joined else num_hits,
@@ -81,13 +82,12 @@ class OpenSample:
         """What no delta has told of yet, of a sample whose deltas were asked for."""
         assert self.num_told is not None
         start, self.num_told = self.num_told, len(self.token_ids)
-        has_logprobs = self.request.params.logprobs is not None
         return SampleDelta(
             self.request.id,
             self.index,
             start,
             self.token_ids[start:].tolist(),
-            np.array(self.logprobs[start:], np.float32) if has_logprobs else None,
+            None if self.logprobs is None else np.array(self.logprobs[start:], np.float32),
             **({} if self.tops is None else self.tops.arrays(start)),
         )
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ...kernels.contract import GREEDY, LOWEST_TEMPERATURE, SAMPLE
-from ..request import Distribution, SamplingParams
+from ...kernels.contract import GREEDY, SAMPLE
+from ..outputs.draw_records import as_signed, divisor
+from ..request import SamplingParams
 
 
 class Draw(NamedTuple):
@@ -38,39 +38,40 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """K draws, and the columns of `Wanted` for them: `integers` int64 [4, K] (rows, targets, seeds, positions),
-    `temperatures` float32 [K], `raw` bool [K].
+    """K draws, as the columns of `Wanted`: `integers` int64 [4, K] (rows, targets, seeds, positions), `temperatures`
+    float32 [K], `raw` bool [K]. `special`: those that are not plain, by their place.
     """
 
-    each: Sequence[Draw]
     integers: np.ndarray
     temperatures: np.ndarray
     raw: np.ndarray
+    special: Mapping[int, Draw]
 
     @classmethod
     def of(cls, each: Sequence[Draw]) -> Draws:
-        """The columns of some draws."""
+        """Some draws, of any kind."""
         rows, params, seeds, positions, _ = zip(*each, strict=True) if each else ((),) * 5
         targets = [GREEDY if p.is_greedy else SAMPLE for p in params]
-        columns = np.array([rows, targets, list(map(_as_signed, seeds)), positions], np.int64)
-        return cls(each, columns, divisors(params), np.array([p.logprobs == "raw" for p in params], np.bool_))
+        return cls(
+            np.array([rows, targets, list(map(as_signed, seeds)), positions], np.int64),
+            np.array(list(map(divisor, params)), np.float32),
+            np.array([p.logprobs == "raw" for p in params], np.bool_),
+            {i: draw for i, draw in enumerate(each) if not draw.is_plain},
+        )
 
-    def take(self, places: Sequence[int]) -> Draws:
+    def take(self, places: Sequence[int] | np.ndarray) -> Draws:
         """Those at some places."""
-        each = [self.each[i] for i in places]
-        return Draws(each, self.integers[:, places], self.temperatures[places], self.raw[places])
+        found = {i: self.special[place] for i, place in enumerate(places) if place in self.special}
+        return Draws(self.integers[:, places], self.temperatures[places], self.raw[places], found)
+
+    def before(self, others: Draws) -> Draws:
+        """These and then the others."""
+        return Draws(
+            np.concatenate((self.integers, others.integers), 1),
+            np.concatenate((self.temperatures, others.temperatures)),
+            np.concatenate((self.raw, others.raw)),
+            {**self.special, **{len(self) + i: draw for i, draw in others.special.items()}},
+        )
 
     def __len__(self) -> int:
-        return len(self.each)
-
-
-def divisors(distributions: Iterable[Distribution]) -> np.ndarray:
-    """What logits are divided by, float32: infinity for a temperature beyond it. Greedy rows keep theirs."""
-    values = [1.0 if d.is_greedy else max(d.temperature, LOWEST_TEMPERATURE) for d in distributions]
-    # array("f") makes that infinity; torch refuses such a number, and numpy warns.
-    return np.asarray(array("f", values))
-
-
-def _as_signed(seed: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return seed - 2**64 if seed >= 2**63 else seed
+        return len(self.raw)

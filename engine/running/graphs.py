@@ -116,9 +116,9 @@ class DecodeGraphs:
 
     def serves(self, step: Step) -> bool:
         """Whether each sequence computes a single token, with one plain draw after it."""
-        are_single = len(step.token_ids) == len(step.context_lens)
-        each_draws_once = [draw.row for draw in step.draws.each] == list(range(len(step.context_lens)))
-        return are_single and each_draws_once and all(draw.is_plain for draw in step.draws.each)
+        count, rows = len(step.context_lens), step.draws.integers[0]
+        each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
+        return len(step.token_ids) == count and each_draws_once and not step.draws.special
 
     def forget(self) -> None:
         """Gives the graphs and their memory back."""
@@ -133,7 +133,7 @@ class DecodeGraphs:
         graph = self._graphs.get(size) or self._new_graph(size)
         graph.inputs.fill(step, drawn)
         graph.replay()
-        return Drawing(step.draws.each, *(column[:count] for column in graph.outputs))
+        return Drawing(step.draws, *(column[:count] for column in graph.outputs))
 
     def _new_graph(self, size: int) -> _Graph:
         inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)

@@ -7,7 +7,7 @@ but `Drawing.wait`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...kernels.contract import Backend, TokenStatistics, Wanted, Weight
 from ...kernels.transfer import HostCopy, to_device
+from ..outputs.draw_records import divisor
 from ..outputs.tops import Top
 from ..request import Distribution
-from .draws import Draw, Draws, divisors
+from .draws import Draw, Draws
 
 # Rows whose logits are in memory at once.
 _LOGITS_ROWS = 64
@@ -29,12 +30,14 @@ _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 
 
 class Drawn(NamedTuple):
-    """A drawn token. `logprob` and `top` are None if not asked for; `is_finite` is false if its logit is no number."""
+    """Drawn tokens, in the order of their draws. `is_finite` is false where a token's logit is no number. `tops`: of
+    the draws that asked for it, by their place.
+    """
 
-    token_id: int
-    logprob: float | None
-    is_finite: bool
-    top: Top | None = None
+    token_ids: list[int]
+    logprobs: list[float]
+    is_finite: list[bool]
+    tops: Mapping[int, Top]
 
 
 class Drawing:
@@ -45,7 +48,7 @@ class Drawing:
 
     def __init__(
         self,
-        draws: Sequence[Draw],
+        draws: Draws,
         token_ids: Tensor,
         logprobs: Tensor,
         is_finite: Tensor,
@@ -58,21 +61,18 @@ class Drawing:
         self._columns = [HostCopy(column) for column in (token_ids, logprobs, is_finite)]
         self._statistics = [HostCopy(torch.cat(column)) for column in list(zip(*statistics, strict=True))[1:]]
 
-    def wait(self) -> list[Drawn]:
-        """The tokens, in the order of the draws."""
-        columns = (column.wait().tolist() for column in self._columns)
-        rows = zip(self._draws, *columns, self._wait_for_tops(), strict=True)
-        return [
-            Drawn(token, None if d.params.logprobs is None else p, finite, top) for d, token, p, finite, top in rows
-        ]
+    def wait(self) -> Drawn:
+        """The tokens."""
+        token_ids, logprobs, is_finite = (column.wait().tolist() for column in self._columns)
+        return Drawn(token_ids, logprobs, is_finite, self._wait_for_tops())
 
-    def _wait_for_tops(self) -> list[Top | None]:
-        tops: list[Top | None] = [None] * len(self._draws)
+    def _wait_for_tops(self) -> dict[int, Top]:
+        tops: dict[int, Top] = {}
         if self._statistics:
             entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
             rows = zip(self._recorded, entropy.tolist(), token_ids.astype(np.int32), logprobs, strict=True)
             for i, nats, ids, listed in rows:
-                if (k := self._draws[i].params.top_logprobs) is not None:
+                if (k := self._draws.special[i].params.top_logprobs) is not None:
                     tops[i] = Top(nats, ids[:k].tobytes(), listed[:k].tobytes())
         return tops
 
@@ -89,14 +89,13 @@ class Sampler:
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
-        each = draws.each
-        if all(draw.is_plain for draw in each):
-            return Drawing(each, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
+        if not draws.special:
+            return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
         # Of those that list the most tokens, the others take the first ones.
-        k = max((n for draw in each if (n := draw.params.top_logprobs) is not None), default=None)
-        plain = [i for i, draw in enumerate(each) if draw.is_plain]
-        whole = [i for i, draw in enumerate(each) if draw.is_of_whole and not draw.is_plain]
-        processed = [i for i, draw in enumerate(each) if not draw.is_of_whole]
+        k = max((n for draw in draws.special.values() if (n := draw.params.top_logprobs) is not None), default=None)
+        plain = [i for i in range(len(draws)) if i not in draws.special]
+        whole = [i for i, draw in draws.special.items() if draw.is_of_whole]
+        processed = [i for i, draw in draws.special.items() if not draw.is_of_whole]
         parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
         if whole and k is not None:
             parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
@@ -106,7 +105,7 @@ class Sampler:
         order = _tensor(np.argsort(whole + processed + plain), hidden)
         token_ids, logprobs, finite = (torch.cat(column)[order] for column in zip(*results, strict=True))
         statistics = [found for _, found in parts if found is not None]
-        return Drawing(each, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
+        return Drawing(draws, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""
@@ -146,17 +145,17 @@ class Sampler:
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int | None) -> _Part:
         """The steps of `next_tokens`, with banned tokens and filters between; statistics unless `k` is None."""
-        wanted = make_wanted(draws, hidden.device)
+        each, wanted = list(draws.special.values()), make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
-        processed = self._filter(_ban(scaled, draws.each), [draw.params for draw in draws.each])
+        processed = self._filter(_ban(scaled, each), [draw.params for draw in each])
         token_ids = processed.argmax(-1)
-        sampled = [i for i, draw in enumerate(draws.each) if not draw.params.is_greedy]
+        sampled = [i for i, draw in enumerate(each) if not draw.params.is_greedy]
         if sampled:
             rows = _tensor(sampled, hidden)
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
         sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
-        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(draws.each)])
+        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(each)])
         found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
@@ -194,7 +193,7 @@ def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
 
 def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
     """float32 [1]."""
-    return to_device(torch.from_numpy(divisors([distribution])), device)
+    return to_device(torch.tensor([divisor(distribution)]), device)
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:

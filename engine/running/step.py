@@ -6,20 +6,17 @@ tokens of the step before can compute the step.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from ..outputs.open_requests import OpenSample, OpenScore
 from ..request import Distribution
-from ..scheduling.sequence import Chunk
+from ..scheduling.lanes import Lanes
+from ..scheduling.sequence import Chunk, Chunks
 from ..scheduling.sequence import Sequence as TokenSequence
 from .draws import Draw, Draws
-
-_PLACEHOLDER = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,56 +55,92 @@ class Step:
     scores: Sequence[ScoredRows]
 
 
-def plan_step(chunks: Sequence[Chunk], block_copies: Mapping[int, int], block_size: int) -> Step:
+@dataclass(frozen=True, eq=False)
+class Purposes:
+    """What a step computes its chunks for.
+
+    `decodes`: places of chunks, int64 [D], after each of which one of `samples` draws, whose sequences are `sequences`.
+    `prompts`: the place of each other chunk after which samples draw, and those samples. The draws of a step are in
+    this order. `scores`: the places of the chunks that are scored.
+    """
+
+    decodes: np.ndarray
+    sequences: Sequence[TokenSequence]
+    samples: Sequence[OpenSample]
+    prompts: Sequence[tuple[int, Sequence[OpenSample]]]
+    scores: Sequence[tuple[int, OpenScore]]
+
+
+def purposes_of(chunks: Chunks, lanes: Lanes) -> Purposes:
+    """Those of the chunks of a step that is not planned yet."""
+    is_decoding = lanes.is_decoding[chunks.lanes]
+    decodes = np.flatnonzero(is_decoding & (chunks.ends == lanes.num_tokens[chunks.lanes]))
+    others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
+    return Purposes(
+        decodes,
+        [chunks.sequences[i] for i in decodes.tolist()],
+        lanes.samples[chunks.lanes[decodes]].tolist(),
+        [(i, samples.copy()) for i, chunk in others if (samples := chunk.drawing)],
+        [(i, score) for i, chunk in others if (score := chunk.scoring) is not None],
+    )
+
+
+def plan_step(
+    chunks: Chunks, lanes: Lanes, purposes: Purposes, block_copies: Mapping[int, int], block_size: int
+) -> Step:
     """The step that computes `chunks`, of which there is at least one. `block_copies`: destination to source."""
-    counts, lens = [chunk.num_tokens for chunk in chunks], [chunk.end for chunk in chunks]
-    ends = list(accumulate(counts))
-    token_ids, unseen = _tokens(chunks)
-    # Chunk i has rows [ends[i] - counts[i], ends[i]) and positions [lens[i] - counts[i], lens[i]).
+    counts = chunks.ends - chunks.starts
+    ends = counts.cumsum()
+    # Chunk i has rows [ends[i] - counts[i], ends[i]) and positions [chunks.ends[i] - counts[i], chunks.ends[i]).
     owners = np.arange(len(chunks)).repeat(counts)
-    positions = np.arange(len(owners)) + np.subtract(lens, ends)[owners]
-    tables = _pad_tables(chunks)
+    positions = np.arange(len(owners)) + (chunks.ends - ends)[owners]
+    tables = lanes.tables[chunks.lanes, : lanes.num_blocks[chunks.lanes].max()]
     blocks, offsets = np.divmod(positions, block_size)
+    token_ids, unseen = _tokens(chunks, lanes, ends)
     return Step(
         token_ids=token_ids,
         positions=positions,
         slots=tables[owners, blocks] * block_size + offsets,
         unseen=unseen,
-        query_starts=[0, *ends],
-        context_lens=lens,
+        query_starts=[0, *ends.tolist()],
+        context_lens=chunks.ends.tolist(),
         block_tables=tables,
         block_copies=np.array([(source, to) for to, source in block_copies.items()], np.int64).reshape(-1, 2),
-        draws=Draws.of([_draw(s, c.sequence, e - 1) for c, e in zip(chunks, ends, strict=True) for s in c.drawing]),
-        scores=[_scored(s, c, e) for c, e in zip(chunks, ends, strict=True) if (s := c.scoring) is not None],
+        draws=_draws(chunks, lanes, purposes, ends - 1),
+        scores=[_scored(score, chunks[i], int(ends[i])) for i, score in purposes.scores],
     )
 
 
-def _tokens(chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`token_ids` and `unseen` of a step. A chunk whose token is unseen has no other."""
-    tokens, unseen = array("i"), array("q")
-    for chunk in chunks:
-        row = chunk.sequence.unseen_row
-        if row is not None and chunk.start == len(chunk.sequence.tokens):
-            unseen.extend((len(tokens), row))
-            tokens.append(_PLACEHOLDER)
-        else:
-            tokens.extend(chunk.sequence.tokens[chunk.start : chunk.end])
-    return np.array(tokens, np.int64), np.array(unseen).reshape(-1, 2)
+    is_last = (chunks.ends - chunks.starts == 1) & (chunks.ends == lanes.num_tokens[chunks.lanes])
+    of_last = chunks.lanes[is_last]
+    token_ids = np.empty(int(ends[-1]), np.int64)
+    token_ids[ends[is_last] - 1] = lanes.last_token[of_last]
+    for i in np.flatnonzero(~is_last):
+        sequence, start, end = chunks[i]
+        token_ids[ends[i] - (end - start) : ends[i]] = sequence.tokens[start:end]
+    rows = lanes.unseen_row[of_last]
+    return token_ids, np.stack((ends[is_last] - 1, rows), 1)[rows >= 0]
 
 
-def _pad_tables(chunks: Sequence[Chunk]) -> np.ndarray:
-    """The block tables of the chunks' sequences as the rows of one matrix, filled up with zeros."""
-    tables = [chunk.sequence.table for chunk in chunks]
-    padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
-    for row, table in enumerate(tables):
-        padded[row, : len(table)] = table
-    return padded
+def _draws(chunks: Chunks, lanes: Lanes, purposes: Purposes, last_rows: np.ndarray) -> Draws:
+    records, positions = lanes.draws[chunks.lanes[purposes.decodes]], chunks.ends[purposes.decodes]
+    rows = last_rows[purposes.decodes]
+    special = {
+        i: _draw(purposes.samples[i], int(rows[i]), int(positions[i]))
+        for i in np.flatnonzero(~records["plain"] | (positions < records["first_free"])).tolist()
+    }
+    integers = np.stack((rows, records["target"], records["seed"], positions))
+    draws = Draws(integers, records["temperature"], records["raw"], special)
+    for i, samples in purposes.prompts:
+        draws = draws.before(Draws.of([_draw(sample, int(last_rows[i]), int(chunks.ends[i])) for sample in samples]))
+    return draws
 
 
-def _draw(sample: OpenSample, sequence: TokenSequence, row: int) -> Draw:
-    params = sample.request.params
-    banned = sample.banned if sequence.num_decoded < params.min_tokens else ()
-    return Draw(row, params, sample.seed, sequence.num_tokens, banned)
+def _draw(sample: OpenSample, row: int, position: int) -> Draw:
+    banned = sample.banned if position < sample.draw.first_free else ()
+    return Draw(row, sample.request.params, sample.seed, position, banned)
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:

@@ -18,14 +18,18 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
 from ..cache.prefix_cache import Entry, PrefixCache
 from ..outputs.open_requests import OpenSample
-from .sequence import Chunk, Generation, Sequence
+from .lanes import Lanes
+from .sequence import Chunks, Generation, Sequence
 
 # To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
 _MOST_LOOKUPS_IN_VAIN = 32
@@ -58,17 +62,18 @@ class SchedulerStats:
 
 @dataclass
 class _Plan:
+    """`sizes`: the tokens that the sequence of each lane computes in the step."""
+
     budget: int
-    chunks: dict[int, Chunk] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
     short_of_blocks: bool = False
 
-    def add(self, sequence: Sequence, size: int) -> None:
-        self.chunks[id(sequence)] = Chunk(sequence, sequence.num_computed, sequence.num_computed + size)
+    def add(self, lane: int, size: int) -> None:
+        self.sizes[lane] = size
         self.budget -= size
 
-    def remove(self, sequence: Sequence) -> None:
-        if chunk := self.chunks.pop(id(sequence), None):
-            self.budget += chunk.num_tokens
+    def remove(self, lane: int) -> None:
+        self.budget += self.sizes.pop(lane, 0)
 
 
 class Scheduler:
@@ -78,7 +83,9 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.lanes = Lanes(max_num_seqs)
         self.running: list[Sequence] = []  # sorted, as `_ready` is
+        self._running_lanes: np.ndarray | None = None  # of `running`, until that changes
         self._ready: list[Sequence] = []
         self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
         # Of a block that was given back since, nothing is read before it is written.
@@ -112,47 +119,58 @@ class Scheduler:
         """Lets a sequence that holds no blocks wait for its turn."""
         insort(self._ready, sequence, key=_order)
 
-    def schedule(self) -> list[Chunk]:
+    def schedule(self) -> Chunks:
         """The chunks of the next step, with blocks reserved for them.
 
         Empty only if nothing is unfinished, or all waits for what the step under way draws, publishes or frees.
         """
         plan = _Plan(self.max_num_batched_tokens)
-        decodes = [s for s in self.running if s.num_uncomputed == 1]
-        prompts = [s for s in self.running if s.num_uncomputed > 1]
-        for sequence in decodes + prompts:
+        if self._running_lanes is None:
+            self._running_lanes = np.array([sequence.lane for sequence in self.running], np.int64)
+        running = self._running_lanes
+        uncomputed = self.lanes.num_tokens[running] - self.lanes.num_computed[running]
+        alone = self._decode(running[uncomputed == 1], plan)
+        for sequence in self.lanes.sequences[np.concatenate((alone, running[uncomputed > 1]))]:
             if sequence.table:  # not preempted by one before it
                 self._continue(sequence, plan)
         if not plan.short_of_blocks:
             self._admit_waiting(plan)
-        return list(plan.chunks.values())
+        return self._chunks(plan)
 
-    def advance(self, chunks: list[Chunk]) -> None:
+    def _chunks(self, plan: _Plan) -> Chunks:
+        lanes = np.fromiter(plan.sizes, np.int64, len(plan.sizes))
+        starts = self.lanes.num_computed[lanes]
+        sizes = np.fromiter(plan.sizes.values(), np.int64, len(lanes))
+        return Chunks(self.lanes.sequences[lanes].tolist(), lanes, starts, starts + sizes)
+
+    def advance(self, chunks: Chunks) -> None:
         """Records that a step computes the KV of `chunks`: the next one goes on from their ends."""
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.num_computed = chunk.end
-            self.stats.computed_tokens += chunk.num_tokens
-            self.stats.computed_prompt_tokens += max(0, min(chunk.end, sequence.num_prompt_tokens) - chunk.start)
+        for sequence, end in zip(chunks.sequences, chunks.ends.tolist(), strict=True):
+            sequence.num_computed = end
+        self.lanes.num_computed[chunks.lanes] = chunks.ends
+        of_prompts = np.minimum(chunks.ends, self.lanes.num_prompt_tokens[chunks.lanes]) - chunks.starts
+        self.stats.computed_tokens += int((chunks.ends - chunks.starts).sum())
+        self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
-    def publish(self, chunks: list[Chunk]) -> None:
+    def publish(self, chunks: Chunks) -> None:
         """Publishes the blocks that `chunks` filled, now that their tokens are known; sequences that lost their blocks
         since are passed over.
         """
-        for chunk in chunks:
-            sequence = chunk.sequence
+        size = self.cache.block_size
+        for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
             if sequence.table:
-                self.cache.publish(sequence.chain, sequence.tokens, sequence.table, chunk.end)
+                self.cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
 
-    def fork(self, parent: Sequence, sample: OpenSample) -> Sequence:
-        """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed.
+    def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
+        """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed,
+        and then its own first `token`.
 
         It shares the full blocks; the one that is left, if any, is copied before the next step. If it has no room to
         run, or the parent lost its blocks since, it waits instead and finds the shared blocks again when it is
         admitted.
         """
         chain, purpose = parent.chain.fork(), Generation([sample])
-        tokens, salt = parent.tokens[:], parent.cache_salt
+        tokens, salt = parent.tokens + array("i", (token,)), parent.cache_salt
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, purpose, salt)
         child.num_cached_tokens = parent.num_cached_tokens
         num_full = parent.num_computed // self.cache.block_size
@@ -164,7 +182,7 @@ class Scheduler:
         fresh = self.cache.allocate((), len(partial))
         self.cache.share(shared)
         child.table, child.num_computed = shared + array("q", fresh), parent.num_computed
-        insort(self.running, child, key=_order)
+        self._run(child)
         self._block_copies.update(zip(fresh, partial, strict=True))
         return child
 
@@ -177,8 +195,10 @@ class Scheduler:
         """Removes a sequence, waiting or running, and gives its blocks back."""
         if sequence.claim is not None:
             self._aside[sequence.claim].remove(sequence)
+        elif sequence.table:
+            self._stop(sequence)
         else:
-            _remove(self.running if sequence.table else self._ready, sequence)
+            _remove(self._ready, sequence)
         self._release(sequence)
 
     def recompute_running(self) -> None:
@@ -198,11 +218,26 @@ class Scheduler:
         if any(sequence.table for sequence in self.waiting):
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.cache.check_integrity(sequence.table for sequence in self.running)
+        self.lanes.check(self.running)
+
+    def _decode(self, lanes: np.ndarray, plan: _Plan) -> np.ndarray:
+        """Lets the sequences of some lanes compute one token each, in this order, if there are blocks for all of them.
+        Returns the lanes if not: each then has to be looked at alone.
+        """
+        lanes = lanes[: plan.budget]
+        lacking = lanes[self.lanes.num_computed[lanes] == self.lanes.num_blocks[lanes] * self.cache.block_size]
+        if len(lacking) > self.cache.num_free:
+            return lanes
+        for sequence, block in zip(self.lanes.sequences[lacking], self.cache.allocate((), len(lacking)), strict=True):
+            self._give(sequence, (block,))
+        plan.sizes = dict.fromkeys(lanes.tolist(), 1)
+        plan.budget -= len(lanes)
+        return lanes[:0]
 
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
         size = self._reserve(sequence, min(sequence.num_uncomputed, plan.budget), plan)
         if size > 0:
-            plan.add(sequence, size)
+            plan.add(sequence.lane, size)
 
     def _reserve(self, sequence: Sequence, size: int, plan: _Plan) -> int:
         """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
@@ -214,19 +249,33 @@ class Scheduler:
                 self._preempt(self.running[-1], plan)
             needed = min(needed, self.cache.num_free)
         if needed > 0:
-            sequence.table.extend(self.cache.allocate((), needed))
+            self._give(sequence, self.cache.allocate((), needed))
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
+    def _give(self, sequence: Sequence, blocks: AnySequence[int]) -> None:
+        sequence.table.extend(blocks)
+        self.lanes.add_blocks(sequence)
+
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
-        plan.remove(sequence)
+        plan.remove(sequence.lane)
         self._suspend(sequence)
         self.stats.preemptions += 1
 
     def _suspend(self, sequence: Sequence) -> None:
         """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
-        _remove(self.running, sequence)
+        self._stop(sequence)
         self._release(sequence)
         self.add(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        insort(self.running, sequence, key=_order)
+        self.lanes.enter(sequence)
+        self._running_lanes = None
+
+    def _stop(self, sequence: Sequence) -> None:
+        _remove(self.running, sequence)
+        self.lanes.leave(sequence)
+        self._running_lanes = None
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.unclaim(sequence.chain)
@@ -285,12 +334,12 @@ class Scheduler:
         sequence.chain.entries = hits
         cache.claim(sequence.chain)
         _remove(self._ready, sequence)
-        insort(self.running, sequence, key=_order)
+        self._run(sequence)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
             self.stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0
             self.stats.prefix_hits += sequence.num_computed
-        plan.add(sequence, size)
+        plan.add(sequence.lane, size)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

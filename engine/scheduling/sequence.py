@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from ..cache.prefix_cache import Chain
 from ..outputs.open_requests import OpenSample, OpenScore
@@ -27,7 +31,8 @@ class Sequence:
     """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`, or will have it when
     the steps under way are done.
 
-    The scheduler writes `num_computed`, `table`, `chain`, `claim` and `num_cached_tokens`; the engine writes the rest.
+    The scheduler writes `num_computed`, `table`, `chain`, `claim`, `num_cached_tokens` and `lane`; the engine writes
+    the rest, and has what changed repeated in the sequence's lane (`Lanes`).
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
@@ -36,6 +41,7 @@ class Sequence:
     that token already. None if no token is unseen.
     `claim`: the hash of the block that it waits for while another sequence computes that; None if it waits for none.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
+    `lane`: that of a running sequence in `Lanes`; -1 of one that waits.
     """
 
     order: tuple[int, int]
@@ -49,6 +55,7 @@ class Sequence:
     table: array[int] = field(default_factory=lambda: array("q"))
     claim: bytes | None = None
     num_cached_tokens: int | None = None
+    lane: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -94,3 +101,29 @@ class Chunk(NamedTuple):
         """What its log-probs belong to."""
         purpose = self.sequence.purpose
         return purpose if isinstance(purpose, OpenScore) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """What a step computes: tokens [starts[i], ends[i]) of `sequences[i]`, each of which has one chunk.
+
+    `lanes`: those of the sequences when the step was planned. `lanes`, `starts`, `ends`: int64 [N].
+    """
+
+    sequences: AnySequence[Sequence]
+    lanes: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+    def take(self, places: np.ndarray) -> Chunks:
+        """Those at some places."""
+        return Chunks([self.sequences[i] for i in places], self.lanes[places], self.starts[places], self.ends[places])
+
+    def __getitem__(self, place: int) -> Chunk:
+        return Chunk(self.sequences[place], int(self.starts[place]), int(self.ends[place]))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(Chunk, self.sequences, self.starts.tolist(), self.ends.tolist())
+
+    def __len__(self) -> int:
+        return len(self.lanes)

@@ -17,7 +17,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.models.dummy import find_config
 from trueroll.engine.request import Distribution, Request, ScoreRequest, Tag
 from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
-from trueroll.engine.scheduling.sequence import Chunk
+from trueroll.engine.scheduling.sequence import Chunks
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout.tools import verify
 
@@ -93,7 +93,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def kinds_of(chunks: list[Chunk]) -> set[str]:
+def kinds_of(chunks: Chunks) -> set[str]:
     """What a step computes, of the kinds whose launches differ."""
     decodes = [chunk for chunk in chunks if chunk.start >= chunk.sequence.num_prompt_tokens]
     drawing = [sample.request.params for chunk in chunks for sample in chunk.drawing]
@@ -120,9 +120,9 @@ def test_a_step_is_queued_without_waiting_for_the_device(
     engine.invalidate_prefix_cache()
     replays.clear()
     kinds: set[str] = set()
-    launch: Callable[[list[Chunk]], object] = engine._launch
+    launch: Callable[[Chunks], object] = engine._launch
 
-    def launch_without_waiting(chunks: list[Chunk]) -> object:
+    def launch_without_waiting(chunks: Chunks) -> object:
         kinds.update(kinds_of(chunks))
         with no_waiting():
             return launch(chunks)

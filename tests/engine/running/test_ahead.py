@@ -120,7 +120,7 @@ def test_a_group_whose_prompt_lost_its_blocks_before_its_tokens_were_seen(
     """The prompt's last chunk is under way when an older request takes its blocks; the samples fork from nothing."""
     fork, tables = Scheduler.fork, []
     monkeypatch.setattr(
-        Scheduler, "fork", lambda self, parent, sample: tables.append(parent.table) or fork(self, parent, sample)
+        Scheduler, "fork", lambda self, parent, *its: tables.append(parent.table) or fork(self, parent, *its)
     )
     older, group = generate("old", tokens(23), max_tokens=30), generate("g", tokens(24, seed=1), n=3, max_tokens=4)
     engine = make_engine(tiny_llama, num_blocks=7, block_size=8, max_num_batched_tokens=64)

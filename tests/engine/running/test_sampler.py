@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Never
+from typing import NamedTuple, Never
 
 import pytest
 import torch
 
+from trueroll.engine.outputs.tops import Top
 from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.engine.running.draws import Draw, Draws
-from trueroll.engine.running.sampler import Drawn, Sampler
+from trueroll.engine.running.sampler import Sampler
 from trueroll.kernels.selection import select_backend
 
 LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
@@ -37,8 +38,19 @@ def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:
     return found
 
 
-def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    return sampler.draw(logits, Draws.of(draws)).wait()
+class One(NamedTuple):
+    """What was drawn by one draw."""
+
+    token_id: int
+    logprob: float
+    is_finite: bool
+    top: Top | None
+
+
+def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[One]:
+    drawn = sampler.draw(logits, Draws.of(draws)).wait()
+    tops = map(drawn.tops.get, range(len(draws)))
+    return [One(*one) for one in zip(drawn.token_ids, drawn.logprobs, drawn.is_finite, tops, strict=True)]
 
 
 def draw(row: int = 0, seed: int = 3, position: int = 9, banned: Sequence[int] = (), **params) -> Draw:

@@ -9,29 +9,37 @@ import numpy as np
 import pytest
 
 from trueroll.engine.cache.prefix_cache import Chain
+from trueroll.engine.outputs.draw_records import DrawRecord
 from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
-from trueroll.engine.running.step import Step, plan_step
-from trueroll.engine.scheduling.sequence import Chunk, Generation, Purpose, Sequence
+from trueroll.engine.running.step import Step, plan_step, purposes_of
+from trueroll.engine.scheduling.lanes import Lanes
+from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Purpose, Sequence
 from trueroll.kernels.contract import GREEDY, SAMPLE
 
 BLOCK_SIZE = 4
+PROMPT_LEN = 4
 
 
 def sample(seed: int = 7, **params: Any) -> OpenSample:
-    request = GenerateRequest("r", np.zeros(4, np.int32), SamplingParams(max_tokens=9, **params))
-    return OpenSample(request, 0, (0, 0), seed, frozenset(), array("q", [2]), None)
+    request = GenerateRequest("r", np.zeros(PROMPT_LEN, np.int32), SamplingParams(max_tokens=9, **params))
+    record = DrawRecord.of(request.params, seed, PROMPT_LEN, bans=True)
+    return OpenSample(request, 0, (0, 0), seed, record, frozenset(), array("q", [2]), None)
 
 
 def sequence(purpose: Purpose, tokens: list[int], table: list[int], unseen_row: int | None = None) -> Sequence:
-    prompt_len = 4
-    found = Sequence((0, 0), array("i", tokens), prompt_len, Chain(0, b""), purpose, unseen_row=unseen_row)
+    found = Sequence((0, 0), array("i", tokens), PROMPT_LEN, Chain(0, b""), purpose, unseen_row=unseen_row)
     found.table = array("q", table)
     return found
 
 
 def plan(*chunks: Chunk, copies: dict[int, int] | None = None) -> Step:
-    step = plan_step(chunks, copies or {}, BLOCK_SIZE)
+    lanes = Lanes(len(chunks))
+    for chunk in chunks:
+        lanes.enter(chunk.sequence)
+    sequences, starts, ends = zip(*chunks, strict=True)
+    each = Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
+    step = plan_step(each, lanes, purposes_of(each, lanes), copies or {}, BLOCK_SIZE)
     arrays = step.token_ids, step.positions, step.slots, step.unseen, step.block_tables, step.block_copies
     assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
     return step
@@ -62,7 +70,7 @@ def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
     step = plan(Chunk(group, 0, 4))
     assert step.draws.integers.tolist() == [[3, 3], [GREEDY, SAMPLE], [3, 4], [4, 4]]
     assert step.draws.temperatures.tolist() == [1.0, 1.0] and step.draws.raw.tolist() == [True, False]
-    assert [list(draw.banned) for draw in step.draws.each] == [[], [2]]
+    assert {i: list(draw.banned) for i, draw in step.draws.special.items()} == {1: [2]}
 
 
 def test_an_unseen_token_is_named_by_its_row() -> None:

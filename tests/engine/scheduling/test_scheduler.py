@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.outputs.draw_records import DrawRecord
 from trueroll.engine.outputs.open_requests import OpenScore
 from trueroll.engine.request import ScoreRequest
 from trueroll.engine.scheduling.scheduler import Scheduler
-from trueroll.engine.scheduling.sequence import Chunk, Generation, Sequence
+from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Sequence
 from trueroll.errors import InvalidRequestError
 
 from ..caches import CollidingCache, CountingCache
@@ -41,8 +42,9 @@ class Sample:
     length: int
     sequence: Sequence
     drawn: int = 0
+    draw: DrawRecord = DrawRecord(0, 0, 1.0, False, True, 0, 0)
 
-    def draw(self) -> int:
+    def next_token(self) -> int:
         self.drawn += 1
         tokens = self.sequence.tokens
         return (5 * len(tokens) + tokens[-1] + self.order[1] % 2) % 3
@@ -85,7 +87,7 @@ class Driver:
         chain = self.cache.new_chain(salt)
         return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, SCORE, salt)
 
-    def step(self) -> list[Chunk]:
+    def step(self) -> Chunks:
         before = list(self.scheduler.running)
         preemptions = self.scheduler.stats.preemptions
         epoch = self.cache.epoch
@@ -137,7 +139,7 @@ class Driver:
         chunks: list[Chunk] = []
         while not condition():
             assert self.open
-            chunks = self.step()
+            chunks = list(self.step())
             assert self.steps <= self.needed_steps
         return chunks
 
@@ -181,7 +183,7 @@ class Driver:
             prefix = number
         return contents
 
-    def _check_limits(self, chunks: list[Chunk]) -> None:
+    def _check_limits(self, chunks: Chunks) -> None:
         assert sum(chunk.end - chunk.start for chunk in chunks) <= self.scheduler.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.scheduler.max_num_seqs
         assert self.scheduler.running == sorted(self.scheduler.running, key=lambda s: s.order)
@@ -203,7 +205,7 @@ class Driver:
             assert self.scheduler.running == survivors
             self.seen["preempted"] += 1
 
-    def _check_progress(self, before: list[Sequence], chunks: list[Chunk]) -> None:
+    def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
         """Something runs if anything is unfinished, the oldest always, and every decode unless blocks are lacking."""
         scheduled = {chunk.sequence for chunk in chunks}
         assert bool(chunks) == bool(self.open)
@@ -222,7 +224,7 @@ class Driver:
         self.check_whole(sequence)
         self.seen["hit"] += sequence.num_computed > 0
 
-    def _write(self, chunks: list[Chunk]) -> None:
+    def _write(self, chunks: Chunks) -> None:
         references = Counter(block for sequence in self.scheduler.running for block in sequence.table)
         size = self.cache.block_size
         for chunk in chunks:
@@ -239,21 +241,22 @@ class Driver:
             self.open.remove(sequence)
             self.finish(sequence)
             return
-        drawn = [(sample, sample.draw()) for sample in sequence.purpose.samples]
+        drawn = [(sample, sample.next_token()) for sample in sequence.purpose.samples]
         going_on = [(sample, token) for sample, token in drawn if not sample.is_done]
         for sample, token in going_on[1:]:
-            self._continue(sample, self._fork(sequence, sample), token)
+            self._continue(sample, self._fork(sequence, sample, token))
         for sample, token in going_on[:1]:
-            self._continue(sample, sequence, token)
+            sequence.tokens.append(token)
+            self._continue(sample, sequence)
         for sample, _ in drawn:
             if sample.is_done:
                 self.open.remove(sample)
         if not going_on:
             self.finish(sequence)
 
-    def _fork(self, parent: Sequence, sample: Sample) -> Sequence:
+    def _fork(self, parent: Sequence, sample: Sample, token: int) -> Sequence:
         pending = len(self.scheduler._block_copies)
-        child = self.scheduler.fork(parent, sample)
+        child = self.scheduler.fork(parent, sample, token)
         if child.table:
             self.holds[child] = self.holds[parent].copy()
             self.check_whole(child)
@@ -261,9 +264,9 @@ class Driver:
         self.seen["fork that waits"] += not child.table
         return child
 
-    def _continue(self, sample: Sample, sequence: Sequence, token: int) -> None:
+    def _continue(self, sample: Sample, sequence: Sequence) -> None:
         sample.sequence, sequence.purpose = sequence, Generation([sample])
-        sequence.tokens.append(token)
+        self.scheduler.lanes.repeat(sequence)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -370,7 +373,7 @@ def test_a_long_prompt_makes_no_decode_wait() -> None:
     driver.step()
     assert all(sequence.num_uncomputed == 1 for sequence in decodes)
     prompt = driver.add([7] * 4000, [1])
-    steps: list[list[Chunk]] = []
+    steps: list[Chunks] = []
     while not steps or prompt in driver.holds:
         steps.append(driver.step())
     assert len(steps) == -(-4000 // (512 - 64))
@@ -456,7 +459,7 @@ def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
     driver.drain()
 
 
-def schedule_unpublished(driver: Driver) -> tuple[list[Chunk], int]:
+def schedule_unpublished(driver: Driver) -> tuple[Chunks, int]:
     """A step that is planned before the one ahead of it is done, and how many prefixes it looked up."""
     assert isinstance(driver.cache, CountingCache)
     before = driver.cache.lookups
@@ -478,9 +481,11 @@ def test_a_step_looks_up_few_of_those_that_wait_for_a_prefix_and_each_of_them_on
     assert max(lookups) <= 1 + most and sum(lookups) == 1 + count + 1
     assert driver.scheduler.waiting == readers
     deferred = driver.scheduler.stats.deferred_admissions
-    assert schedule_unpublished(driver) == ([], 0), "until the prefix is there, nothing is looked up again"
+    chunks, number = schedule_unpublished(driver)
+    assert (len(chunks), number) == (0, 0), "until the prefix is there, nothing is looked up again"
     assert driver.scheduler.stats.deferred_admissions == deferred + count
-    driver.scheduler.publish([chunk for chunks, _ in steps for chunk in chunks])
+    for chunks, _ in steps:
+        driver.scheduler.publish(chunks)
     chunks, number = schedule_unpublished(driver)
     assert [(c.sequence, c.start) for c in chunks] == [(reader, len(prefix)) for reader in readers[:98]]
     assert number == 98
@@ -544,7 +549,7 @@ def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the
     [_, (destination, source)] = sorted(zip(fork.table, first.table, strict=True), key=lambda pair: pair[0] != pair[1])
     assert driver.scheduler._block_copies[destination] == source != destination, "premise"
     driver.scheduler.finish(fork)
-    again = driver.scheduler.fork(other, Sample((9, 0), 1, other))
+    again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)
     assert destination in again.table, "premise: the block that was given back last is taken first"
     copies = driver.scheduler.take_block_copies()
     assert len(copies) == 2 and copies[destination] == other.table[again.table.index(destination)]
