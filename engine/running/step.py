@@ -132,7 +132,7 @@ def _draws(chunks: Chunks, lanes: Lanes, purposes: Purposes, last_rows: np.ndarr
         for i in np.flatnonzero(~records["plain"] | (positions < records["first_free"])).tolist()
     }
     integers = np.stack((rows, records["target"], records["seed"], positions))
-    draws = Draws(integers, records["temperature"], records["raw"], special)
+    draws = Draws(integers, records["temperature"].copy(), records["raw"].copy(), special)
     for i, samples in purposes.prompts:
         draws = draws.before(Draws.of([_draw(sample, int(last_rows[i]), int(chunks.ends[i])) for sample in samples]))
     return draws
