@@ -588,7 +588,7 @@ class Engine:
         if found is not None and len(sample.token_ids) > sample.request.params.min_tokens:
             sample.stop_reason = found
             return "stop"
-        return "length" if len(sample.token_ids) == sample.max_tokens else None
+        return "length" if len(sample.token_ids) == sample.request.params.max_tokens else None
 
     def _close_prompt(self, sequence: Sequence) -> None:
         """No further request may join this computation of a prompt."""

@@ -1,23 +1,57 @@
 """What a step costs beside the model: `python examples/step_report.py`.
 
-Drives scheduler and prefix cache as the engine does, without a model, and times what each step asks of them:
+The first table is of an engine whose model and sampling take no time: what is left of a step is the host's, of groups of
+8 samples that decode and never end. It works as on a GPU, where a step is queued before the tokens of the one before
+are seen.
+
+The second drives scheduler and prefix cache as the engine does, without a model, and times what each step asks of them:
 `schedule`, `advance`, `publish` and the gauges of `stats`. Some sequences decode all the time; what differs is how much
 is cached, and who waits. Where all that wait share a prefix, the one that computes it is not done before the end.
+
+Both give the time of the processor, so that others on the machine count for little; an idle core gives the best.
 """
 
+import json
 import random
 import statistics
+import tempfile
 import time
 from array import array
+from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import GenerateRequest, SamplingParams
+from trueroll.engine.running.loading import load_dummy
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Generation, Sequence
 
+HOST_SEQUENCES = (256, 1024, 4096)
+GROUP = 8
+PROMPT = 128
+MODEL = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    vocab_size=1000,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tie_word_embeddings=True,
+    torch_dtype="float32",
+    eos_token_id=0,
+)
 CACHED_BLOCKS = 500_000
 WAITING = 16_000
 RUNNING = 64
@@ -25,6 +59,44 @@ STEPS = 100
 BLOCK_SIZE = 16
 PREFIX = 32 * BLOCK_SIZE
 """Tokens that prompts share, or not; each has a block's worth of its own after them."""
+
+
+class Host:
+    """An engine with `num_sequences` sequences that decode, whose hidden states and tokens are made up."""
+
+    def __init__(self, num_sequences: int) -> None:
+        num_tokens = PROMPT + STEPS + 32
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(MODEL))
+            config = EngineConfig(
+                model=folder,
+                backend="reference",
+                max_num_seqs=num_sequences,
+                max_num_batched_tokens=max(num_sequences, 8192),
+                max_model_len=num_tokens,
+                num_blocks=num_sequences * (num_tokens // BLOCK_SIZE + 1),
+                num_threads=1,
+            )
+            self.engine = Engine(config, load_dummy(config))
+        self.engine._runs_ahead = True
+        self.random = np.random.default_rng(0)
+        hidden = torch.zeros(1, MODEL["hidden_size"])
+        self.engine._runner.forward = lambda token_ids, *_: hidden.expand(len(token_ids), -1)
+        self.engine._sampler.next_tokens = lambda _, wanted: self.draw(len(wanted.rows))
+        for i in range(num_sequences // GROUP):
+            params = SamplingParams(n=GROUP, max_tokens=STEPS + 32, seed=i)
+            self.engine.add(GenerateRequest(str(i), self.random.integers(1, 1000, PROMPT).astype(np.int32), params))
+        while self.engine.stats().num_running < num_sequences:
+            self.engine.step()
+
+    def draw(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        token_ids = torch.from_numpy(self.random.integers(1, 1000, count))
+        return token_ids, torch.zeros(count), torch.ones(count, dtype=torch.bool)
+
+    def step(self) -> float:
+        start = time.process_time()
+        self.engine.step()
+        return time.process_time() - start
 
 
 class Load:
@@ -62,13 +134,13 @@ class Load:
         return sequence
 
     def step(self) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         chunks = self.scheduler.schedule()
         self.scheduler.advance(chunks)
         published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
         self.scheduler.publish(chunks.take(np.array(published, np.int64)))
         gauges = self.cache.num_cached, self.cache.num_free, len(self.scheduler.running), self.scheduler.num_waiting
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         assert min(gauges) >= 0
         for chunk in chunks:
             if chunk.reaches_end and chunk.sequence is not self.unpublished:
@@ -79,10 +151,10 @@ class Load:
     def abort_waiting(self) -> float:
         waiting = list(self.scheduler.waiting)
         self.random.shuffle(waiting)
-        start = time.perf_counter()
+        start = time.process_time()
         for sequence in waiting:
             self.scheduler.finish(sequence)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
 
 def nothing_else() -> Load:
@@ -111,8 +183,20 @@ def one_prefix_is_waited_for() -> Load:
     return load
 
 
+def host_table() -> Table:
+    table = Table("sequences that decode", "host's median ms", "longest ms")
+    for num_sequences in HOST_SEQUENCES:
+        host = Host(num_sequences)
+        seconds = [host.step() for _ in range(STEPS)]
+        assert host.engine.stats().num_running == num_sequences
+        table.add_row(f"{num_sequences:,}", f"{statistics.median(seconds) * 1e3:.2f}", f"{max(seconds) * 1e3:.2f}")
+    return table
+
+
 def main() -> None:
     console = Console(width=120)
+    console.print(f"steps of an engine without its model, {STEPS} of each kind")
+    console.print(host_table())
     scenarios = {
         "nothing else": nothing_else,
         f"{CACHED_BLOCKS:,} blocks are cached": much_is_cached,

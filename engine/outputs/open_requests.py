@@ -47,11 +47,6 @@ class OpenSample:
     joined: bool = False
     num_told: int | None = None
 
-    @property
-    def max_tokens(self) -> int:
-        assert self.request.params.max_tokens is not None, "the engine puts a number for None"
-        return self.request.params.max_tokens
-
     def append(self, token_id: int, logprob: float, commit: Commit, top: Top | None = None) -> None:
         """Records a token that the weights of `commit` produced."""
         if not self.commits or self.commits[-1][0] is not commit:

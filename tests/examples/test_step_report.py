@@ -24,10 +24,12 @@ def test_the_report_times_steps_with_much_cached_and_many_that_wait(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = load_report()
-    for name, value in dict(CACHED_BLOCKS=1000, WAITING=200, RUNNING=3, STEPS=20).items():
+    small = dict(CACHED_BLOCKS=1000, WAITING=200, RUNNING=3, STEPS=20, HOST_SEQUENCES=(8, 24))
+    for name, value in small.items():
         monkeypatch.setattr(report, name, value)
     report.main()
     text = capsys.readouterr().out
+    assert [int(n) for n in re.findall(r"^│ (\d+) +│ +\d+\.\d\d +│ \d+\.\d\d", text, re.M)] == [8, 24]
     for row in ("nothing else", "1,000 blocks are cached", "200 different prompts wait", "200 wait for one prefix"):
         assert re.search(rf"^│ {row} +│ \d+\.\d\d", text, re.M), row
     assert len(re.findall(r"│ \d+\.\d +│$", text, re.M)) == 2, "aborts, where some wait"
