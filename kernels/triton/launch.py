@@ -154,9 +154,11 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
     log.info("compiling %d forms of kernels, or reading them from Triton's cache", len(launches))
     with torch.cuda.device(device):
         with _Compilers(len(launches)) as compilers, triton.AsyncCompileMode(compilers):
-            kernels = [compile_form(launch, arch=_architecture(device)) for launch in launches]
-        for kernel in kernels:
-            kernel._init_handles()  # as Triton's own tutorials load a kernel that they do not launch yet
+            for launch in launches:
+                compile_form(launch, arch=_architecture(device))
+        for launch in launches:
+            # As Triton's own tutorials load a kernel that they do not launch yet.
+            compile_form(launch, arch=_architecture(device))._init_handles()
 
 
 class _Compilers(ThreadPoolExecutor):
