@@ -136,7 +136,7 @@ def test_graphs_change_no_bit(make_engine: MakeEngine, log: list[str], backend: 
     expected = serve(make_engine(False, **settings), mixed_requests())
     assert log == []
     assert serve(make_engine(True, **settings), mixed_requests()) == expected
-    assert log.count("replay") > 7, "the forward passes of seven steps, and draws"
+    assert log.count("replay") > 4, "forward passes and, at least of the longest alone, draws"
 
 
 def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engine: MakeEngine, log: list[str]) -> None:
