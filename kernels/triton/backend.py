@@ -43,6 +43,7 @@ from .rows import rmsnorm as rmsnorm
 from .rows import rope as rope
 from .rows import write_kv as write_kv
 
+MANY_ROWS = 2048
 _SELF = cast(Backend, sys.modules[__name__])
 
 
@@ -73,12 +74,9 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 def _row_counts(most: int) -> list[int]:
     """Numbers of rows that need all forms which any number up to `most` needs.
 
-    A tile is chosen for rows up to a number that it takes, or until they fill tiles of twice the size. So there is one
-    here for each 16 rows at first, and then within each quarter more.
+    A form follows from how many tiles of 16 rows are filled or, of many rows, tiles of 128.
     """
-    counts = [1, 16]
-    while counts[-1] < most:
-        counts.append(counts[-1] + max(16, counts[-1] // 64 * 16))
+    counts = 1, *range(16, MANY_ROWS, 16), *range(MANY_ROWS, most + 128, 128)
     return sorted({min(rows, most) for rows in counts})
 
 

@@ -10,7 +10,7 @@ import torch
 from trueroll.kernels.triton import backend, products
 from trueroll.kernels.triton.launch import recording
 
-MOST = 1200
+MOST = 3000
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_no_more_rows_are_prepared_than_a_step_may_have() -> None:
         seen: list[int] = []
         assert backend.forms_of(seen.append, most) == []
         assert seen[0] == 1 and seen[-1] == most and seen == sorted(set(seen))
-    assert len(seen) < 40
+    assert len(seen) < 200
