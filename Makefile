@@ -20,6 +20,8 @@ test: .venv/.dev
 
 test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
+	@TRITON_INTERPRET=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/pytest tests/gpu/test_engine.py \
+		tests/gpu/test_push.py
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000

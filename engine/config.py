@@ -5,7 +5,7 @@ Imports no torch, so that the command line can check settings before it loads an
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,17 +17,36 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "cpu", "triton", "reference"]
 
 
+class Defaults(NamedTuple):
+    """Those that depend on the device."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_memory_fraction: float
+
+
+def defaults_of(device: str) -> Defaults:
+    """Of a CUDA device, or of any other."""
+    return Defaults(256, 8192, 0.9) if device.startswith("cuda") else Defaults(64, 512, 0.25)
+
+
+_OF_DEVICE: Any = None  # until the device is known
+
+
 class EngineConfig(BaseModel):
     """Settings of one engine. Unknown keys and values out of range raise ConfigError.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `dtype` `auto`: that of
     config.json, or float32 if it names none; weights stored in another are converted. `backend` `auto`: `cpu` or, on a
     GPU, `triton` where they serve the model, else `reference`. KV memory is `num_blocks` blocks of `block_size` tokens,
-    or as many as `kv_memory` bytes hold; with neither given, what `max_num_seqs` sequences of `max_model_len` tokens
-    need, but at most a quarter of the memory that is available. `block_size` is even, since native kernels store tokens
-    in pairs. `max_model_len` None: what the model was trained for. `max_num_batched_tokens`: the token budget of a
-    step. `cuda_graphs`: whether decode steps on a GPU run as graphs. `num_threads` None: torch's choice. Results depend
-    on `model`, `dtype`, `device`, `backend` and its instruction set alone.
+    or as many as `kv_memory` bytes hold, or as the share `kv_memory_fraction` of the available memory holds. With none
+    of them given, it is what `max_num_seqs` sequences of `max_model_len` tokens need, but at most 0.9 of the available
+    memory on a GPU and 0.25 on a CPU. Available on a GPU is what is free beside the weights, the largest step and the
+    CUDA graphs. `block_size` is even, since native kernels store tokens in pairs. `max_model_len` None: what the model
+    was trained for. `max_num_seqs`: samples that run at the same time; None: 256 on a GPU, 64 on a CPU.
+    `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU. `cuda_graphs`: whether
+    decode steps on a GPU run as graphs. `num_threads` None: torch's choice. Results depend on `model`, `dtype`,
+    `device`, `backend` and its instruction set alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -39,14 +58,19 @@ class EngineConfig(BaseModel):
     block_size: int = Field(default=16, ge=2, multiple_of=2)
     num_blocks: int | None = Field(default=None, ge=1)
     kv_memory: int | None = Field(default=None, ge=1)
+    kv_memory_fraction: float | None = Field(default=None, gt=0, le=1)
     max_model_len: int | None = Field(default=None, ge=2)
-    max_num_seqs: int = Field(default=64, ge=1)
-    max_num_batched_tokens: int = Field(default=512, ge=1)
+    max_num_seqs: int = Field(default=_OF_DEVICE, ge=1)
+    max_num_batched_tokens: int = Field(default=_OF_DEVICE, ge=1)
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     def __init__(self, **values: Any) -> None:
+        defaults = defaults_of(str(values.get("device")))
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if values.get(name) is None:
+                values[name] = getattr(defaults, name)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -54,8 +78,12 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _combinations_work(self) -> EngineConfig:
-        if self.num_blocks is not None and self.kv_memory is not None:
-            raise ValueError("num_blocks, kv_memory: expected at most one of them, found both; they set the same thing")
+        sizes = ("num_blocks", "kv_memory", "kv_memory_fraction")
+        if len(given := [name for name in sizes if getattr(self, name) is not None]) > 1:
+            raise ValueError(
+                f"{', '.join(sizes)}: expected at most one of them, found {' and '.join(given)}, which set the same; "
+                "leave one out"
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "

@@ -17,6 +17,8 @@ An exception from `step` is final: the engine's state is then undefined.
 
 from __future__ import annotations
 
+import logging
+import time
 from array import array
 from collections import Counter
 from collections.abc import Collection
@@ -51,14 +53,16 @@ from .request import (
     derive_seed,
 )
 from .running.graphs import DecodeGraphs
-from .running.loading import LoadedModel, engine_info, load_model
+from .running.loading import LoadedModel, engine_info, find_max_model_len, load_model, uses_graphs
 from .running.model_runner import ModelRunner
 from .running.sampler import Drawing, Drawn, Sampler
 from .running.step import Purposes, ScoredRows, Step, plan_step, purposes_of
+from .running.warm_up import is_needed, warm_up
 from .running.weights import WeightStaging
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence
 
+log = logging.getLogger(__name__)
 _NOT_FINITE = (
     "logits: expected a finite number for the drawn token, found NaN or infinity; check the weights of the model"
 )
@@ -148,15 +152,8 @@ class Engine:
         self.weights = self._loaded.weights
         self._commit = Commit(0)
         self._vocabulary = _load_vocabulary(self._loaded.folder)
-        self.info = engine_info(config, self._loaded)
-        has_graphs = config.cuda_graphs and self._loaded.backend.can_capture
+        self._warm_up(config)
         num_blocks = self.info.num_blocks
-        spare_blocks = 1 if has_graphs else 0  # for the padding of graphs
-        self._runner = ModelRunner(self._loaded.model, num_blocks + spare_blocks, config.block_size)
-        self._sampler = Sampler(self._loaded.backend.ops, self._loaded.model.head)
-        self._graphs: DecodeGraphs | None = None
-        if has_graphs:
-            self._graphs = DecodeGraphs(self._runner, self._sampler, num_blocks, self.info.max_model_len)
         self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
         self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
@@ -171,6 +168,23 @@ class Engine:
         self._joined_tokens = 0
         self._generated_tokens = 0
         self._finished: Counter[str] = Counter()
+
+    def _warm_up(self, config: EngineConfig) -> None:
+        """Makes all that computes, ready for the first step."""
+        started, loaded = time.monotonic(), self._loaded
+        available = warm_up(config, loaded, find_max_model_len(config, loaded))
+        info = engine_info(config, loaded, available)
+        spare_blocks = 1 if uses_graphs(config, loaded) else 0  # for the padding of graphs
+        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size)
+        self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
+        self._graphs: DecodeGraphs | None = None
+        if uses_graphs(config, loaded):
+            parts = self._runner, self._sampler, info.num_blocks
+            self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
+            self._graphs.capture()
+        self.info = replace(info, warm_up_seconds=time.monotonic() - started)
+        if is_needed(loaded.model.device):
+            log.info("warmed up in %.1f s; the KV cache takes %d bytes", self.info.warm_up_seconds, info.kv_bytes)
 
     @property
     def weight_version(self) -> int:
@@ -290,12 +304,17 @@ class Engine:
         return outputs
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Takes the memory of `tags` again; weights that were dropped are not whole before the next commit."""
+        """Takes the memory of `tags` again; weights that were dropped are not whole before the next commit.
+
+        Once nothing sleeps any more, CUDA graphs are captured anew.
+        """
         if "kv_cache" in tags:
             self._runner.arena.restore()
         if "weights" in tags:
             self.weights.wake_up()
         self._asleep.difference_update(tags)
+        if self._graphs is not None and not self._asleep:
+            self._graphs.capture()
 
     def interrupt(self, in_flight: InFlight) -> list[Output]:
         """Forgets cached prefixes and takes the blocks of all that run; returns what `commit_weights` would.
@@ -490,10 +509,11 @@ class Engine:
         before = self._queued.drawn if self._queued is not None else None
         drawn = before.token_ids if before is not None else None
         self._runner.copy_blocks(step)
-        if self._graphs is not None and self._graphs.serves(step):
-            return self._graphs.run(step, drawn), []
-        hidden = self._runner.run(step, drawn)
+        graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
+        hidden = (graphs or self._runner).run(step, drawn)
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
+        if graphs is not None and graphs.draws(step):
+            return graphs.draw(step), scores
         return self._sampler.draw(hidden, step.draws) if len(step.draws) else None, scores
 
     def _score(self, rows: ScoredRows, hidden: Tensor) -> list[HostCopy]:

@@ -22,12 +22,11 @@ from typing import Any, TypeAlias
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import MockTensor
 
 from trueroll.kernels.contract import SAMPLE, AttentionBatch, AttentionWeights, Wanted
 from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
 from trueroll.kernels.triton import backend
-from trueroll.kernels.triton.launch import PINNED, Launch, recording
+from trueroll.kernels.triton.launch import Launch, compile_form, recording
 
 CAPABILITIES = (80, 90, 100)
 TUNED_FOR = 90
@@ -35,7 +34,6 @@ TILE = ("FEATURES", "TOKENS", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
 """The constants that make a kernel's tile."""
 ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1})
 CONTEXT = 40_000
-NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
 
 
 @dataclass(frozen=True)
@@ -226,9 +224,7 @@ class Compiled:
 def compile_for(capability: int, launch: Launch) -> Compiled:
     """As a launch on such a GPU would compile it: by Triton's own path from a call to a binary, up to loading it."""
     triton.runtime.driver.set_active(Compiling(capability))
-    arguments = [MockTensor(kind[1:]) if kind[0] == "*" else NUMBERS[kind] for _, kind in launch.types]
-    options = dict(num_warps=launch.warps, num_stages=launch.stages, **PINNED)
-    binary = launch.kernel.warmup(*arguments, grid=(1,), **dict(launch.constants), **options)
+    binary = compile_form(launch)
     used = resources(binary.asm["cubin"])
     return Compiled(
         kernel=name_of(launch.kernel),

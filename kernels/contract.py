@@ -188,6 +188,15 @@ class Backend(Protocol):
         """What the backend computes with on this machine, for logs and health."""
         ...
 
+    def prepare(self, compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
+        """Compiles what `compute(rows)` needs on `device` for any number of rows from 1 to `most_rows`, so that no
+        later call has to; does nothing where nothing is compiled.
+
+        `compute` may be called for some of these numbers: it computes with this backend, on tensors without memory
+        (device meta).
+        """
+        ...
+
     def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
         """An uninitialized matrix for the products below, in memory from `empty(*shape)`.
 

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for until their content is needed.
+"""Copies between host and device that nobody waits for until their content is needed, and streams.
 
 On a CPU `to_device` copies nothing, and `HostCopy` copies at once: its tensor may change afterwards. On a GPU copies
 are queued behind the kernels of the current stream, from and into pinned memory.
@@ -8,6 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """What this thread's work on `device` is queued on; None where work is done at once."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Waits until `device` has done all that this thread asked of it."""
+    if (stream := current_stream(device)) is not None:
+        stream.synchronize()
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

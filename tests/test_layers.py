@@ -75,6 +75,8 @@ ENGINE = {
     "running.graphs": {"running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.memory", "models"},
     "running.loading": {"config", "models", "running.weights"},
+    "running.warm_up": {"config", "models", "request"}
+    | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = set()

@@ -1,17 +1,19 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
-A graph holds the kernels of one step of `size` decodes with plain draws, forward pass and sampling, at the addresses
-they had when it was captured. Sizes are powers of two; a step of fewer decodes fills its rows up with padding, which by
-the contract of the ops changes no bit of the others. Padding reads and writes `spare_block`, a block of the KV cache
-that no sequence has.
+There are two graphs for each number of rows, which is a power of two: one holds the kernels of the forward pass, the
+other those of plain draws from the hidden states, at the addresses they had when they were captured. A step in which
+each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
+otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
+contract of the ops changes no bit of the others. Padding reads and writes `spare_block`, a block of the KV cache that
+no sequence has.
 
-Owns the graphs and their inputs. A graph is captured when the first step needs it, and holds for as long as weights and
-KV cache stay where they are: `forget` when they move. A capture waits for the device, a replay does not.
+Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
+these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +26,7 @@ from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
 
-Outputs = tuple[Tensor, Tensor, Tensor]
+Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
@@ -68,15 +70,15 @@ class _Inputs:
         ones = torch.ones(size, dtype=torch.float32, device=device)
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
 
-    def fill(self, step: Step, drawn: Tensor | None) -> None:
-        """Writes the inputs of a step; rows that it does not have become padding."""
-        self._fill_tokens(step, drawn)
+    def fill_draws(self, step: Step) -> None:
+        """Writes what a step draws; rows that it does not have become padding."""
         count, wanted = len(step.draws), make_wanted(step.draws, self.lens.device)
         for name in ("targets", "temperatures", "raw", "seeds", "positions"):
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
-    def _fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
+    def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
+        """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
         positions, slots, lens = runner.to_device(np.stack((step.positions, step.slots, step.context_lens)))
         tables = runner.to_device(step.block_tables)
@@ -90,59 +92,91 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Graph:
-    """`inputs`: what it reads at each replay. `outputs`: what `next_tokens` gave."""
+    """`outputs`: what the captured computation gave, and gives anew after each `replay`."""
 
-    inputs: _Inputs
     outputs: Outputs
     replay: Callable[[], object]
 
 
+@dataclass(frozen=True)
+class _Graphs:
+    """Those of one size. `inputs`: what they read at each replay; `draw` reads the output of `forward` too."""
+
+    inputs: _Inputs
+    forward: _Graph
+    draw: _Graph
+
+
 class DecodeGraphs:
-    """Graphs for steps of any number of decodes, of at most `max_model_len` tokens each."""
+    """Graphs for steps of up to `max_num_seqs` decodes of up to `max_model_len` tokens each; none before `capture`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         sampler: Sampler,
         spare_block: int,
+        max_num_seqs: int,
         max_model_len: int,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._runner, self._sampler = runner, sampler
         self._spare_block, self._max_model_len = spare_block, max_model_len
+        self._sizes = [1 << i for i in range(_exponent(max_num_seqs) + 1)]
         self._new_capture = new_capture
-        self._capture = new_capture()
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _Graphs] = {}
 
-    def serves(self, step: Step) -> bool:
-        """Whether each sequence computes a single token, with one plain draw after it."""
-        count, rows = len(step.context_lens), step.draws.integers[0]
-        each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
-        return len(step.token_ids) == count and each_draws_once and not step.draws.special
+    def capture(self) -> None:
+        """Captures all graphs, unless they are there, the largest first: the others find room in its memory."""
+        if not self._graphs:
+            capture = self._new_capture()
+            self._graphs = {size: self._captured(size, capture) for size in reversed(self._sizes)}
 
     def forget(self) -> None:
         """Gives the graphs and their memory back."""
-        self._graphs.clear()
-        self._capture = self._new_capture()
+        self._graphs = {}
+
+    def serves(self, step: Step) -> bool:
+        """Whether each sequence computes a single token, which is what `run` takes."""
+        return len(step.token_ids) == len(step.context_lens)
+
+    def draws(self, step: Step) -> bool:
+        """Whether one plain draw follows each of these tokens, which is what `draw` takes."""
+        count, rows = len(step.context_lens), step.draws.integers[0]
+        each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
+        return self.serves(step) and each_draws_once and not step.draws.special
 
     @torch.inference_mode()
-    def run(self, step: Step, drawn: Tensor | None) -> Drawing:
-        """Computes the KV of a step and draws its next tokens. `drawn`: that of `ModelRunner.run`."""
-        count = len(step.draws)
-        size = 1 << (count - 1).bit_length()
-        graph = self._graphs.get(size) or self._new_graph(size)
-        graph.inputs.fill(step, drawn)
-        graph.replay()
-        return Drawing(step.draws, *(column[:count] for column in graph.outputs))
+    def run(self, step: Step, drawn: Tensor | None) -> Tensor:
+        """What `ModelRunner.run` gives; it holds until the next call."""
+        graphs = self._of(step)
+        graphs.inputs.fill_tokens(step, drawn)
+        graphs.forward.replay()
+        return graphs.forward.outputs[0][: len(step.token_ids)]
 
-    def _new_graph(self, size: int) -> _Graph:
+    @torch.inference_mode()
+    def draw(self, step: Step) -> Drawing:
+        """The next tokens of a step that was `run` just now."""
+        graphs = self._of(step)
+        graphs.inputs.fill_draws(step)
+        graphs.draw.replay()
+        return Drawing(step.draws, *(column[: len(step.draws)] for column in graphs.draw.outputs))
+
+    def _of(self, step: Step) -> _Graphs:
+        return self._graphs[1 << _exponent(len(step.token_ids))]
+
+    @torch.inference_mode()
+    def _captured(self, size: int, capture: Capture) -> _Graphs:
         inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)
-        outputs, replay = self._capture(lambda: self._compute(inputs))
-        self._graphs[size] = _Graph(inputs, outputs, replay)
-        return self._graphs[size]
+        forward = _Graph(*capture(lambda: [self._forward(inputs)]))
+        [hidden] = forward.outputs
+        return _Graphs(inputs, forward, _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted))))
 
-    def _compute(self, inputs: _Inputs) -> Outputs:
+    def _forward(self, inputs: _Inputs) -> Tensor:
         size = len(inputs.lens)
         batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
-        hidden = self._runner.forward(inputs.token_ids, inputs.positions, inputs.slots, batch)
-        return self._sampler.next_tokens(hidden, inputs.wanted)
+        return self._runner.forward(inputs.token_ids, inputs.positions, inputs.slots, batch)
+
+
+def _exponent(count: int) -> int:
+    """That of the smallest power of two that is at least `count`."""
+    return (count - 1).bit_length()

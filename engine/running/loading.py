@@ -17,7 +17,7 @@ from trueroll.errors import ConfigError, ModelError, brief
 from ...kernels.families import describe
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec
-from ..config import EngineConfig
+from ..config import EngineConfig, defaults_of
 from ..models.decoder import Decoder, Empty
 from ..models.dummy import fill_randomly, find_config
 from ..models.eos import find_eos_tokens
@@ -57,6 +57,8 @@ class EngineInfo:
     """What an engine is and what it can take; all of it fixed at start-up.
 
     `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
+    `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once the weights were
+    there.
     """
 
     model: str
@@ -77,6 +79,7 @@ class EngineInfo:
     enable_prefix_caching: bool
     weight_bytes: int
     kv_bytes: int
+    warm_up_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,13 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def engine_info(config: EngineConfig, loaded: LoadedModel) -> EngineInfo:
-    """What an engine with this configuration is. Raise ConfigError if the model or the memory does not allow it."""
-    model = loaded.model
-    max_model_len = _max_model_len(config, model.spec.max_position_embeddings)
+def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> EngineInfo:
+    """What an engine with this configuration is, with `available` bytes for its KV cache. Raise ConfigError if the
+    model or the memory does not allow it.
+    """
+    model, max_model_len = loaded.model, find_max_model_len(config, loaded)
     bytes_per_block = _kv_bytes_per_block(model.spec, model.dtype, config.block_size)
-    num_blocks = _num_blocks(config, max_model_len, bytes_per_block)
+    num_blocks = _num_blocks(config, max_model_len, bytes_per_block, available)
     return EngineInfo(
         model=config.model,
         architecture=model.spec.architecture,
@@ -210,7 +214,7 @@ def _check_memory(plan: _Plan) -> None:
     """Of the host, which hands out memory that it does not have, and ends a process that uses it."""
     if plan.device.type != "cpu":
         return
-    needed, available = plan.outline().num_bytes, _available_memory(plan.device)
+    needed, available = plan.outline().num_bytes, available_memory(plan.device)
     if needed > available:
         raise ModelError(
             f"{plan.folder}: expected weights that fit into memory, of which {available} bytes are available, found "
@@ -228,7 +232,9 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
     return own
 
 
-def _max_model_len(config: EngineConfig, limit: int) -> int:
+def find_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
+    """The longest sequence. Raise ConfigError for one that is too long for the model."""
+    limit = loaded.model.spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len: expected at most {limit}, what the model was trained for, found {config.max_model_len}"
@@ -236,9 +242,14 @@ def _max_model_len(config: EngineConfig, limit: int) -> int:
     return config.max_model_len or limit
 
 
-def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int) -> int:
-    available = _available_memory(torch.device(config.device))
-    budget = available // 4 if config.kv_memory is None else config.kv_memory
+def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
+    """Whether decode steps run as CUDA graphs."""
+    return config.cuda_graphs and loaded.backend.can_capture
+
+
+def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, available: int) -> int:
+    fraction = config.kv_memory_fraction or defaults_of(config.device).kv_memory_fraction
+    budget = int(available * fraction) if config.kv_memory is None else config.kv_memory
     num_blocks = config.num_blocks or budget // bytes_per_block
     if num_blocks == 0:
         raise ConfigError(f"kv_memory: expected at least one block = {bytes_per_block} bytes, found {budget} bytes")
@@ -247,12 +258,13 @@ def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int) 
             f"num_blocks, kv_memory: expected at most the {available} bytes that are available, found {num_blocks} "
             f"blocks of {bytes_per_block} bytes"
         )
-    if config.num_blocks is not None or config.kv_memory is not None:
+    if any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         return num_blocks
     return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
 
 
-def _available_memory(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
+    """Bytes that are free on a device, or on the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
+from ...kernels.transfer import wait_for_stream
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
 
@@ -57,7 +58,7 @@ class WeightStore:
         return WeightStaging(self, in_place)
 
     def commit(self, staging: WeightStaging) -> None:
-        """Makes what was staged the live weights, and frees the staging.
+        """Makes what was staged the live weights, waits for the device to have it, and frees the staging.
 
         Raise ValueError if the rows of a parameter are not all there, or if parameters are missing though the staging
         is in place or the live weights are not whole.
@@ -68,6 +69,8 @@ class WeightStore:
             raise ValueError(f"weights: expected every parameter, as the old ones are lost, {missing} is missing")
         if not staging.in_place:
             self._install(staging, staged)
+            # The staging's memory belongs to the stream that it was filled on, which knows nothing of these copies.
+            wait_for_stream(self._device)
         self.is_whole = True
         staging.drop()
 

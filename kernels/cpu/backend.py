@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from ..contract import AttentionBatch, AttentionWeights, Layer, Rotation, TokenStatistics, Wanted
+from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import Activation, AttentionSpec, NormSpec
 from .library import load_library

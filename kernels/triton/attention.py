@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import AttentionBatch
-from ..transfer import to_device
+from ..transfer import current_stream, to_device
 from .launch import aligned, device_function, exact_jit, launch
 
 KEYS = 64
@@ -95,7 +95,8 @@ def paged_attention(
         _decode(inputs, (lens, lens, lens), max(batch.context_lens), out, listed=False)
         return out
     rows_per_query, tile_rows = q.shape[1] // k_cache.shape[2], _tile_rows(q.shape[2])
-    plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, tile_rows, q.device)
+    stream = current_stream(q.device)
+    plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, tile_rows, q.device, stream)
     _decode(inputs, (plan.decodes, plan.starts, plan.lens), plan.longest, out, listed=True)
     _prefill(inputs, plan, out)
     return out
@@ -103,9 +104,14 @@ def paged_attention(
 
 @lru_cache(maxsize=1)
 def _plan(
-    starts: tuple[int, ...], lens: tuple[int, ...], rows_per_query: int, tile_rows: int, device: torch.device
+    starts: tuple[int, ...],
+    lens: tuple[int, ...],
+    rows_per_query: int,
+    tile_rows: int,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
 ) -> _Plan:
-    """The plan of a batch, made once for all layers, which run on one stream.
+    """The plan of a batch, made once for all layers. It is on its way on `stream`, so no other may read it.
 
     Of a sequence, the tiles that see the most keys come first.
     """

@@ -9,6 +9,7 @@ on the host, and no shape depends on what a tensor holds, so a CUDA graph can ho
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -30,7 +31,7 @@ from .head import next_token_statistics as next_token_statistics
 from .head import next_tokens as next_tokens
 from .head import sample as sample
 from .head import token_statistics as token_statistics
-from .launch import describe_settings
+from .launch import Launch, compile_all, describe_settings, recording
 from .products import gate_up as gate_up
 from .products import linear as linear
 from .products import linear_add as linear_add
@@ -42,6 +43,7 @@ from .rows import rmsnorm as rmsnorm
 from .rows import rope as rope
 from .rows import write_kv as write_kv
 
+MANY_ROWS = 2048
 _SELF = cast(Backend, sys.modules[__name__])
 
 
@@ -55,6 +57,27 @@ def _processor() -> str:
         return "interpreter"
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
+
+
+def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
+    compile_all(forms_of(compute, most_rows), device)
+
+
+def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
+    """The forms of kernels that `compute(rows)` launches for any number of rows from 1 to `most_rows`, each once."""
+    with recording() as launches:
+        for rows in _row_counts(most_rows):
+            compute(rows)
+    return list(dict.fromkeys(launches))
+
+
+def _row_counts(most: int) -> list[int]:
+    """Numbers of rows that need all forms which any number up to `most` needs.
+
+    A form follows from how many tiles of 16 rows are filled or, of many rows, tiles of 128.
+    """
+    counts = 1, *range(16, MANY_ROWS, 16), *range(MANY_ROWS, most + 128, 128)
+    return sorted({min(rows, most) for rows in counts})
 
 
 def qkv(

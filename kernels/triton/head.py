@@ -24,6 +24,7 @@ from .products import lm_head
 
 LOGITS_ROWS = 256
 SECTION = 2048
+_LISTED = 32  # tokens whose log-probs are stored at a time
 _SAMPLE = tl.constexpr(SAMPLE)
 
 
@@ -95,9 +96,8 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
     top_ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
     found = logits.gather(1, torch.cat((ids[:, None], top_ids), 1))
     log_probs, entropy = torch.empty_like(found), torch.empty_like(ones)
-    sizes = _sizes(logits) | dict(SECTION=SECTION, K=1 + k, WIDTH=triton.next_power_of_2(1 + k))
-    args = logits, peaks, totals, found, log_probs, entropy
-    launch(_statistics_kernel, (len(logits),), *args, warps=4, **sizes)
+    args = logits, peaks, totals, found, log_probs, entropy, 1 + k
+    launch(_statistics_kernel, (len(logits),), *args, warps=4, **_sizes(logits), SECTION=SECTION, WIDTH=_LISTED)
     return TokenStatistics(log_probs[:, 0], entropy, top_ids, log_probs[:, 1:])
 
 
@@ -208,14 +208,14 @@ def _statistics_kernel(
     found_ptr: tl.tensor,
     log_probs_ptr: tl.tensor,
     entropy_ptr: tl.tensor,
+    count: tl.tensor,
     V: tl.constexpr,
     SECTIONS: tl.constexpr,
     SPAN: tl.constexpr,
     SECTION: tl.constexpr,
-    K: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One row: the log-probs of K logits of it, and its entropy."""
+    """One row: the log-probs of `count` logits of it, and its entropy."""
     row = tl.program_id(0).to(tl.int64)
     peak, total = _fold_sums(peaks_ptr, totals_ptr, row, SECTIONS, SPAN)
     weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)
@@ -225,9 +225,10 @@ def _statistics_kernel(
         terms = tl.where(distance == -float("inf"), 0.0, distance * tl.exp(distance))
         weighted = tl.sum(terms, 0) + weighted
     tl.store(entropy_ptr + row, tl.log(total) - weighted / total)
-    places = tl.arange(0, WIDTH)
-    found = tl.load(found_ptr + row * K + places, mask=places < K, other=0.0)
-    tl.store(log_probs_ptr + row * K + places, found - peak - tl.log(total), mask=places < K)
+    for start in tl.range(0, count, WIDTH):  # type: ignore[reportGeneralTypeIssues]
+        places = start + tl.arange(0, WIDTH)
+        found = tl.load(found_ptr + row * count + places, mask=places < count, other=0.0)
+        tl.store(log_probs_ptr + row * count + places, found - peak - tl.log(total), mask=places < count)
 
 
 @exact_jit

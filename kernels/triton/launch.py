@@ -4,16 +4,23 @@ The order of a sum follows the layout of its tile, and the compiler chooses layo
 arguments. So it is told the same each time: pointers are multiples of 16 bytes (checked at each launch), numbers are
 known by their type alone, and what a layout may depend on is a constant of the kernel. What the environment can change
 in the compiler all the same, `describe_settings` reports.
+
+A kernel is compiled for each form that it is launched in. `recording` lists forms without running them, and
+`compile_all` compiles them before they are launched; Triton's cache on disk keeps them for the next process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,8 +29,11 @@ from torch import Tensor
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler.compiler import get_cache_invalidating_env_vars
 from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import MockTensor
 
+log = logging.getLogger(__name__)
 ALIGNMENT = 16
+_PROGRESS_LINES = 10
 _TOOLS = ("TRITON_LIBDEVICE_PATH", "TRITON_PTXAS_PATH", "TRITON_KERNEL_OVERRIDE")
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -33,6 +43,7 @@ _TYPES = {
     torch.int64: "i64",
     torch.bool: "u1",
 }
+_NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ def _pinned() -> dict[str, Any]:
 
 PINNED = _pinned()
 device_function: Any = triton.jit  # the type checker takes a call of a triton.jit function for NoReturn
-_recorded: list[Launch] | None = None
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
 
 
 def exact_jit(function: Callable[..., None]) -> Any:
@@ -75,10 +86,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
     """
     if 0 in grid:
         return
-    if _recorded is not None:
-        names = signature(kernel.fn).parameters
-        types = tuple((name, _type(arg)) for name, arg in zip(names, args, strict=False))
-        _recorded.append(Launch(kernel, types, tuple(constants.items()), warps, stages))
+    if (recorded := _recorded.get()) is not None:
+        recorded.append(form_of(kernel, args, warps, stages, constants))
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     _check_places(tensors)
@@ -87,7 +96,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
         return
     device = tensors[0].device
     with torch.cuda.device(device):  # Triton takes the current one
-        kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, arch=_architecture(device), **PINNED)
+        kernel[grid](*args, **constants, **_options(warps, stages), arch=_architecture(device))
+
+
+def form_of(kernel: Any, args: Sequence[Any], warps: int, stages: int, constants: dict[str, Any]) -> Launch:
+    """The form that such a launch needs."""
+    types = tuple((name, _type(arg)) for name, arg in zip(kernel.arg_names, args, strict=False))
+    return Launch(kernel, types, tuple(constants.items()), warps, stages)
+
+
+def _options(warps: int, stages: int) -> dict[str, Any]:
+    return dict(num_warps=warps, num_stages=stages, **PINNED)
 
 
 def _check_places(tensors: Sequence[Tensor]) -> None:
@@ -114,13 +133,50 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """While it lasts, launches are not run but listed, whatever device their tensors are on."""
-    global _recorded
-    _recorded = launches = []
+    """While it lasts, this thread's launches are not run but listed, whatever device their tensors are on."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
     try:
         yield launches
     finally:
-        _recorded = None
+        _recorded.reset(token)
+
+
+def compile_form(launch: Launch, **options: Any) -> Any:
+    """What Triton makes of a form on the current device, compiled now unless it is in one of its caches."""
+    arguments = [MockTensor(kind[1:]) if kind[0] == "*" else _NUMBERS[kind] for _, kind in launch.types]
+    settings = dict(launch.constants) | _options(launch.warps, launch.stages) | options  # in the order of a launch's
+    return launch.kernel.warmup(*arguments, grid=(1,), **settings)
+
+
+def compile_all(launches: Collection[Launch], device: torch.device) -> None:
+    """Compiles forms side by side, on as many threads as there are cores for this process, and loads them."""
+    log.info("compiling %d forms of kernels, or reading them from Triton's cache", len(launches))
+    with torch.cuda.device(device):
+        with _Compilers(len(launches)) as compilers, triton.AsyncCompileMode(compilers):
+            for launch in launches:
+                compile_form(launch, arch=_architecture(device))
+        for launch in launches:
+            # As Triton's own tutorials load a kernel that they do not launch yet.
+            compile_form(launch, arch=_architecture(device))._init_handles()
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile, and say in the log how far they are with `total` forms."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="compile")
+        self._total, self._done = total, count(1)
+
+    def submit(self, *args: Any, **options: Any) -> Any:
+        future = super().submit(*args, **options)
+        future.add_done_callback(self._tell)
+        return future
+
+    def _tell(self, _: Any) -> None:
+        done = next(self._done)
+        if done * _PROGRESS_LINES // self._total > (done - 1) * _PROGRESS_LINES // self._total:
+            log.info("compiled %d of %d forms of kernels", done, self._total)
 
 
 def describe_settings() -> str:

@@ -82,12 +82,21 @@ def serve(
     kv_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache, instead of --num-blocks.")] = ENGINE[
         "kv_memory"
     ],
+    kv_memory_fraction: Annotated[
+        float | None,
+        typer.Option(help="Or its share of the available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU."),
+    ] = ENGINE["kv_memory_fraction"],
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt with its new tokens. Default: what the model was trained for.")
     ] = ENGINE["max_model_len"],
-    max_num_seqs: Annotated[int, typer.Option(help="Samples that run at the same time.")] = ENGINE["max_num_seqs"],
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.")
+    ] = ENGINE["max_num_seqs"],
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens computed in one step; longer prompts are cut into chunks.")
+        int | None,
+        typer.Option(
+            help="Tokens computed in one step; longer prompts are cut into chunks. Default: 8192 (GPU), 512 (CPU)."
+        ),
     ] = ENGINE["max_num_batched_tokens"],
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV of prefixes that were computed before.")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import Distribution, ScoreOutput, ScoreRequest, derive_seed
+from trueroll.engine.running.loading import engine_info, load_model
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
 from .drive import bits, drain, generate, make_engine, run, score, tokens, top_bits
@@ -443,7 +445,10 @@ def test_an_id_that_is_running_is_rejected(tiny_llama: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(num_blocks=1, kv_memory=1), "at most one of them"),
+        (dict(num_blocks=1, kv_memory=1), "at most one of them, found num_blocks and kv_memory, .*; leave one out"),
+        (dict(num_blocks=1, kv_memory_fraction=0.5), "at most one of them, found num_blocks and kv_memory_fraction"),
+        (dict(num_blocks=None, kv_memory_fraction=1.5), "kv_memory_fraction: .*found 1.5"),
+        (dict(num_blocks=None, kv_memory_fraction=0.0), "kv_memory_fraction: .*found 0.0"),
         (dict(num_blocks=None, kv_memory=10), "at least one block = 8192 bytes, found 10"),
         (dict(max_model_len=4096), "at most 1024.*found 4096"),
         (dict(max_num_seqs=65, max_num_batched_tokens=64), "at most max_num_batched_tokens = 64"),
@@ -478,6 +483,22 @@ def test_a_config_json_that_would_fail_later_is_rejected(tiny_llama: Path, tmp_p
     (model / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
         make_engine(model)
+
+
+def test_defaults_follow_the_device(tiny_llama: Path) -> None:
+    sizes = {
+        device: (config.max_num_seqs, config.max_num_batched_tokens)
+        for device in ("cpu", "cuda", "cuda:1")
+        for config in [EngineConfig(model="any", device=device)]
+    }
+    assert sizes == {"cpu": (64, 512), "cuda": (256, 8192), "cuda:1": (256, 8192)}
+    given = EngineConfig(model="any", device="cuda", max_num_seqs=3, max_num_batched_tokens=None)
+    assert (given.max_num_seqs, given.max_num_batched_tokens) == (3, 8192)
+    assert EngineConfig(**given.model_dump()) == given
+    loaded, gigabyte = load_model(EngineConfig(model=str(tiny_llama))), 2**30
+    for device, fraction in (("cpu", 0.25), ("cuda", 0.9)):
+        config = EngineConfig(model=str(tiny_llama), device=device, max_num_seqs=8192, max_num_batched_tokens=8192)
+        assert engine_info(config, loaded, gigabyte).num_blocks == int(fraction * gigabyte) // 8192
 
 
 def test_kv_memory_is_counted_in_whole_blocks(tiny_llama: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch.nn.utils.rnn import pad_sequence
 
 from trueroll.engine.config import EngineConfig
@@ -18,6 +19,7 @@ from trueroll.engine.models.dummy import find_config
 from trueroll.engine.request import Distribution, Request, ScoreRequest, Tag
 from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
 from trueroll.engine.scheduling.sequence import Chunks
+from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout.tools import verify
 
@@ -108,7 +110,7 @@ def kinds_of(chunks: Chunks) -> set[str]:
 def test_a_step_is_queued_without_waiting_for_the_device(
     two_layers: Path, replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(two_layers, max_num_batched_tokens=64)
+    config = config_of(two_layers, max_num_seqs=64, max_num_batched_tokens=64)
     engine = Engine(config, load_dummy(config))
     requests = [
         generate("plain", tokens(20), temperature=1.0, max_tokens=12),
@@ -116,7 +118,7 @@ def test_a_step_is_queued_without_waiting_for_the_device(
         generate("group", tokens(150, seed=2), n=2),
         ScoreRequest("score", tokens(100, seed=3), Distribution()),
     ]
-    expected = all_bits(engine, requests)  # compiles kernels and captures graphs
+    expected = all_bits(engine, requests)
     engine.invalidate_prefix_cache()
     replays.clear()
     kinds: set[str] = set()
@@ -162,6 +164,61 @@ def test_sleep_gives_the_memory_of_the_device_back(two_layers: Path, level: int,
     if level == 2 and "weights" in tags:
         engine.commit_weights(stage(engine, weights, step=4096), 1, "recompute")
     assert all_bits(engine, requests) == expected
+
+
+def test_serving_compiles_no_kernel_and_captures_no_graph(two_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def capture(graph: torch.cuda.CUDAGraph, *args: Any, **options: Any) -> None:
+        seen.append("capture")
+        begin(graph, *args, **options)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: seen.append("compile"))
+    config = config_of(two_layers, max_num_seqs=48, max_num_batched_tokens=700)
+    engine = Engine(config, load_dummy(config))
+    assert "capture" in seen
+    seen.clear()
+    requests: list[Request] = [
+        generate("group", tokens(1500), n=40, max_tokens=9),
+        generate("filters", tokens(20, seed=1), n=3, top_k=5, top_p=0.9, top_logprobs=50, max_tokens=12),
+        generate("banned", tokens(300, seed=2), min_tokens=5, stop_token_ids=[7], max_tokens=20),
+        ScoreRequest("score", tokens(700, seed=3), Distribution(top_p=0.5), top_logprobs=3),
+    ]
+    all_bits(engine, requests)
+    assert seen == []
+    engine.sleep(1, BOTH, "recompute")
+    engine.wake_up(BOTH)
+    assert set(seen) == {"capture"}
+    seen.clear()
+    all_bits(engine, requests)
+    assert seen == []
+    engine._sampler.ops.rmsnorm(torch.ones(1, 1234, dtype=torch.bfloat16, device=DEVICE), *norm_of(1234))
+    assert seen == ["compile"], "premise: compiling is noticed"
+
+
+def norm_of(size: int) -> tuple[torch.Tensor, NormSpec]:
+    return torch.ones(size, dtype=torch.bfloat16, device=DEVICE), NormSpec(1e-6)
+
+
+def test_a_commit_while_the_device_is_busy(two_layers: Path) -> None:
+    """Staged on a stream of its own, as pushes are; the device has not begun to copy when the staging is freed."""
+    config = config_of(two_layers, kv_memory=2**28, max_model_len=2048)
+    engine = Engine(config, load_dummy(config))
+    expected = {name: weight.to_dense().cpu().flip(0) for name, weight in engine.weights.tensors.items()}
+    with torch.cuda.stream(torch.cuda.Stream()):
+        staging = stage(engine, expected, step=4096)
+        torch.cuda.current_stream().synchronize()
+        size = staging.num_bytes
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            torch.cuda._sleep(10**9)  # cycles: about half a second
+            engine.commit_weights(staging, 1, "recompute")
+        assert size > 0 == staging.num_bytes
+        in_their_place = torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
+    torch.cuda.synchronize()
+    assert all(torch.equal(engine.weights.tensors[name].to_dense().cpu(), tensor) for name, tensor in expected.items())
+    assert in_their_place.eq(255).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -242,7 +242,7 @@ def test_sizes_that_the_checkpoint_does_not_have_take_no_memory(
 def test_weights_that_the_host_has_no_room_for_take_no_memory(
     folder: Path, read: Callable[[EngineConfig], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_available_memory", lambda device: 10**5)
+    monkeypatch.setattr(loading, "available_memory", lambda device: 10**5)
     monkeypatch.setattr(loading, "WeightStore", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(ModelError, match="fit into memory, of which 100000 bytes are available, found [0-9]{6} bytes"):
         read(EngineConfig(model=str(folder), dtype="float32"))

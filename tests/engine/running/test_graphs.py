@@ -1,4 +1,4 @@
-"""Decode steps from inputs that stay where they are, as CUDA graphs need them: which steps, the sizes, padding, bits.
+"""Decode steps from inputs that stay where they are, as CUDA graphs need them: when, which, the sizes, padding, bits.
 
 There is no CUDA here: in place of a graph the computation runs again at each replay, from the same inputs into the same
 outputs. That finds what a graph would get wrong, except for kernels that a graph cannot hold; tests/gpu has graphs.
@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -99,6 +98,18 @@ def serve(engine: Engine, requests: list[Request]) -> Found:
     return {key_of(output): what(output) for output in drain(engine)}
 
 
+def serve_all(engine: Engine, requests: list[Request]) -> dict[Any, tuple[bytes, bytes]]:
+    """As `serve`, also without log-probs."""
+    for request in requests:
+        engine.add(request)
+    outputs = drain(engine)
+    return {
+        key_of(o): (bytes(o.token_ids), b"" if o.logprobs is None else o.logprobs.tobytes())
+        for o in outputs
+        if isinstance(o, SampleOutput)
+    }
+
+
 def key_of(output: Output) -> Any:
     return (output.request_id, output.index) if isinstance(output, SampleOutput) else output.request_id
 
@@ -109,21 +120,54 @@ def what(output: Output) -> tuple[bytes, ...]:
 
 
 def mixed_requests() -> list[Request]:
-    """Sampled and greedy, raw and not, with two that have to leave the graphs: a filter, and `top_logprobs`."""
+    """Sampled and greedy, raw and not, with some that no graph draws: filters, banned tokens, `top_logprobs`."""
     return [
         generate("sampled", prompt(3), n=2, max_tokens=4),
         generate("greedy", prompt(4, seed=1), temperature=0.0, max_tokens=8, logprobs="raw"),
         generate("filtered", prompt(2, seed=3), top_k=3, max_tokens=2),
         generate("recorded", prompt(2, seed=4), top_logprobs=3, max_tokens=2),
+        generate("banned", prompt(2, seed=5), min_tokens=3, stop_token_ids=(7, 9), max_tokens=3),
     ]
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_graphs_change_no_bit(make_engine: MakeEngine, log: list[str], backend: str) -> None:
-    expected = serve(make_engine(False, backend=backend), mixed_requests())
+    settings = dict(backend=backend, max_num_seqs=3)
+    expected = serve(make_engine(False, **settings), mixed_requests())
     assert log == []
-    assert serve(make_engine(True, backend=backend), mixed_requests()) == expected
-    assert log.count("replay") > log.count("capture") > 1, "one graph for each power of two that was needed"
+    assert serve(make_engine(True, **settings), mixed_requests()) == expected
+    assert log.count("replay") > 4, "forward passes and, at least of the longest alone, draws"
+
+
+def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engine: MakeEngine, log: list[str]) -> None:
+    engine = make_engine(True, max_num_seqs=5)
+    assert log == ["capture"] * 2 * 4, "a forward pass and a draw of 8, 4, 2 and 1 rows"
+    del log[:]
+    serve(engine, mixed_requests())
+    assert set(log) == {"replay"} and len(set(engine._graphs._graphs)) == 4
+
+
+def test_the_largest_graph_is_captured_first(make_engine: MakeEngine) -> None:
+    """The others find room in its memory."""
+    assert list(make_engine(True, max_num_seqs=3)._graphs._graphs) == [4, 2, 1]
+    assert list(make_engine(True, max_num_seqs=1)._graphs._graphs) == [1]
+
+
+@pytest.mark.parametrize(
+    "params", [dict(top_p=0.9), dict(min_tokens=4, stop_token_ids=(7, 9)), dict(top_logprobs=2), dict(logprobs=None)]
+)
+def test_the_forward_pass_of_single_decodes_is_replayed_whatever_they_draw(
+    make_engine: MakeEngine, log: list[str], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [generate("r", prompt(7), max_tokens=4, **params), generate("s", prompt(5, seed=1), max_tokens=4)]
+    expected = serve_all(make_engine(False), requests)
+    engine, computed = make_engine(True), []
+    run = engine._runner.run
+    monkeypatch.setattr(engine._runner, "run", lambda step, drawn: computed.append(step) or run(step, drawn))
+    del log[:]
+    assert serve_all(engine, requests) == expected
+    assert [len(step.token_ids) for step in computed] == [12], "the prompts alone"
+    assert log.count("replay") == 3 * (2 if "logprobs" in params else 1), "plain draws are replayed as well"
 
 
 @pytest.mark.parametrize(
@@ -161,31 +205,40 @@ def test_any_mixture_of_requests(make_engine: MakeEngine, log: list[str], seed: 
 def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(True)
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
-    graph = engine._graphs._graphs[4]
-    assert graph.inputs.slots[3] == NUM_BLOCKS * BLOCK_SIZE, "premise: three rows of four were filled"
+    graphs = engine._graphs._graphs[4]
+    inputs = graphs.inputs
+    assert inputs.slots[3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[2], "premise: three rows of four were filled"
     caches = [cache for pair in engine._runner.kv_caches for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
-        for column in (graph.inputs.slots, graph.inputs.tables):
+        for column in (inputs.slots, inputs.tables):
             column.copy_(torch.full_like(column, int(column[3].flatten()[0])))
-        graph.replay()
+        graphs.forward.replay()
     for cache, was in zip(caches, before, strict=True):
         assert torch.equal(cache[:NUM_BLOCKS].view(torch.int16), was.view(torch.int16))
 
 
-def test_a_sleep_forgets_the_graphs(make_engine: MakeEngine, log: list[str]) -> None:
+def test_a_sleep_forgets_the_graphs_and_they_are_captured_once_all_is_awake(
+    make_engine: MakeEngine, log: list[str]
+) -> None:
     engine = make_engine(True)
     request = generate("r", prompt(3), n=2, max_tokens=3)
     first = serve(engine, [request])
-    captures = log.count("capture")
     engine.sleep(1, ("weights", "kv_cache"), "recompute")
-    engine.wake_up(("weights", "kv_cache"))
+    assert not engine._graphs._graphs
+    del log[:]
+    engine.wake_up(("weights",))
+    assert log == [] and not engine._graphs._graphs, "the KV cache still sleeps"
+    for _ in range(2):
+        engine.wake_up(("kv_cache",))
+        assert log == ["capture"] * 2 * 4
+    del log[:]
     assert serve(engine, [request]) == first
-    assert log.count("capture") == 2 * captures > 0
+    assert set(log) == {"replay"}
 
 
-def test_only_the_prompt_is_computed_outside_of_a_graph(
-    make_engine: MakeEngine, log: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_step_computes_as_many_rows_as_its_graph_has(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, lens = make_engine(True), []
     forward = engine._runner.model.forward
@@ -196,5 +249,4 @@ def test_only_the_prompt_is_computed_outside_of_a_graph(
 
     monkeypatch.setattr(engine._runner.model, "forward", note)
     run(engine, [generate("r", prompt(7), max_tokens=4)])
-    assert lens == [7, 1, 1, 1, 1] and log == ["capture", "replay", "replay", "replay"]
-    assert np.sum(lens) == 7 + 4, "a capture computes once more"
+    assert lens == [7, 1, 1, 1]

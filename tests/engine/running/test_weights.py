@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from tiny import make_tiny_model
+from trueroll.engine.cache.memory import Arena, DeviceArena
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, InFlight, SampleOutput, ScoreOutput, ScoreRequest, derive_seed
+from trueroll.engine.running import weights
 
 from ..checkpoints import (
     addresses,
@@ -102,6 +106,36 @@ def test_weights_that_were_never_committed_leave_no_trace(tiny_model: Path, newe
     stage(engine, read_tensors(newer))
     assert all_bits(engine) == old
     assert engine.weight_version == 0
+
+
+class LateArena(DeviceArena):
+    """As on a GPU: a copy is queued, and memory that is dropped is anybody's at once. `queued`: copies under way."""
+
+    queued: ClassVar[list[Callable[[], None]]] = []
+
+    def take(self, other: Arena) -> None:
+        self.queued.append(partial(self._arrive, other))
+
+    def _arrive(self, other: Arena) -> None:
+        assert other.num_held, "memory is read that was given back"
+        super().take(other)
+
+
+def test_a_commit_waits_for_its_copies_before_it_frees_what_they_read(
+    tiny_llama: Path, newer_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(device: torch.device) -> None:
+        while LateArena.queued:
+            LateArena.queued.pop(0)()
+
+    monkeypatch.setattr(weights, "new_arena", lambda size, device, huge_pages: LateArena(size, device))
+    monkeypatch.setattr(weights, "wait_for_stream", wait, raising=False)
+    engine = make_engine(tiny_llama)
+    staging = stage(engine, read_tensors(newer_llama))
+    engine.commit_weights(staging, 1, "recompute")
+    assert staging.num_bytes == 0, "premise: its memory is given back"
+    wait(engine._loaded.model.device)
+    assert all_bits(engine) == all_bits(make_engine(newer_llama))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -270,3 +270,14 @@ def test_what_another_sequence_left_in_a_block_is_never_read() -> None:
     sequences = sequences_of([70], torch.bfloat16)
     assert sequences.k_cache[sequences.tables[0, -1]].isnan().any(), "the last block is not full"
     assert not sequences.whole(0).isnan().any() and not sequences.attend([(0, 69, 70)])[0].isnan().any()
+
+
+def test_a_plan_is_read_on_the_stream_alone_that_it_was_copied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another stream would not wait for its tensors to arrive."""
+    sequences, copied = sequences_of([5, 3], torch.bfloat16), []
+    to_device, streams = attention.to_device, iter("aaba")
+    monkeypatch.setattr(attention, "to_device", lambda x, device: copied.append(x) or to_device(x, device))
+    monkeypatch.setattr(attention, "current_stream", lambda device: next(streams), raising=False)
+    counts = [(sequences.attend([(0, 1, 5), (1, 2, 3)]), len(copied))[1] for _ in range(4)]
+    assert counts[0] == 4, "premise: a plan is four tensors"
+    assert counts == [4, 4, 8, 12], "kept for the layers of a step, made anew for another stream"

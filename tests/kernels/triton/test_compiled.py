@@ -166,3 +166,77 @@ def test_a_product_and_a_sum_are_rounded_apart(tmp_path: Path, monkeypatch: pyte
     for joined, apart in found.values():
         assert "FFMA" in joined, "premise: Triton can join them"
         assert "FFMA" not in apart and "FMUL" in apart and "FADD" in apart
+
+
+AHEAD = """
+import contextlib
+import json
+import logging
+from types import SimpleNamespace
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from trueroll.kernels.specs import NormSpec
+from trueroll.kernels.triton import backend, launch
+
+compiled, seen = [], dict(compiled=0, read=0, loaded=0, launched=0)
+
+class Driver:
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: dict(max_shared_mem=232448), unload_module=lambda module: None)
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+    def launcher_cls(self, source, metadata):
+        return lambda *arguments: count("launched")
+
+def count(what):
+    seen[what] += 1
+
+def load_binary(*arguments):
+    count("loaded")
+    return "module", "function", 0, 0, 1024
+
+def compute(device, rows):
+    x, weight = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((rows, 768), (64, 768)))
+    ids = torch.zeros(rows, dtype=torch.int64, device=device)
+    backend.rmsnorm(x, weight[0], NormSpec(1e-6))
+    backend.log_probs(backend.lm_head(x, weight), ids)
+    for k in (0, 1, 40):
+        backend.token_statistics(x[:, :64].float(), ids, k)
+
+Driver.utils.load_binary = load_binary
+triton.runtime.driver.set_active(Driver())
+triton.knobs.compilation.listener = lambda *, cache_hit, **rest: count("read" if cache_hit else "compiled")
+torch.cuda.device = lambda device: contextlib.nullcontext()
+launch._architecture = lambda device: "sm90"
+records = []
+launch.log.setLevel(logging.INFO)
+launch.log.info = lambda text, *values: records.append(text % values)
+backend.prepare(lambda rows: compute("meta", rows), 40, torch.device("cuda", 0))
+prepared = dict(seen)
+for rows in range(1, 41):
+    compute("cpu", rows)
+print(json.dumps(dict(prepared=prepared, served=seen, records=records)))
+"""
+
+
+def test_what_was_prepared_is_neither_compiled_nor_loaded_later_and_is_kept_for_the_next_process(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "ahead.py"
+    script.write_text(AHEAD)
+    first, second = (run_compiler([str(script)], tmp_path / "cache") for _ in range(2))
+    number = first["prepared"]["compiled"]
+    assert number >= 7, "premise: products for several numbers of rows, a norm, and what follows logits"
+    assert first["prepared"] == dict(compiled=number, read=0, loaded=number, launched=0)
+    assert second["prepared"] == dict(compiled=0, read=number, loaded=number, launched=0)
+    for run in (first, second):
+        assert run["served"] == run["prepared"] | dict(launched=run["served"]["launched"])
+        assert run["served"]["launched"] > 40 * 5
+    assert first["records"][0] == f"compiling {number} forms of kernels, or reading them from Triton's cache"
+    assert first["records"][-1] == f"compiled {number} of {number} forms of kernels"
+    assert 2 < len(first["records"]) <= 11

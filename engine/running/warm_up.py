@@ -1,0 +1,114 @@
+"""What is done on a GPU before the first step, so that no step has to wait for it, and all of them find memory.
+
+Kernels are compiled for any number of rows that a step may have. Then the largest step and all CUDA graphs are computed
+on a KV cache of one block, and what is free beside them is there for the real one. On a CPU there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from trueroll.errors import ConfigError
+
+from ...kernels.contract import AttentionBatch
+from ..config import EngineConfig
+from ..models.decoder import Decoder
+from ..request import Distribution
+from .graphs import DecodeGraphs
+from .loading import LoadedModel, available_memory, uses_graphs
+from .model_runner import ModelRunner
+from .sampler import Sampler
+
+HEAD_ROWS = 256  # logits of more rows are never in memory at once
+
+
+def is_needed(device: torch.device) -> bool:
+    """Whether kernels have to be compiled, and memory is short enough to be planned."""
+    return device.type == "cuda"
+
+
+def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
+    """Compiles kernels, and returns how many bytes are available for the KV cache.
+
+    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights.
+    """
+    device = loaded.model.device
+    if not is_needed(device):
+        return available_memory(device)
+    ops, forms = loaded.backend.ops, _Computation(_outline(loaded), config, max_model_len)
+    ops.prepare(forms, config.max_num_batched_tokens, device)
+    try:
+        return _rehearse(config, loaded, max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "max_num_batched_tokens, max_num_seqs, max_model_len: expected steps and CUDA graphs that fit into memory "
+            f"beside the weights, found: {error}; lower one of them, or turn graphs off with cuda_graphs=False"
+        ) from None
+    finally:
+        torch.cuda.empty_cache()
+
+
+class _Computation:
+    """What steps compute with a model, on a KV cache of one block."""
+
+    def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
+        self.runner, self.sampler = ModelRunner(model, 1, config.block_size), Sampler(model.ops, model.head)
+        self._max_num_seqs, self._max_model_len = config.max_num_seqs, max_model_len
+
+    @torch.inference_mode()
+    def __call__(self, rows: int) -> None:
+        """What steps of so many rows compute, but for the heads of many rows, which come in parts of fewer."""
+        hidden = self.hidden(rows)
+        if rows <= self._max_num_seqs:
+            self._decode(rows)
+        if rows <= HEAD_ROWS:
+            self.heads(hidden)
+
+    def hidden(self, rows: int) -> Tensor:
+        """Hidden states of a decode beside a part of a prompt."""
+        lens, zeros = ([1, rows - 1] if rows > 1 else [1]), self._zeros(rows)
+        batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
+        return self.runner.forward(zeros, zeros, zeros, batch)
+
+    def heads(self, hidden: Tensor) -> None:
+        """All ways from hidden states to tokens and log-probs."""
+        token_ids = self._zeros(len(hidden))
+        for distribution in (Distribution(), Distribution(top_k=1)):
+            self.sampler.score(hidden, token_ids, distribution)
+            self.sampler.score_statistics(hidden, token_ids, distribution, k=1)
+
+    def _decode(self, rows: int) -> None:
+        """Decodes in the form that graphs hold."""
+        zeros, lens = self._zeros(rows), [self._max_model_len] * rows
+        batch = AttentionBatch(range(rows + 1), lens, self._tables(rows, self._max_model_len), zeros + 1)
+        self.runner.forward(zeros, zeros, zeros, batch)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)
+
+    def _tables(self, sequences: int, tokens: int) -> Tensor:
+        """Block tables that name the one block."""
+        return self._zeros(sequences, -(-tokens // self.runner.block_size))
+
+
+def _outline(loaded: LoadedModel) -> Decoder:
+    """The model without memory, with one layer of each kind."""
+    model = loaded.model
+    spec = replace(model.spec, layers=tuple(dict.fromkeys(model.spec.layers)))
+    return Decoder(spec, model.ops, partial(torch.empty, dtype=model.dtype, device="meta"))
+
+
+@torch.inference_mode()
+def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
+    """The bytes that are free while memory is held for all graphs and for the largest step."""
+    computation = _Computation(loaded.model, config, max_model_len)
+    graphs = DecodeGraphs(computation.runner, computation.sampler, 0, config.max_num_seqs, max_model_len)
+    if uses_graphs(config, loaded):
+        graphs.capture()  # first, since it gives back what torch keeps of other memory
+    computation.heads(computation.hidden(config.max_num_batched_tokens)[:HEAD_ROWS])
+    return available_memory(loaded.model.device)

@@ -1,0 +1,175 @@
+"""What is done before the first step on a GPU: which kernels are compiled, how memory is planned, what fails.
+
+There is no GPU here: kernels are interpreted, and what a graph holds is computed anew at each replay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tiny import make_tiny_model
+from trueroll.engine import engine as engine_module
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import Distribution, Request, ScoreRequest
+from trueroll.engine.running import warm_up
+from trueroll.engine.running.graphs import DecodeGraphs, Outputs
+from trueroll.engine.running.loading import load_model
+from trueroll.engine.running.model_runner import ModelRunner
+from trueroll.errors import ConfigError
+from trueroll.kernels import reference
+from trueroll.kernels.triton import attention, backend, head, products, rows
+from trueroll.kernels.triton.launch import Launch, form_of
+
+from ..drive import drain, generate, make_engine, tokens
+
+prompt = partial(tokens, vocab_size=64)
+BYTES_PER_BLOCK = 1024  # keys and values of two layers, four tokens and two heads of 16 numbers in bfloat16
+FREE = 1000 * BYTES_PER_BLOCK
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What happens on a machine whose CPU is treated like a GPU: the rows of each capture and of each forward pass, the
+    number of blocks that the latter had, and each look at the free memory.
+    """
+    seen: list[Any] = []
+    forward = ModelRunner.forward
+
+    def capture(compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]:
+        outputs = compute()
+        seen.append(("capture", len(outputs[0])))
+        return outputs, lambda: [place.copy_(found) for place, found in zip(outputs, compute(), strict=True)]
+
+    def note(runner: ModelRunner, *inputs: Any) -> torch.Tensor:
+        seen.append(("forward", len(inputs[0]), len(runner.kv_caches[0][0])))
+        return forward(runner, *inputs)
+
+    for module in (engine_module, warm_up):
+        monkeypatch.setattr(module, "is_needed", lambda device: True)
+        monkeypatch.setattr(module, "DecodeGraphs", partial(DecodeGraphs, new_capture=lambda: capture))
+    monkeypatch.setattr(ModelRunner, "forward", note)
+    monkeypatch.setattr(warm_up, "available_memory", lambda device: seen.append("look") or FREE)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("qwen2", tmp_path_factory.mktemp("warm") / "tiny", dtype="bfloat16", vocab_size=64)
+
+
+def engine_of(model: Path, **settings: Any) -> Engine:
+    sizes = dict(block_size=4, max_num_seqs=4, max_num_batched_tokens=24, num_threads=1, backend="reference")
+    config = EngineConfig(model=str(model), **(sizes | settings))
+    loaded = load_model(config)
+    capturing = dataclasses.replace(loaded.backend, can_capture=True)
+    return Engine(config, dataclasses.replace(loaded, backend=capturing))
+
+
+def test_memory_is_looked_at_while_the_largest_step_and_all_graphs_hold_theirs(model: Path, events: list[Any]) -> None:
+    engine = engine_of(model, kv_memory_fraction=0.9)
+    assert events.count("look") == 1 and engine.info.num_blocks == 900
+    before, after = events[: events.index("look")], events[events.index("look") + 1 :]
+    captures = [("capture", size) for size in (4, 4, 2, 2, 1, 1)]
+    assert [event for event in before if event[0] == "capture"] == captures
+    assert before[-1] == ("forward", 24, 1), "on a KV cache of one block"
+    assert [event for event in after if event[0] == "capture"] == captures
+    assert {event[2] for event in after if event[0] == "forward"} == {900 + 1}
+    assert engine.info.warm_up_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_blocks"),
+    [
+        (dict(), 250),
+        (dict(max_model_len=64), 4 * 64 // 4),
+        (dict(max_model_len=64, kv_memory_fraction=0.5), 500),
+        (dict(kv_memory=20 * BYTES_PER_BLOCK), 20),
+        (dict(num_blocks=1000), 1000),
+    ],
+)
+def test_how_much_the_kv_cache_takes_of_what_is_free(
+    model: Path, events: list[Any], settings: dict[str, Any], num_blocks: int
+) -> None:
+    assert engine_of(model, cuda_graphs=False, **settings).info.num_blocks == num_blocks
+
+
+def test_more_than_what_is_free_is_refused(model: Path, events: list[Any]) -> None:
+    for settings in (dict(num_blocks=1001), dict(kv_memory=FREE + BYTES_PER_BLOCK)):
+        with pytest.raises(
+            ConfigError, match=f"expected at most the {FREE} bytes that are available, found 1001 blocks"
+        ):
+            engine_of(model, **settings)
+
+
+def test_steps_that_do_not_fit_are_refused_with_what_to_lower(
+    model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*inputs: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr(ModelRunner, "forward", fail)
+    with pytest.raises(
+        ConfigError, match="^max_num_batched_tokens, .* found: tried to allocate 3 GiB; lower one of them"
+    ):
+        engine_of(model)
+
+
+def test_a_cpu_needs_nothing_of_it(tiny_llama: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*inputs: Any) -> None:
+        pytest.fail("something was computed before the first step")
+
+    for module, name in ((reference, "prepare"), (ModelRunner, "forward"), (warm_up, "_rehearse")):
+        monkeypatch.setattr(module, name, fail)
+    engine = make_engine(tiny_llama, backend=backend)
+    with pytest.raises(pytest.fail.Exception, match="before the first step"):
+        engine.add(generate("r", tokens(5)))
+        drain(engine)
+
+
+KERNELS: tuple[ModuleType, ...] = (attention, head, products, rows)
+
+
+def requests() -> list[Request]:
+    """All kinds of draws and scores, and prompts in chunks of several lengths."""
+    both = dict(top_k=5, min_tokens=2, stop_token_ids=[7], top_logprobs=0)
+    return [
+        generate("plain", prompt(20), n=2, max_tokens=2),
+        generate("recorded", prompt(3, seed=2), top_logprobs=40, max_tokens=2),
+        generate("filtered", prompt(3, seed=3), max_tokens=2, **both),
+        ScoreRequest("score", prompt(5, seed=4), Distribution(top_k=3), top_logprobs=2),
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
+def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
+    family: str, tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Launch] = []
+    launched: set[Launch] = set()
+    launch = attention.launch
+
+    def note(kernel: Any, grid: Any, *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
+        launched.add(form_of(kernel, args, warps, stages, constants))
+        launch(kernel, grid, *args, warps=warps, stages=stages, **constants)
+
+    monkeypatch.setattr(backend, "compile_all", lambda forms, device: prepared.extend(forms))
+    folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, num_hidden_layers=1)
+    engine = engine_of(folder, backend="triton", num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17)
+    assert len(set(prepared)) == len(prepared) > 12
+    del events[:]
+    for module in KERNELS:
+        monkeypatch.setattr(module, "launch", note)
+    for request in requests():
+        engine.add(request)
+    drain(engine)
+    assert launched <= set(prepared) and len(launched) > 12
+    assert {event[1] for event in events} >= {2, 17} and {event[0] for event in events} == {"forward"}

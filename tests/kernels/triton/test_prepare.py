@@ -1,0 +1,47 @@
+"""What is compiled before the first step: for some numbers of rows, all that any number of rows needs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from trueroll.kernels.triton import backend, products
+from trueroll.kernels.triton.launch import recording
+
+MOST = 3000
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "heads", "kv_heads"),
+    [(3584, 18944, 3584, 512), (1024, 3072, 2048, 1024), (576, 1536, 576, 192)],
+)
+def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
+    hidden: int, inner: int, heads: int, kv_heads: int
+) -> None:
+    """Those of Qwen2.5-7B, Qwen3-0.6B and SmolLM2-135M."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    down, gate, o = empty(hidden, inner), empty(inner, hidden), empty(hidden, heads)
+    qkv = empty(heads, hidden), empty(kv_heads, hidden), empty(kv_heads, hidden)
+
+    def compute(rows: int) -> None:
+        x = empty(rows, hidden)
+        products.qkv_parts(x, qkv)
+        products.linear_add(empty(rows, heads), o, x)
+        products.linear_add(products.gate_up(x, gate, gate, "silu"), down, x)
+
+    with recording() as launches:
+        for rows in range(1, MOST + 1):
+            compute(rows)
+    needed = set(launches)
+    assert len(needed) > 12, "premise: several tiles"
+    assert set(backend.forms_of(compute, MOST)) == needed
+
+
+def test_no_more_rows_are_prepared_than_a_step_may_have() -> None:
+    for most in (1, 15, 16, 100, 8192):
+        seen: list[int] = []
+        assert backend.forms_of(seen.append, most) == []
+        assert seen[0] == 1 and seen[-1] == most and seen == sorted(set(seen))
+    assert len(seen) < 200
