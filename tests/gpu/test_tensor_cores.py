@@ -19,16 +19,16 @@ from .moved import DEVICE, random, same
 DTYPES = [torch.bfloat16, torch.float16]
 COUNTS = (1, 16, 17, 33, 65, 128, 129, 300, 1024)
 ROWS = (0, 1, 15, 16, 32, 64, 127, 128, 200, 299, 1023)  # those that are compared
-# Weights: the layers of Qwen2.5-7B; one chain that is as long; tails of K that fill no step of 16, or no step of a
-# tile, in whole and in pieces; elements loaded one by one.
+# Weights: the layers of Qwen2.5-7B; tails of K that fill no step of 16, or no step of a tile, in whole and in pieces;
+# elements loaded one by one.
 SHAPES = [
     (3584, 3584),
     (512, 3584),
     (3584, 18944),
-    (8192, 3584),
+    (2 * 18944, 3584),
     (700, 584),
     (1024, 3592),
-    (513, 130),
+    (528, 130),
     (2048, 1537),
 ]
 
@@ -62,6 +62,17 @@ def test_products_have_the_bits_of_the_model(
         logits = kernels.lm_head(x[:count], weight)
         check_product(core, logits[rows][:, features], x[rows], compared, piece)
         assert same(kernels.linear(x[:count], weight), logits.to(dtype)), f"{count} rows, rounded"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n,k", SHAPES)
+def test_gate_and_up_have_the_bits_of_their_products(kernels: Backend, n: int, k: int, dtype: torch.dtype) -> None:
+    """Of such as the test above compares with the model."""
+    x, weight = random(max(COUNTS), k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
+    for part in (x[:count] for count in COUNTS):
+        gate, up = (kernels.linear(part, half) for half in weight.chunk(2))
+        expected = kernels.gate_mul(gate, up, "silu")
+        assert same(kernels.gate_up(part, *weight.chunk(2), "silu"), expected), f"{len(part)} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton_interpreter import widen
 
-from trueroll.kernels.triton import products
+from trueroll.kernels.triton import backend, products
 from trueroll.kernels.triton.launch import recording
-from trueroll.kernels.triton.products import NARROW_TILE, TILES
+from trueroll.kernels.triton.products import NARROW_TILE, PAIR_TILES, TILES
 
 from ...gpu import moved
 from ...gpu import test_tensor_cores as on_a_gpu
@@ -70,8 +70,9 @@ def test_what_a_gpu_is_asked_holds_here(dtype: torch.dtype, monkeypatch: pytest.
     for module in (moved, on_a_gpu):
         monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(on_a_gpu, "COUNTS", (1, 33))
-    ops: Any = products
+    ops: Any = backend
     on_a_gpu.test_products_have_the_bits_of_the_model(ops, HOPPER, 70, 1544, dtype)
+    on_a_gpu.test_gate_and_up_have_the_bits_of_their_products(ops, 70, 1544, dtype)
     on_a_gpu.test_numbers_at_the_ends_of_a_dtype_have_the_bits_of_the_model(ops, HOPPER, dtype)
 
 
@@ -110,12 +111,13 @@ def test_the_cases_for_a_gpu_take_every_tile_and_both_ways_of_adding_pieces() ->
             )
             for count in on_a_gpu.COUNTS:
                 products.lm_head(x[:count], weight)
+                products.gate_up(x[:count], *weight.chunk(2), "silu")
     constants = [dict(launch.constants) for launch in launches]
     tiles = {
         tuple(known[name] for name in ("FEATURES", "TOKENS", "DEPTH")) + (launch.warps, launch.stages)
         for launch, known in zip(launches, constants, strict=True)
         if "FEATURES" in known
     }
-    assert tiles == {*TILES, NARROW_TILE}
+    assert tiles == {*TILES, *PAIR_TILES, NARROW_TILE}
     ways = {(known.get("APART", False), known["CUT"]) for known in constants if "CUT" in known}
     assert ways == {(True, True), (False, True), (False, False)}
