@@ -16,28 +16,31 @@ from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionBatch, Backend
 from trueroll.kernels.specs import Activation, NormSpec
 
-from .accuracy import EPSILON, FLOAT32, check
+from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
 from .inputs import NORM, ZERO_CENTERED, Paged, randn, same_bits, stored
 
+# Shapes of weights.
+PRODUCTS = [(700, 576), (300, 1536), (513, 130)]
 
-def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor, most_mean: float = 1.05) -> None:
+
+def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor) -> None:
     """Errors are hardly larger than those of torch's op: of 16-bit results the mean at most 1.001 and the largest 1.1
-    times as large, of float32 results `most_mean` and 3 times, as torch sums in other orders on other machines.
+    times as large, of float32 results 1.05 and 3 times, as torch sums in other orders on other machines.
 
     16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, over torch's:
     products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
     float32: the error is that of the order in which terms are summed. Measured: products 0.76 to 0.86, norms 0.79 to
-    0.94, activation 0.81 to 0.83, attention 0.96 to 0.98, log-softmax 0.69 to 0.80. The largest of some thousand errors
-    is left more to chance: 0.45 to 1.0.
+    0.94, activation 0.81 to 0.83, attention 0.96 to 0.98. The largest of some thousand errors is left more to chance:
+    0.45 to 1.0. Not for float32 results of a GPU, which adds and takes logarithms in other ways than torch on a CPU.
     """
-    mean, most = (most_mean, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
+    mean, most = (1.05, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
     error, torch_error = ((x.double() - expected).abs() for x in (found, torch_found))
     assert error.mean() <= mean * torch_error.mean(), f"{error.mean() / torch_error.mean():.3f} times as large"
     assert error.max() <= most * torch_error.max(), f"{error.max() / torch_error.max():.3f} times as large"
 
 
-@pytest.mark.parametrize("n,k", [(700, 576), (300, 1536), (513, 130)])
+@pytest.mark.parametrize("n,k", PRODUCTS)
 def test_linear(served: Served, n: int, k: int) -> None:
     ops, dtype = served.ops, served.dtype
     x, weight, bias = randn(64, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=2)
@@ -50,19 +53,13 @@ def test_linear(served: Served, n: int, k: int) -> None:
     check_against_torch(ops.linear(x, packed), F.linear(x, weight), exact)
 
 
-@pytest.mark.parametrize("n,k", [(700, 576), (300, 1536), (513, 130)])
-def test_lm_head_against_torch(quick: Served, n: int, k: int) -> None:
-    """Next to torch's product in float32, for 16-bit weights too; torch's own mean error differs by 10% there between 1
-    and 64 rows. Measured for 16-bit weights: 0.75 to 1.13. Next to torch's 16-bit product errors are under 1%.
-
-    Not in an interpreter, which adds the terms of a product one by one and so has another error.
-    """
-    x, weight = randn(64, k, dtype=quick.dtype), randn(n, k, dtype=quick.dtype, seed=1)
-    exact = x.double() @ weight.double().T
-    found, torch_found = quick.ops.lm_head(x, stored(quick.ops, weight)), F.linear(x.float(), weight.float())
-    check_against_torch(found, torch_found, exact, 1.05 if quick.dtype == torch.float32 else 1.25)
-    if quick.dtype != torch.float32:
-        check_against_torch(found, F.linear(x, weight).float(), exact, 0.01)
+@pytest.mark.parametrize("n,k", PRODUCTS)
+def test_lm_head(served: Served, n: int, k: int) -> None:
+    x, weight = randn(64, k, dtype=served.dtype), randn(n, k, dtype=served.dtype, seed=1)
+    found = served.ops.lm_head(x, stored(served.ops, weight))
+    check_products(found, x, weight)
+    if served.dtype == torch.float32:
+        check_against_torch(found, F.linear(x, weight), x.double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("size", [16, 577, 4096])
@@ -218,8 +215,8 @@ def test_log_probs(quick_ops: Backend, vocab_size: int, spread: int) -> None:
     found = quick_ops.log_probs(logits, ids)
     # The sum of the exponentials is wrong by a share of itself, and so its logarithm by that much.
     check(found, expected, 3, vocab_size / 16 + 16, torch.ones_like(expected))
-    if vocab_size > 17:
-        check_against_torch(found, logits.log_softmax(-1).gather(1, ids[:, None])[:, 0], expected)
+    # Rounded to nearest, n additions are wrong by no more than about the root of n roundings.
+    check_mean(found, expected, 3 * expected.abs() + math.sqrt(vocab_size / 16) + 16)
 
 
 def test_log_probs_of_extremes(ops: Backend) -> None:
