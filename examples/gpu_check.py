@@ -2,8 +2,8 @@
 
 Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but Triton's
 kernels, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
-CONTRIBUTING.md has the command that makes it. The folder `--out` gets `site`, with these packages and links to the
-checkout, and for each part a log and the figures of `gpu_report.py`.
+docs/gpu.md has the command that makes it. The folder `--out` gets `site`, with these packages and links to the
+checkout, and for each part a log and the figures of `gpu_report.py`, whose tables are printed too.
 
 Each promise has a process of its own, which a fault of the GPU ends with it, and a time after which it counts as
 broken; those of a part take less than ten minutes together, with the one about the machine, which is always first. The
@@ -64,12 +64,12 @@ PARTS: dict[str, tuple[Promise, ...]] = {
     "products": (
         Promise(
             "each loaded kernel multiplies by one instruction",
-            120,
+            100,
             ("test_machine.py::test_each_loaded_kernel_multiplies_by_one_instruction",),
         ),
         Promise(
             "no row differs, whatever the tile, the dtype and the tail of K",
-            360,
+            260,
             ("test_real_sizes.py", "test_tails.py"),
             parallel=True,
         ),
@@ -86,12 +86,12 @@ PARTS: dict[str, tuple[Promise, ...]] = {
     "engine": (
         Promise(
             "decode, prefill and graphs give the same bits, for 1 to 520 sequences",
-            140,
+            200,
             ("test_decode.py", "test_engine.py::test_graphs_change_no_bit"),
         ),
         Promise(
             "no bit differs in any cell of the exactness matrix",
-            140,
+            240,
             (
                 "test_engine.py::test_no_bit_differs_in_any_cell",
                 "test_engine.py::test_no_bit_differs_for_layers_of_real_size",
@@ -99,15 +99,15 @@ PARTS: dict[str, tuple[Promise, ...]] = {
             parallel=True,
         ),
         Promise(
-            "a step waits for nothing",
-            60,
-            ("test_engine.py::test_a_step_is_queued_without_waiting_for_the_device",),
+            "a step waits for nothing", 60, ("test_engine.py::test_a_step_is_queued_without_waiting_for_the_device",)
         ),
-        Promise("a commit during a step changes no sample of another version", 50, COMMITS),
-        Promise("the same with expandable segments", 50, COMMITS, settings=EXPANDABLE),
+    ),
+    "weights": (
+        Promise("a commit during a step changes no sample of another version", 130, COMMITS),
+        Promise("the same with expandable segments", 130, COMMITS, settings=EXPANDABLE),
         Promise(
             "a trainer's log-probs have the bits of the rollout's",
-            90,
+            200,
             ("test_trainer.py", "test_engine.py::test_a_trainer_computes_the_bits_of_the_rollout"),
         ),
     ),
@@ -151,6 +151,8 @@ class Check:
         command = self._report(promise, part) if promise.sections else self._pytest(promise, results)
         with (self.out / f"{part}.log").open("a") as log:
             code = run(command, promise.seconds, self._environment(promise), log)
+        if promise.sections:
+            print(Path(log.name).read_text(), flush=True)
         seconds = time.monotonic() - start
         if code is None:
             return Verdict(promise, "BROKEN", False, f"expected its end within {promise.seconds} s; see {log.name}")
@@ -281,6 +283,7 @@ def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
     yield (machine := check.judge(MACHINE, "machine"))
     if machine.is_fine:
         for part in parts:
+            (check.out / f"{part}.log").unlink(missing_ok=True)
             yield from (check.judge(promise, part) for promise in PARTS[part])
 
 
@@ -291,7 +294,7 @@ def main() -> None:
     if missing := unmet(check.site):
         sys.exit(
             f"gpu_check: expected packages that neither this interpreter nor the wheels have: {', '.join(missing)}; "
-            "add them to the folder of --wheels, by the command in CONTRIBUTING.md"
+            "add them to the folder of --wheels, by the command in docs/gpu.md"
         )
     verdicts = []
     for verdict in verdicts_of(check, arguments.parts or list(PARTS)):
