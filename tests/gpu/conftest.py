@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from trueroll.engine import engine
 from trueroll.kernels.contract import Backend
 from trueroll.kernels.selection import select_backend
 
@@ -34,6 +35,13 @@ def gpu() -> torch.device:
     if IS_REHEARSAL:
         pytest.skip("needs a GPU, which a rehearsal does without")
     return DEVICE
+
+
+@pytest.fixture
+def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine queues a step while the one before computes, in a rehearsal too."""
+    if IS_REHEARSAL:
+        monkeypatch.setattr(engine, "_runs_ahead", lambda device: True)
 
 
 @pytest.fixture

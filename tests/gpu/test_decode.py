@@ -28,7 +28,7 @@ ALIVE = sized(
     (3, 2, 1),
 )
 """How many samples decode in each step after the prompts."""
-SHARED, OWN = sized(704, 12), sized(9, 3)
+SHARED, OWN = sized(704, 16), sized(9, 3)
 """Tokens of a prompt that all have, so that there is more than one partition of keys, and its own."""
 MODELS = sized(("qwen3-0.6b", "qwen2.5-7b"), ("qwen3-0.6b",))
 Samples: TypeAlias = dict[tuple[str, int], SampleOutput]
@@ -98,7 +98,7 @@ def score_bits(engine: Engine, asked: list[GenerateRequest], samples: Samples) -
 
 
 def test_decode_has_the_bits_of_prefill_and_of_graphs(
-    config: EngineConfig, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, loaded: LoadedModel, one_step_ahead: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = requests()
     with_graphs = Engine(config, loaded)
