@@ -60,6 +60,7 @@ class Promise:
 
 MACHINE = Promise("the versions and the driver are known", 60, ("test_machine.py::test_versions_and_driver",))
 COMMITS, SLEEP = ("test_commits.py",), ("test_engine.py::test_sleep_gives_the_memory_of_the_device_back",)
+PUSH = ("test_push.py",)
 PARTS: dict[str, tuple[Promise, ...]] = {
     "products": (
         Promise(
@@ -116,7 +117,10 @@ PARTS: dict[str, tuple[Promise, ...]] = {
         Promise("a sleep gives all bytes back, and a wake-up takes them again", 160, SLEEP),
         Promise("the same with expandable segments", 160, SLEEP, settings=EXPANDABLE),
     ),
-    "push": (Promise("every bit of a push arrives and all of its memory comes back", 520, ("test_push.py",)),),
+    "push": (
+        Promise("every bit of a push arrives and all of its memory comes back", 260, PUSH),
+        Promise("the same with expandable segments", 260, PUSH, settings=EXPANDABLE),
+    ),
     "speed": (
         Promise("products, attention and decode steps are measured", 520, sections=("products", "attention", "steps")),
     ),
