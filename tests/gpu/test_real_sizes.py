@@ -23,12 +23,10 @@ from .moved import DEVICE, Moved, move, random, same, sized
 DTYPES = sized([torch.bfloat16, torch.float16], [torch.bfloat16])
 ROWS = sized(8192, 144)
 # Around every size of a tile, and where the tables change from one to the next.
-COUNTS = sized(
-    (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1024, 2047, 4096),
-    (1, 17, 129),
-)
-HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 160, 32, 512))
+COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 1024, 2047, 4096)
 Product = Callable[[Backend, Tensor, Tensor], Tensor]
+COUNTS = sized(COUNTS, (1, 17, 129))
+HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 160, 32, 512))
 
 
 # The rows to compute, the weight's shape, and the op.
