@@ -1,9 +1,11 @@
-"""How near to its limits an NVIDIA GPU runs: `python examples/gpu_report.py [--json FILE]`.
+"""How near to its limits an NVIDIA GPU runs: `python examples/gpu_report.py [SECTION ...] [--json FILE]`.
 
-Four sections, each printed as soon as it is measured: products against cuBLAS, attention against torch's
-scaled_dot_product_attention (SDPA), a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA, and the
-requests per second of a workload that VeXact published for one H100. Weights are random. A section that fails shows its
-error, the next one is measured all the same, and the exit code is 1; a missed goal is no failure.
+Five sections, each printed as soon as it is measured: `products` against cuBLAS, `attention` against torch's
+scaled_dot_product_attention (SDPA), `steps`, a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA,
+`workloads`, the requests per second of one that VeXact published for one H100, and `serving`, tokens per second for 64
+to 512 sequences. Weights are random. A section that fails shows its error, the next one is measured all the same, and
+the exit code is 1; a missed goal is no failure. `--rehearse` runs it all on a CPU with tiny sizes and the reference
+kernels: its figures mean nothing.
 
 Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Several copies
 of the weights, and of the keys and values of decodes, are used in turn, so that none of them is still in the GPU's
@@ -18,6 +20,8 @@ import json
 import math
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -33,6 +37,7 @@ from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models.decoder import ModelInput
+from trueroll.engine.models.dummy import find_config
 from trueroll.engine.running.loading import load_dummy
 from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Rotation, Wanted
 from trueroll.kernels.layer import run_layers
@@ -43,21 +48,30 @@ from trueroll.rollout.tools.bench import EngineSystem, Workload
 Row = dict[str, Any]
 
 CONFIG = EngineConfig(
-    model="qwen2.5-7b", device="cuda", backend="triton", max_model_len=2048, max_num_batched_tokens=8192
+    model="qwen2.5-7b",
+    device="cuda",
+    backend="triton",
+    max_model_len=2048,
+    max_num_seqs=64,
+    max_num_batched_tokens=8192,
 )
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
 # Weights [N, K] of Qwen2.5-7B.
 PRODUCTS = dict(qkv=(4608, 3584), o=(3584, 3584), gate_up=(37888, 3584), down=(3584, 18944), head=(152064, 3584))
-NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-MOST_HEAD_ROWS = 256  # more logits are never in memory at once
+NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 129, 256, 512, 1024, 2048, 4096, 8192)
+MOST_HEAD_ROWS = 512  # more logits are never in memory at once
 # (sequences, queries of each, tokens of each)
 DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 8192), (64, 1, 1024), (64, 1, 4096))
-PREFILLS = ((1, 4096, 4096), (1, 16384, 16384), (8, 2048, 2048))
-STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64), 1152
+PREFILLS = ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 16384, 16384), (8, 2048, 2048))
+STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64, 128, 129, 256, 512), 1152
 # VeXact's figures on one H100: new tokens, requests/s with its prefix cache, what the cache gained. How many tokens its
 # prompts had beside the shared ones is not known here; 64 are those of `trueroll bench --workload shared`.
 PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
 REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
+# Models, and for each of them: sequences in groups of 8 of one prompt, and the tokens of prompts and of samples.
+SERVED, SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = ("qwen3-0.6b", "qwen2.5-7b"), (64, 256, 512), 128, 256
+KV_MEMORY = 32 * 2**30  # room for all of them
+RUNS = 3
 REPLAYS = 9
 COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H200
 REPLAY_SECONDS, MOST_CALLS = 3e-3, 500
@@ -278,13 +292,18 @@ def step_row(sequences: int, ours: float, theirs: float, difference: float, rate
 
 
 def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """Each speed is the median of three runs after a first one; the prefix cache is empty when a run begins."""
+    """The prefix cache is empty when a run begins."""
     configs = (CONFIG, CONFIG.model_copy(update={"enable_prefix_caching": False}))
     systems = [EngineSystem(each, load(CONFIG)) for each in configs]
     for max_tokens, *published in PUBLISHED:
         workload = Workload("VeXact", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, max_tokens, temperature=0.0)
-        runs = [[system(workload).seconds for _ in range(4)][1:] for system in systems]
-        yield workload_row(max_tokens, *(REQUESTS / statistics.median(run) for run in runs), *published)
+        speeds = (REQUESTS / median_seconds(system, workload) for system in systems)
+        yield workload_row(max_tokens, *speeds, *published)
+
+
+def median_seconds(system: EngineSystem, workload: Workload) -> float:
+    """Of several runs after a first one."""
+    return statistics.median([system(workload).seconds for _ in range(RUNS + 1)][1:])
 
 
 def workload_row(max_tokens: int, cached: float, uncached: float, published: float, published_gain: float) -> Row:
@@ -294,12 +313,34 @@ def workload_row(max_tokens: int, cached: float, uncached: float, published: flo
     return speeds | gains | {"goal": cached >= 2 * published and gain > published_gain}
 
 
-SECTIONS: dict[str, Callable[[Backend, Machine], Iterator[Row]]] = {
-    "Products; goals: 90% of memory up to 64 rows, 85% of cuBLAS from 512": measure_products,
-    "Attention": measure_attention,
-    "Decode step of Qwen2.5-7B; goal: at most 1.1 times as long": measure_steps,
-    f"VeXact's workload, {REQUESTS} prompts with {SHARED_TOKENS} shared and {OWN_TOKENS} own tokens; "
-    "goal: twice its requests/s and a larger gain by the cache": measure_workloads,
+def measure_serving(ops: Backend, machine: Machine) -> Iterator[Row]:
+    """Samples at temperature 1, and greedy ones whose prompts share most of their tokens; prompts' time included."""
+    most = max(*SEQUENCES, REQUESTS)
+    for name in SERVED:
+        config = CONFIG.model_copy(update={"model": name, "max_num_seqs": most, "kv_memory": KV_MEMORY})
+        system = EngineSystem(config, load_dummy(config))
+        groups = [Workload("groups of 8", n // 8, 0, PROMPT_TOKENS, 8, NEW_TOKENS, 1.0) for n in SEQUENCES]
+        for workload in (*groups, Workload("shared", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, NEW_TOKENS, 0.0)):
+            yield serving_row(name, workload, median_seconds(system, workload))
+
+
+def serving_row(model: str, workload: Workload, seconds: float) -> Row:
+    shown = {"model": model, "workload": workload.name, "sequences": workload.num_samples}
+    tokens = {"prompt": workload.shared + workload.own, "new tokens": workload.max_tokens}
+    speed = workload.num_samples * workload.max_tokens / seconds
+    return shown | tokens | {"tokens/s": speed, "ms a token": seconds / workload.max_tokens * 1e3}
+
+
+SECTIONS: dict[str, tuple[str, Callable[[Backend, Machine], Iterator[Row]]]] = {
+    "products": ("Products; goals: 90% of memory up to 64 rows, 85% of cuBLAS from 512", measure_products),
+    "attention": ("Attention", measure_attention),
+    "steps": ("Decode step of Qwen2.5-7B; goal: at most 1.1 times as long", measure_steps),
+    "workloads": (
+        f"VeXact's workload, {REQUESTS} prompts with {SHARED_TOKENS} shared and {OWN_TOKENS} own tokens; "
+        "goal: twice its requests/s and a larger gain by the cache",
+        measure_workloads,
+    ),
+    "serving": ("Serving, of a whole run: tokens/s of all sequences, ms for a token of each", measure_serving),
 }
 
 
@@ -332,26 +373,92 @@ def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list
     return measured, not failure
 
 
-@torch.inference_mode()
-def main() -> None:
+# What a rehearsal measures in place of the sizes above, with the configuration of `rehearse`.
+SMALL: dict[str, Any] = dict(
+    PRODUCTS={"o": (64, 48), "gate_up": (64, 48), "head": (512, 48)},
+    NUM_ROWS=(1, 256, 512),
+    COLD_BYTES=2**14,
+    DECODES=((2, 1, 32),),
+    PREFILLS=((1, 32, 32),),
+    STEPS=(1, 2),
+    STEP_CONTEXT=32,
+    PUBLISHED=((3, 1.0, 0.25),),
+    REQUESTS=3,
+    SHARED_TOKENS=32,
+    OWN_TOKENS=5,
+    SEQUENCES=(8,),
+    PROMPT_TOKENS=16,
+    NEW_TOKENS=4,
+    KV_MEMORY=2**20,
+    RUNS=1,
+)
+SMALL_MODEL = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def rehearse(folder: Path) -> None:
+    """From now on measures little, on a CPU, with a clock of the host."""
+    config = json.loads((find_config(CONFIG.model) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SMALL_MODEL))
+    settings = dict(model=str(folder), device="cpu", backend="reference", max_num_batched_tokens=512)
+    ours = dict(CONFIG=CONFIG.model_copy(update=settings), SERVED=(str(folder),))
+    clock = dict(seconds_of=seconds_on_the_host, measure_machine=lambda: Machine("rehearsal", 1e9, 1e9))
+    globals().update(SMALL | ours | clock)
+
+
+def seconds_on_the_host(calls: Sequence[Callable[[], object]]) -> float:
+    start = time.perf_counter()
+    for call in calls[:3]:
+        call()
+    return (time.perf_counter() - start) / len(calls[:3])
+
+
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measures products, attention, decode steps and requests/s on a GPU.")
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    file = parser.parse_args().json
-    if not torch.cuda.is_available():
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU; the figures mean nothing")
+    arguments = parser.parse_args()
+    if unknown := [name for name in arguments.sections if name not in SECTIONS]:
+        parser.error(f"expected sections among {', '.join(SECTIONS)}, found {', '.join(unknown)}")
+    if not arguments.rehearse and not torch.cuda.is_available():
         sys.exit(f"expected a GPU that torch can use, found none (torch {torch.__version__}); run this on a CUDA GPU")
+    return arguments
+
+
+@torch.inference_mode()
+def report(sections: Sequence[str], file: Path | None) -> None:
+    """Measures these sections, prints them, and writes them to a file. Exits with an error if one of them fails."""
     ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16, []).ops
     console, machine = Console(width=120), measure_machine()
     console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")
     console.print(f"copy {machine.bandwidth / 1e12:.2f} TB/s, cuBLAS {machine.arithmetic / 1e12:.0f} TFLOP/s")
-    report: dict[str, Any] = {"machine": asdict(machine), "sections": {}, "failed": []}
-    for title, section in SECTIONS.items():
-        report["sections"][title], is_whole = run_section(title, section(ops, machine), console)
+    found: dict[str, Any] = {"machine": asdict(machine), "sections": {}, "failed": []}
+    for name in sections:
+        title, section = SECTIONS[name]
+        found["sections"][name], is_whole = run_section(title, section(ops, machine), console)
         if not is_whole:
-            report["failed"].append(title)
+            found["failed"].append(name)
         if file is not None:
-            file.write_text(json.dumps(report, indent=2))
-    if report["failed"]:
-        sys.exit(f"{len(report['failed'])} of {len(SECTIONS)} sections failed: {'; '.join(report['failed'])}")
+            file.write_text(json.dumps(found, indent=2))
+    if found["failed"]:
+        sys.exit(f"{len(found['failed'])} of {len(sections)} sections failed: {'; '.join(found['failed'])}")
+
+
+def main() -> None:
+    arguments = read_arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.rehearse:
+            rehearse(Path(folder))
+        report(arguments.sections or list(SECTIONS), arguments.json)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,9 @@ def test_rows_are_arithmetic_on_timings(report: ModuleType) -> None:
     assert (row["ms"], row["cuBLAS + SDPA ms"], row["times as long"]) == pytest.approx((5.4, 5.0, 1.08))
     row = report.workload_row(8, 40.0, 25.0, 19.34, 0.38)
     assert (row["times"], row["of cache: gain"]) == pytest.approx((40 / 19.34, 0.6))
+    workload = report.Workload("groups of 8", 2, 0, 128, 8, 250, 1.0)
+    row = report.serving_row("qwen3-0.6b", workload, 0.5)
+    assert (row["sequences"], row["tokens/s"], row["ms a token"]) == pytest.approx((16, 8000, 2.0))
     row = report.attention_row(2, 1, 1000, 1e-3, 0.5e-3, machine)
     num_bytes = 2 * 2 * 128 * (2 * 1000 * 4 + 2 * 28)
     assert (row["of SDPA"], row["of limit"]) == pytest.approx((0.5, num_bytes / 1e12 / 1e-3))
@@ -124,22 +127,12 @@ def on_a_cpu(report: ModuleType, tiny_qwen2: Path, monkeypatch: pytest.MonkeyPat
 
     folder = str(tiny_qwen2)
     config = EngineConfig(model=folder, dtype="bfloat16", backend="reference", max_num_batched_tokens=512)
-    changes: dict[str, Any] = dict(
+    changes: dict[str, Any] = report.SMALL | dict(
         CONFIG=config,
+        SERVED=(folder,),
         seconds_of=seconds_of,
         measure_machine=lambda: report.Machine("no GPU", 1e9, 1e9),
         select_backend=lambda *_: SelectedBackend("reference", reference, ""),  # type: ignore[arg-type]
-        PRODUCTS={"o": (64, 48), "gate_up": (64, 48), "head": (512, 48)},
-        NUM_ROWS=(1, 256, 512),
-        COLD_BYTES=2**14,
-        DECODES=((2, 1, 32),),
-        PREFILLS=((1, 32, 32),),
-        STEPS=(1, 2),
-        STEP_CONTEXT=32,
-        PUBLISHED=((3, 1.0, 0.25),),
-        REQUESTS=3,
-        SHARED_TOKENS=32,
-        OWN_TOKENS=5,
     )
     for name, value in changes.items():
         assert hasattr(report, name)
@@ -155,13 +148,15 @@ def test_every_section_is_measured_and_written(
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--json", str(file)])
     on_a_cpu.main()
     written, text = json.loads(file.read_text()), capsys.readouterr().out
-    assert written["failed"] == [] and [len(rows) for rows in written["sections"].values()] == [8, 2, 2, 1]
-    assert all(title[:20] in text for title in written["sections"])
-    products, attention, steps, workloads = written["sections"].values()
+    assert written["failed"] == [] and [len(rows) for rows in written["sections"].values()] == [9, 2, 2, 1, 2]
+    assert list(written["sections"]) == list(on_a_cpu.SECTIONS)
+    assert all(title[:20] in text for title, _ in on_a_cpu.SECTIONS.values())
+    products, attention, steps, workloads, serving = written["sections"].values()
     assert {row["product"] for row in products} == {"o 64x48", "gate_up 64x48", "head 512x48"}
     assert all(row["of cuBLAS"] == 1.0 for row in products) and all(row["of SDPA"] == 1.0 for row in attention)
     assert all(row["times as long"] == 1.0 and 0 < row["differs by"] < 0.03 for row in steps)
     assert workloads[0]["requests/s"] > 0 and workloads[0]["cache off"] > 0
+    assert [(row["sequences"], row["prompt"]) for row in serving] == [(8, 16), (3, 37)]
 
 
 def test_steps_that_fail_leave_the_model_to_its_own_ops(on_a_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +182,9 @@ def test_a_section_that_fails_does_not_end_the_others(
 
     file = tmp_path / "report.json"
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--json", str(file)])
-    monkeypatch.setattr(on_a_cpu, "SECTIONS", {"first": broken, "second": works})
+    monkeypatch.setattr(on_a_cpu, "SECTIONS", {"first": ("First", broken), "second": ("Second", works)})
     with pytest.raises(SystemExit, match="1 of 2 sections failed: first"):
         on_a_cpu.main()
     text = capsys.readouterr().out
-    assert all(found in text for found in ("measured before", "an illegal memory access", "FAILED: first"))
+    assert all(found in text for found in ("measured before", "an illegal memory access", "FAILED: First"))
     assert "measured after" in text and json.loads(file.read_text())["failed"] == ["first"]

@@ -1,4 +1,7 @@
-"""Tests that need an NVIDIA GPU, by `make test-gpu`; elsewhere each is skipped and says why."""
+"""Tests that need an NVIDIA GPU, by `make test-gpu` or `examples/gpu_check.py`; elsewhere each is skipped and says why.
+
+What a test records as the property `found` stands in the report of `gpu_check.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,37 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from trueroll.engine import engine
 from trueroll.kernels.contract import Backend
 from trueroll.kernels.selection import select_backend
 
 from ..kernels.backends import Served
-from .moved import DEVICE, Moved
+from .moved import DEVICE, IS_REHEARSAL, Moved
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _needs_a_gpu() -> None:
+    if IS_REHEARSAL:
+        return
     if not torch.cuda.is_available():
         pytest.skip(f"needs a GPU that torch can use, found none (torch {torch.__version__})")
     if os.environ["TRITON_INTERPRET"] == "1":
         pytest.skip("needs compiled kernels, these are interpreted; run make test-gpu")
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """For a test that nothing on a CPU can stand in for."""
+    if IS_REHEARSAL:
+        pytest.skip("needs a GPU, which a rehearsal does without")
+    return DEVICE
+
+
+@pytest.fixture
+def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine queues a step while the one before computes, in a rehearsal too."""
+    if IS_REHEARSAL:
+        monkeypatch.setattr(engine, "_runs_ahead", lambda device: True)
 
 
 @pytest.fixture

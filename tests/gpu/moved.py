@@ -1,18 +1,50 @@
-"""Tensors on the GPU, and ops that take theirs from the CPU and compute on the GPU."""
+"""Tensors on the GPU, and ops that take theirs from the CPU and compute on the GPU.
+
+A rehearsal runs the same tests on a CPU, in Triton's interpreter, with small sizes: it shows that they run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from trueroll.engine.models.dummy import find_config
 from trueroll.kernels.contract import Backend
 
-DEVICE = torch.device("cuda")
+IS_REHEARSAL = os.environ.get("TRUEROLL_REHEARSAL") == "1"
+DEVICE = torch.device("cpu" if IS_REHEARSAL else "cuda")
+SMALL: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    vocab_size=512,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+T = TypeVar("T")
 _WRITES_TO_CACHES = ("qkv", "write_kv", "layers")
+
+
+def sized(real: T, rehearsed: T) -> T:
+    """The first on a GPU, the second in a rehearsal."""
+    return rehearsed if IS_REHEARSAL else real
+
+
+def cut_config(name: str, folder: Path) -> Path:
+    """The folder with a shipped configuration cut to two layers, or to one small one in a rehearsal."""
+    config = json.loads((find_config(name) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL)))
+    return folder
 
 
 class Moved:
@@ -39,7 +71,8 @@ def move(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return _move_in_place(value, device)
     if isinstance(value, tuple | list):
-        return type(value)(move(part, device) for part in value)
+        parts = [move(part, device) for part in value]
+        return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: move(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.models.dummy import find_config
 from trueroll.engine.request import Distribution, Request, ScoreRequest, Tag
 from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
 from trueroll.engine.scheduling.sequence import Chunks
@@ -26,43 +25,48 @@ from trueroll.rollout.tools import verify
 from ..engine.checkpoints import stage
 from ..engine.drive import bits, generate, run, tokens
 from ..engine.test_trainer_log_probs import TEMPERATURE, count_differences, roll_out, trainer_model
-from .moved import DEVICE
+from .moved import DEVICE, cut_config, sized
 
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
 
 
 def config_of(model: Path, **settings: Any) -> EngineConfig:
-    return EngineConfig(model=str(model), device="cuda", backend="triton", **settings)
+    return EngineConfig(model=str(model), device=str(DEVICE), backend="triton", **settings)
 
 
 @pytest.fixture
 def two_layers(tmp_path: Path) -> Path:
     """The configuration of Qwen3-0.6B, cut to two layers."""
-    config = json.loads((find_config("qwen3-0.6b") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    return tmp_path
+    return cut_config("qwen3-0.6b", tmp_path)
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrix has all of its cells, or in a rehearsal one."""
+    monkeypatch.setattr(verify, "CELLS", sized(verify.CELLS, verify.CELLS[1:2]))
 
 
 def failing_cells(config: EngineConfig, loaded: LoadedModel) -> list[str]:
-    assert loaded.backend.name == "triton" and loaded.backend.can_capture
-    results = list(verify.run_matrix(config, loaded, verify.SIZES))
+    assert loaded.backend.name == "triton" and loaded.backend.can_capture == (DEVICE.type == "cuda")
+    sizes = sized(verify.SIZES, verify.Sizes((5,), max_tokens=6, longest_token_by_token=5, varied_length=5))
+    results = list(verify.run_matrix(config, loaded, sizes))
     assert len(results) == len(verify.CELLS) + 1 and all(result.tokens > 0 for result in results[1:])
     return [result.cell.name for result in results if not result.passed]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_bit_differs_in_any_cell(tiny_model: Path, dtype: str) -> None:
+def test_no_bit_differs_in_any_cell(gpu: torch.device, tiny_model: Path, dtype: str) -> None:
     config = config_of(tiny_model, dtype=dtype)
     assert failing_cells(config, load_model(config)) == []
 
 
-def test_no_bit_differs_for_layers_of_real_size(two_layers: Path) -> None:
+def test_no_bit_differs_for_layers_of_real_size(two_layers: Path, cells: None) -> None:
     config = config_of(two_layers)
     assert failing_cells(config, load_dummy(config)) == []
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def replays(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every replay of a CUDA graph in this test."""
     seen: list[object] = []
     replay = torch.cuda.CUDAGraph.replay
@@ -148,19 +152,26 @@ def free_bytes() -> int:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("tags", [BOTH, BOTH[:1], BOTH[1:]], ids="+".join)
-def test_sleep_gives_the_memory_of_the_device_back(two_layers: Path, level: int, tags: tuple[Tag, ...]) -> None:
+def test_sleep_gives_the_memory_of_the_device_back(
+    two_layers: Path, gpu: torch.device, level: int, tags: tuple[Tag, ...], record_property: Callable[[str, str], None]
+) -> None:
     config = config_of(two_layers, kv_memory=2**30, max_model_len=2048)
     engine = Engine(config, load_dummy(config))
     weights = {name: weight.to_dense().cpu() for name, weight in engine.weights.tensors.items()}
     requests = [generate(str(i), tokens(100 + i), n=3) for i in range(4)]
     expected = all_bits(engine, requests)
     held, awake = engine.memory(), free_bytes()
+    before = time.perf_counter()
     assert engine.sleep(level, tags, "recompute") == []
-    asleep = free_bytes()
+    seconds, asleep = time.perf_counter() - before, free_bytes()
     expected_bytes = sum(held[tag] for tag in tags)
     assert asleep - awake >= 0.97 * expected_bytes > 0, "the system has it, not torch"
+    before = time.perf_counter()
     engine.wake_up(tags)
+    awake_seconds = time.perf_counter() - before
     assert asleep - free_bytes() >= 0.97 * expected_bytes
+    what = f"level {level} of {' and '.join(tags)}: {asleep - awake} of {expected_bytes} bytes given back"
+    record_property("found", f"{what}, asleep in {seconds * 1e3:.0f} ms, awake in {awake_seconds * 1e3:.0f} ms")
     if level == 2 and "weights" in tags:
         engine.commit_weights(stage(engine, weights, step=4096), 1, "recompute")
     assert all_bits(engine, requests) == expected
@@ -222,7 +233,7 @@ def test_a_commit_while_the_device_is_busy(two_layers: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_trainer_computes_the_bits_of_the_rollout(tiny_model: Path, dtype: str) -> None:
+def test_a_trainer_computes_the_bits_of_the_rollout(gpu: torch.device, tiny_model: Path, dtype: str) -> None:
     rollout = roll_out(tiny_model, dtype=dtype, device="cuda", backend="triton")
     model = trainer_model(tiny_model, dtype).to(DEVICE)
     align(model, "triton")

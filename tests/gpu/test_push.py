@@ -26,6 +26,7 @@ from .push_worker import checksums_of, start_worker, trainer_tensors
 SECONDS = 60.0
 SHORT = 3.0
 """For pushes that must fail: it is waited for."""
+pytestmark = pytest.mark.usefixtures("gpu")
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that torch can use")
 LEAK = 2 * sender_module.GPU_BUCKET_BYTES
 """Bytes: what a push would lose if its buckets were not freed."""
@@ -95,14 +96,18 @@ def test_the_word_sum_is_that_of_the_cpu(size: int) -> None:
     assert word_sum(data) == word_sum(data.cpu())
 
 
-def test_by_cuda_ipc_every_bit_arrives_and_all_memory_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_cuda_ipc_every_bit_arrives_and_all_memory_comes_back(
+    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
+) -> None:
     with start_worker("cuda:0") as worker, publisher_to(worker, "shared") as publisher:
         monkeypatch.setattr(sender_module, "SharedSlots", None)  # which host memory would take
         before = push_twice(worker, publisher)
         for version in range(3, 7):
-            publisher.push(trainer_tensors(version, "cuda:0"), version)
+            result = publisher.push(trainer_tensors(version, "cuda:0"), version)
             assert_serves(worker, version, version)
             assert before - free_memory() < LEAK
+    speed = result.num_bytes / result.total_seconds / 1e9
+    record_property("found", f"{result.num_bytes} bytes at {speed:.1f} GB/s, pause {result.pause_seconds * 1e3:.1f} ms")
 
 
 def test_by_cuda_ipc_a_failed_push_gives_its_memory_back() -> None:

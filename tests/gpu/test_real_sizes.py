@@ -18,28 +18,29 @@ from ..kernels.accuracy import EPSILON, FLOAT32
 from ..kernels.backends import Served
 from ..kernels.inputs import Paged, layer_spec, make_layers, same_bits
 from ..kernels.test_joined_ops import step_by_step, wanted
-from .moved import DEVICE, Moved, move, random, same
+from .moved import DEVICE, Moved, move, random, same, sized
 
-DTYPES = [torch.bfloat16, torch.float16]
-ROWS = 8192
+DTYPES = sized([torch.bfloat16, torch.float16], [torch.bfloat16])
+ROWS = sized(8192, 144)
 # Around every size of a tile, and where the tables change from one to the next.
 COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 1024, 2047, 4096)
 Product = Callable[[Backend, Tensor, Tensor], Tensor]
+COUNTS = sized(COUNTS, (1, 17, 129))
+HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 160, 32, 512))
 
 
 # The rows to compute, the weight's shape, and the op.
 PRODUCTS: dict[str, tuple[int, int, int, Product]] = {
-    "q": (ROWS, 3584, 3584, lambda ops, x, weight: ops.linear(x, weight)),
-    "k": (ROWS, 512, 3584, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
-    "down": (ROWS, 3584, 18944, lambda ops, x, weight: ops.linear_add(x, weight, x[:, :3584])),
-    "gate and up": (ROWS, 2 * 18944, 3584, lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "silu")),
+    "q": (ROWS, HIDDEN, HIDDEN, lambda ops, x, weight: ops.linear(x, weight)),
+    "k": (ROWS, KEYS, HIDDEN, lambda ops, x, weight: ops.linear(x, weight, weight[:, 0])),
+    "down": (ROWS, HIDDEN, INTERMEDIATE, lambda ops, x, weight: ops.linear_add(x, weight, x[:, :HIDDEN])),
+    "gate and up": (ROWS, 2 * INTERMEDIATE, HIDDEN, lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "silu")),
     "gate and up of Gemma 3": (
         ROWS,
-        2 * 15360,
-        3840,
+        *sized((2 * 15360, 3840), (2 * 96, 80)),
         lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), "gelu_tanh"),
     ),
-    "head": (512, 152064, 3584, lambda ops, x, weight: ops.lm_head(x, weight)),
+    "head": (sized(520, 20), VOCABULARY, HIDDEN, lambda ops, x, weight: ops.lm_head(x, weight)),
 }
 
 
@@ -57,10 +58,10 @@ def test_a_product_does_not_depend_on_the_number_of_rows(kernels: Backend, name:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)])
+@pytest.mark.parametrize(("n", "k"), [(HIDDEN, HIDDEN), (KEYS, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)])
 def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch.dtype) -> None:
     """One rounding to the dtype, and float32 rounding for each term of a sum, as in `tests/kernels`."""
-    for rows in (1, 16, 64, 128, 1024):
+    for rows in sized((1, 16, 64, 128, 1024), (1, 16)):
         x, weight = random(rows, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
         exact, magnitude = (a.double() @ b.double().T for a, b in ((x, weight), (x.abs(), weight.abs())))
         for op, rounding in ((kernels.linear, EPSILON[dtype]), (kernels.lm_head, FLOAT32)):
@@ -75,13 +76,15 @@ def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
     """A row's query, key and value are those of the ops one by one, however many rows share the call."""
-    spec = layer_spec(28, 4, 128, qkv_bias=True)
-    weights = move(make_layers(Served(kernels, dtype), spec, hidden=3584)[0].mixer, DEVICE)
-    x, slots = random(ROWS, 3584, dtype=dtype), torch.arange(ROWS, device=DEVICE)
-    rotation = kernels.rotation(slots, 1e6 ** (-torch.arange(0, 128, 2, device=DEVICE) / 128), 1.0)
+    heads, kv_heads, size = sized((28, 4, 128), (3, 1, 32))
+    spec = layer_spec(heads, kv_heads, size, qkv_bias=True)
+    weights = move(make_layers(Served(kernels, dtype), spec, hidden=HIDDEN)[0].mixer, DEVICE)
+    x, slots = random(ROWS, HIDDEN, dtype=dtype), torch.arange(ROWS, device=DEVICE)
+    rotation = kernels.rotation(slots, 1e6 ** (-torch.arange(0, size, 2, device=DEVICE) / size), 1.0)
 
     def compute(part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        k_cache, v_cache = (torch.zeros(ROWS // 16, 16, 4, 128, dtype=dtype, device=DEVICE) for _ in range(2))
+        shape = (ROWS // 16, 16, kv_heads, size)
+        k_cache, v_cache = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2))
         angles = rotation[0][part], rotation[1][part]
         q = kernels.qkv(x[part], spec.mixer, weights, angles, k_cache, v_cache, slots[part])
         return q, k_cache.flatten(0, 1)[part], v_cache.flatten(0, 1)[part]
@@ -90,25 +93,30 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
     expected = project(kernels, x, spec.mixer, weights, rotation)
     assert all(same(a, b) for a, b in zip(everything, expected, strict=True))
     for count in COUNTS:
-        part = slice(1000, 1000 + count)
+        part = slice(sized(1000, 3), sized(1000, 3) + count)
         assert all(same(a, b[part]) for a, b in zip(compute(part), everything, strict=True)), f"{count} rows"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(28, 4, 128), (16, 8, 128), (9, 3, 64), (16, 8, 256)])
-@pytest.mark.parametrize("attention", [{}, {"window": 1024}, {"window": 600, "soft_cap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), sized([(28, 4, 128), (16, 8, 128), (9, 3, 64), (16, 8, 256)], [(3, 1, 32)])
+)
+@pytest.mark.parametrize(
+    "attention", sized([{}, {"window": 1024}, {"window": 600, "soft_cap": 5.0}], [{"window": 500}]), ids=str
+)
 def test_decode_has_the_bits_of_prefill(
     ops: Moved, dtype: torch.dtype, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
 ) -> None:
     """Whole prompts, the same in chunks, single tokens in all company, and single tokens as a CUDA graph has them."""
-    lens = [1, 63, 64, 65, 511, 512, 513, 1600, 5000]
+    lens = sized([1, 63, 64, 65, 511, 512, 513, 1600, 5000], [1, 65, 530])
+    longest = lens[-1]
     paged = Paged(Served(ops, dtype), lens, heads, kv_heads, size, **attention)  # type: ignore[arg-type]
     whole = [paged.whole(i) for i in range(len(lens))]
     assert all(out.isfinite().all() for out in whole)
-    for step, first in ((1, 4990), (7, 4500), (600, 0)):
-        chunks = [(8, start, min(start + step, 5000)) for start in range(first, 5000, step)]
+    for step, first in ((1, longest - sized(10, 2)), (7, longest - sized(500, 14)), (sized(600, 265), 0)):
+        chunks = [(len(lens) - 1, start, min(start + step, longest)) for start in range(first, longest, step)]
         for (_, start, end), out in zip(chunks, paged.attend(chunks), strict=True):
-            assert same_bits(out, whole[8][start:end]), f"tokens {start} to {end}"
+            assert same_bits(out, whole[-1][start:end]), f"tokens {start} to {end}"
     last = [(i, n - 1, n) for i, n in enumerate(lens)]
     q, batch = paged.batch(last)
     tables = F.pad(batch.block_tables, (0, 512 - batch.block_tables.shape[1]))
@@ -121,12 +129,13 @@ def test_decode_has_the_bits_of_prefill(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_next_tokens_are_those_of_its_steps(kernels: Backend, dtype: torch.dtype) -> None:
-    hidden = random(300, 3584, dtype=dtype)
-    weight = random(152064, 3584, dtype=dtype, scale=3584**-0.5, seed=1)
-    asked: Wanted = move(wanted(torch.tensor([SAMPLE, GREEDY, 152063, 0, SAMPLE] * 60)), DEVICE)
+    repeats = sized(60, 5)
+    hidden = random(5 * repeats, HIDDEN, dtype=dtype)
+    weight = random(VOCABULARY, HIDDEN, dtype=dtype, scale=HIDDEN**-0.5, seed=1)
+    asked: Wanted = move(wanted(torch.tensor([SAMPLE, GREEDY, VOCABULARY - 1, 0, SAMPLE] * repeats)), DEVICE)
     expected = step_by_step(kernels, hidden, weight, asked)
-    assert expected[2].all() and expected[1].isfinite().all() and len(expected[0].unique()) > 100
-    for rows in (slice(None), slice(7, 8), slice(0, 16), slice(40, 105), slice(20, 277)):
+    assert expected[2].all() and expected[1].isfinite().all() and len(expected[0].unique()) > repeats
+    for rows in (slice(None), slice(7, 8), slice(0, 16), *sized((slice(40, 105), slice(20, 277)), (slice(3, 22),))):
         columns: dict[str, Any] = {field.name: getattr(asked, field.name)[rows] for field in dataclasses.fields(Wanted)}
         found = kernels.next_tokens(hidden, weight, Wanted(**columns))
         assert all(same(a, b[rows]) for a, b in zip(found, expected, strict=True)), rows

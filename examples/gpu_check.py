@@ -1,0 +1,314 @@
+"""Whether trueroll keeps its promises on a GPU, and how fast it is there: `python3 examples/gpu_check.py [PART ...]`.
+
+Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but Triton's
+kernels, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
+docs/gpu.md has the command that makes it. The folder `--out` gets `site`, with these packages and links to the
+checkout, and for each part a log and the figures of `gpu_report.py`, whose tables are printed too.
+
+Each promise has a process of its own, which a fault of the GPU ends with it, and a time after which it counts as
+broken; those of a part take less than ten minutes together, with the one about the machine, which is always first. The
+last lines say of each promise whether it was kept. The exit code is 1 if one was not, or if a test was skipped for a
+reason that is not among those expected.
+
+`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. It shows that all of it runs to its
+end, and nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = "tests/gpu"
+REPORT = "examples/gpu_report.py"
+TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8.4", "pytest-timeout>=2.2", "pytest-xdist>=3.7")
+MOST_PROCESSES = 8
+MOST_SHOWN = 5  # tests of a promise that is not kept
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What has to hold, and what shows it: files and tests of `tests/gpu`, or sections of `gpu_report.py`.
+
+    `seconds`: after which it counts as broken. `parallel`: whether tests run side by side, which those that measure
+    memory must not. `settings`: of the environment. `rehearsed`: what a rehearsal runs of it, for pytest's `-k`.
+    """
+
+    text: str
+    seconds: int
+    tests: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    parallel: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
+    rehearsed: str = ""
+
+
+MACHINE = Promise("the versions and the driver are known", 60, ("test_machine.py::test_versions_and_driver",))
+COMMITS, SLEEP = ("test_commits.py",), ("test_engine.py::test_sleep_gives_the_memory_of_the_device_back",)
+PUSH = ("test_push.py",)
+PARTS: dict[str, tuple[Promise, ...]] = {
+    "products": (
+        Promise(
+            "each loaded kernel multiplies by one instruction",
+            100,
+            ("test_machine.py::test_each_loaded_kernel_multiplies_by_one_instruction",),
+        ),
+        Promise(
+            "no row differs, whatever the tile, the dtype and the tail of K",
+            260,
+            ("test_real_sizes.py", "test_tails.py"),
+            parallel=True,
+        ),
+    ),
+    "ops": (
+        Promise(
+            "every op is near to float64 and keeps its contract",
+            520,
+            ("test_ops.py",),
+            parallel=True,
+            rehearsed="test_rmsnorm or test_equal_logits",
+        ),
+    ),
+    "engine": (
+        Promise(
+            "decode, prefill and graphs give the same bits, for 1 to 520 sequences",
+            200,
+            ("test_decode.py", "test_engine.py::test_graphs_change_no_bit"),
+        ),
+        Promise(
+            "no bit differs in any cell of the exactness matrix",
+            240,
+            (
+                "test_engine.py::test_no_bit_differs_in_any_cell",
+                "test_engine.py::test_no_bit_differs_for_layers_of_real_size",
+            ),
+            parallel=True,
+        ),
+        Promise(
+            "a step waits for nothing", 60, ("test_engine.py::test_a_step_is_queued_without_waiting_for_the_device",)
+        ),
+    ),
+    "weights": (
+        Promise("a commit during a step changes no sample of another version", 130, COMMITS),
+        Promise("the same with expandable segments", 130, COMMITS, settings=EXPANDABLE),
+        Promise(
+            "a trainer's log-probs have the bits of the rollout's",
+            200,
+            ("test_trainer.py", "test_engine.py::test_a_trainer_computes_the_bits_of_the_rollout"),
+        ),
+    ),
+    "memory": (
+        Promise("caches and logits of more than 2**31 elements are right", 90, ("test_large_tensors.py",)),
+        Promise("a sleep gives all bytes back, and a wake-up takes them again", 160, SLEEP),
+        Promise("the same with expandable segments", 160, SLEEP, settings=EXPANDABLE),
+    ),
+    "push": (
+        Promise("every bit of a push arrives and all of its memory comes back", 260, PUSH),
+        Promise("the same with expandable segments", 260, PUSH, settings=EXPANDABLE),
+    ),
+    "speed": (
+        Promise("products, attention and decode steps are measured", 520, sections=("products", "attention", "steps")),
+    ),
+    "serving": (Promise("requests/s and tokens/s are measured", 520, sections=("workloads", "serving")),),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`word`: kept, BROKEN, skipped, or SKIPPED if that is not fine. `lines`: what was found, failed or skipped."""
+
+    promise: Promise
+    word: str
+    is_fine: bool
+    detail: str
+    lines: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return "\n".join((f"{self.word:8} {self.promise.text}: {self.detail}", *(f"{'':8}   {x}" for x in self.lines)))
+
+
+class Check:
+    """Runs promises with the packages of a folder; `out` gets the logs. `site`: what PYTHONPATH has to name."""
+
+    def __init__(self, out: Path, is_rehearsal: bool) -> None:
+        self.out, self.is_rehearsal, self.site = out, is_rehearsal, out / "site"
+
+    def judge(self, promise: Promise, part: str) -> Verdict:
+        start = time.monotonic()
+        results = self.out / f"{part}.xml"
+        results.unlink(missing_ok=True)
+        command = self._report(promise, part) if promise.sections else self._pytest(promise, results)
+        with (self.out / f"{part}.log").open("a") as log:
+            code = run(command, promise.seconds, self._environment(promise), log)
+        if promise.sections:
+            print(Path(log.name).read_text(), flush=True)
+        seconds = time.monotonic() - start
+        if code is None:
+            return Verdict(promise, "BROKEN", False, f"expected its end within {promise.seconds} s; see {log.name}")
+        if promise.sections:
+            return Verdict(promise, "BROKEN" if code else "kept", not code, f"{seconds:.0f} s; see {log.name}")
+        return self._read(promise, code, results, f"{seconds:.0f} s", log.name)
+
+    def _pytest(self, promise: Promise, results: Path) -> list[str]:
+        command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-q", f"--junitxml={results}"]
+        if promise.parallel:
+            command += ["-n", str(min(MOST_PROCESSES, os.cpu_count() or 1))]
+        if self.is_rehearsal and promise.rehearsed:
+            command += ["-k", promise.rehearsed]
+        return command + [f"{TESTS}/{test}" for test in promise.tests]
+
+    def _report(self, promise: Promise, part: str) -> list[str]:
+        rehearse = ["--rehearse"] if self.is_rehearsal else []
+        file = self.out / f"{part}.json"
+        return [sys.executable, "-P", REPORT, *promise.sections, "--json", str(file), *rehearse]
+
+    def _environment(self, promise: Promise) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
+        interpreted = str(int(self.is_rehearsal))
+        ours = {"PYTHONPATH": path, "TRITON_INTERPRET": interpreted, "TRUEROLL_REHEARSAL": interpreted}
+        return os.environ | ours | promise.settings
+
+    def _read(self, promise: Promise, code: int, results: Path, seconds: str, log: str) -> Verdict:
+        cases = list(ET.parse(results).iter("testcase")) if results.exists() else []
+        failed = [f"{name_of(case)}: {message}" for case in cases for message in messages(case, "failure", "error")]
+        skipped = Counter(message for case in cases for message in messages(case, "skipped"))
+        if code or failed or not cases:
+            return Verdict(promise, "BROKEN", False, f"pytest ended with {code}; see {log}", failed[:MOST_SHOWN])
+        reasons = [f"{count} skipped: {reason}" for reason, count in skipped.items()]
+        is_fine = all(self._is_expected(reason) for reason in skipped)
+        if not is_fine or skipped.total() == len(cases):
+            return Verdict(promise, "skipped" if is_fine else "SKIPPED", is_fine, f"see {log}", reasons)
+        found = [str(each.get("value")) for case in cases for each in case.iter("property")]
+        return Verdict(promise, "kept", True, f"{len(cases) - skipped.total()} tests, {seconds}", [*found, *reasons])
+
+    def _is_expected(self, reason: str) -> bool:
+        return reason.startswith("needs two GPUs") or self.is_rehearsal and reason.startswith("needs a GPU, which")
+
+
+def run(command: Sequence[str], seconds: float, environment: dict[str, str], log: Any) -> int | None:
+    """The exit code, or None if it took longer; then it was ended, with the processes that it started."""
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def name_of(case: ET.Element) -> str:
+    return f"{case.get('classname', '').rsplit('.', 1)[-1]}::{case.get('name')}"
+
+
+def messages(case: ET.Element, *kinds: str) -> Iterator[str]:
+    """The first lines of what pytest says of a test."""
+    for kind in kinds:
+        for element in case.iter(kind):
+            yield element.get("message", "").partition("\n")[0]
+
+
+def lay_out(site: Path, wheels: Path | None) -> None:
+    """Makes a folder to import from: the checkout as the package trueroll, and what the wheels hold."""
+    shutil.rmtree(site, ignore_errors=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    package, version = site / "trueroll", project["project"]["version"]
+    package.mkdir(parents=True)
+    for name, folder in project["tool"]["setuptools"]["package-dir"].items():
+        if name == package.name:
+            for file in (ROOT / folder).glob("*.*"):
+                (package / file.name).symlink_to(file)
+        elif name.count(".") == 1:
+            (package / name.removeprefix("trueroll.")).symlink_to(ROOT / folder)
+    (metadata := site / f"trueroll-{version}.dist-info").mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trueroll\nVersion: {version}\n")
+    if wheels is not None:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+        subprocess.run([*pip, *sorted(map(str, wheels.glob("*.whl")))], check=True)
+
+
+def unmet(site: Path) -> list[str]:
+    """What trueroll, its tests, and the packages in `site` require, and neither `site` nor the interpreter has."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    there: dict[str, Distribution] = {}
+    for each in distributions(path=[str(site), *sys.path]):
+        there.setdefault(canonicalize_name(each.metadata["Name"]), each)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *TEST_TOOLS]
+    lines += [line for each in distributions(path=[str(site)]) for line in each.requires or ()]
+    found = []
+    for wanted in map(Requirement, lines):
+        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+            has = there.get(canonicalize_name(wanted.name))
+            if has is None or not wanted.specifier.contains(has.version, prereleases=True):
+                found.append(f"{wanted.name}{wanted.specifier} (found {has.version if has else 'none'})")
+    return sorted(set(found))
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Checks the promises of trueroll on a GPU, and measures its speed.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all of them by default")
+    parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of packages that this interpreter lacks")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "build" / "gpu_check", help="for the logs")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, in Triton's interpreter")
+    arguments = parser.parse_args()
+    if unknown := [part for part in arguments.parts if part not in PARTS]:
+        parser.error(f"expected parts among {', '.join(PARTS)}, found {', '.join(unknown)}")
+    return arguments
+
+
+def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
+    """Those on the machine and on the parts; on the machine alone, if its is not fine."""
+    yield (machine := check.judge(MACHINE, "machine"))
+    if machine.is_fine:
+        for part in parts:
+            (check.out / f"{part}.log").unlink(missing_ok=True)
+            yield from (check.judge(promise, part) for promise in PARTS[part])
+
+
+def main() -> None:
+    arguments = read_arguments()
+    check = Check(arguments.out.resolve(), arguments.rehearse)
+    lay_out(check.site, arguments.wheels)
+    if missing := unmet(check.site):
+        sys.exit(
+            f"gpu_check: expected packages that neither this interpreter nor the wheels have: {', '.join(missing)}; "
+            "add them to the folder of --wheels, by the command in docs/gpu.md"
+        )
+    verdicts = []
+    for verdict in verdicts_of(check, arguments.parts or list(PARTS)):
+        print(verdict, flush=True)
+        verdicts.append(verdict)
+    print("", *verdicts, sep="\n")
+    broken = sum(not verdict.is_fine for verdict in verdicts)
+    print(f"{len(verdicts)} promises, {broken or 'none'} broken")
+    sys.exit(int(broken > 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A token has the same bits by decoding, by prefill and by a CUDA graph, however many decode in the same step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+
+from trueroll.engine import engine as engine_module
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
+from trueroll.engine.running.graphs import DecodeGraphs
+from trueroll.engine.running.loading import LoadedModel, load_dummy
+from trueroll.engine.scheduling.sequence import Chunk
+
+from ..engine.drive import bits, drain, generate, run, tokens
+from ..engine.running.test_graphs import Recomputed
+from .moved import DEVICE, IS_REHEARSAL, cut_config, sized
+
+ALIVE = sized(
+    (520, 513, 512, 511, 300, 257, 256, 255, 130, 129, 128, 127, 65, 64, 33, 32, 17, 16, 9, 8, 5, 3, 2, 1),
+    (3, 2, 1),
+)
+"""How many samples decode in each step after the prompts."""
+SHARED, OWN = sized(704, 16), sized(9, 3)
+"""Tokens of a prompt that all have, so that there is more than one partition of keys, and its own."""
+MODELS = sized(("qwen3-0.6b", "qwen2.5-7b"), ("qwen3-0.6b",))
+Samples: TypeAlias = dict[tuple[str, int], SampleOutput]
+
+
+@pytest.fixture(params=MODELS)
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
+    """Two layers of a model, for as many sequences as decode together."""
+    return EngineConfig(
+        model=str(cut_config(request.param, tmp_path)),
+        device=str(DEVICE),
+        backend="triton",
+        max_model_len=sized(1024, 64),
+        max_num_seqs=ALIVE[0],
+        max_num_batched_tokens=sized(8192, 128),
+    )
+
+
+@pytest.fixture
+def loaded(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
+    """Its weights. In a rehearsal a step computed anew stands in for a graph."""
+    loaded = load_dummy(config)
+    if IS_REHEARSAL:
+        monkeypatch.setattr(engine_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, [])))
+        return dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
+    return loaded
+
+
+def requests() -> list[GenerateRequest]:
+    """So many that, after the prompts' step, `ALIVE` of them decode, and of each temperature some."""
+    shared = tokens(SHARED)
+    return [
+        generate(
+            str(i),
+            np.concatenate((shared, tokens(OWN, seed=i))),
+            seed=i,
+            temperature=float(i % 4 > 0),
+            max_tokens=1 + sum(count > i for count in ALIVE),
+        )
+        for i in range(ALIVE[0])
+    ]
+
+
+def serve(engine: Engine, asked: list[GenerateRequest], monkeypatch: pytest.MonkeyPatch) -> tuple[Samples, list[int]]:
+    """The samples, and how many decoded in each step that only decoded. The shared prefix is found in the cache."""
+    run(engine, [generate("first", tokens(SHARED), max_tokens=1)])
+    sizes: list[int] = []
+    launch: Callable[[list[Chunk]], object] = engine._launch
+
+    def note(chunks: list[Chunk]) -> object:
+        if all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks):
+            sizes.append(len(chunks))
+        return launch(chunks)
+
+    monkeypatch.setattr(engine, "_launch", note)
+    return run(engine, asked), sizes
+
+
+def score_bits(engine: Engine, asked: list[GenerateRequest], samples: Samples) -> dict[tuple[str, int], bytes]:
+    """The log-probs that prefill gives to the tokens of each sample."""
+    for request in asked:
+        token_ids = np.array([*request.prompt_token_ids, *samples[request.id, 0].token_ids], np.int32)
+        engine.add(ScoreRequest(request.id, token_ids, Distribution(temperature=request.params.temperature)))
+    lengths = {request.id: len(request.prompt_token_ids) for request in asked}
+    outputs = [output for output in drain(engine) if isinstance(output, ScoreOutput)]
+    return {(out.request_id, 0): out.logprobs[lengths[out.request_id] - 1 :].tobytes() for out in outputs}
+
+
+def test_decode_has_the_bits_of_prefill_and_of_graphs(
+    config: EngineConfig, loaded: LoadedModel, one_step_ahead: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests()
+    with_graphs = Engine(config, loaded)
+    expected, sizes = serve(with_graphs, asked, monkeypatch)
+    assert sizes == list(ALIVE) and with_graphs._graphs is not None and with_graphs.stats().preemptions == 0
+    assert min(sample.num_cached_tokens for sample in expected.values()) > SHARED - config.block_size
+    without = Engine(config.model_copy(update={"cuda_graphs": False}), loaded)
+    found, sizes = serve(without, asked, monkeypatch)
+    assert sizes == list(ALIVE) and without._graphs is None
+    assert differing(found, expected) == []
+    alone = {key: sample for request in asked[:4] for key, sample in run(without, [request]).items()}
+    assert differing(alone, expected) == []
+    scores = score_bits(without, asked, expected)
+    assert len(scores) == len(expected) > 0
+    assert [key for key, sample in expected.items() if bits(sample)[1] != scores[key]] == []
+
+
+def differing(found: Samples, expected: Samples) -> list[Any]:
+    assert found
+    return [key for key, sample in found.items() if bits(sample) != bits(expected[key])]

@@ -1,0 +1,92 @@
+"""What the other tests ran on, and which matrix instruction each kernel that was loaded there multiplies by."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import triton
+from triton.runtime.jit import JITFunction
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.running.loading import load_dummy
+from trueroll.kernels.selection import select_backend
+
+from ..engine.drive import generate, run, tokens
+from .moved import DEVICE, IS_REHEARSAL, cut_config
+from .test_decode import requests
+
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+SETTINGS = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_")
+# Features, any number of tokens and 16 columns of K, as the machine code of a generation of GPUs names them.
+INSTRUCTIONS = {8: r"HMMA\.16816", 9: r"HGMMA\.64x\d+x16"}
+MULTIPLYING = {"products", "attention"}
+"""Modules of kernels with a matrix product; all that have one are there."""
+
+
+def test_versions_and_driver(record_property: Callable[[str, str], None]) -> None:
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, Triton "
+    record_property("found", f"{versions}{triton.__version__}, transformers {transformers.__version__}")
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)]
+    record_property("found", f"settings: {', '.join(settings)}")
+    record_property("found", select_backend("triton", DEVICE, torch.bfloat16, []).ops.instruction_set())
+    if not IS_REHEARSAL:
+        gpus = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert len(gpus) >= torch.cuda.device_count() > 0
+        record_property("found", "; ".join(gpus))
+
+
+@pytest.fixture
+def loaded_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Every kernel of this project that runs in the test, by what it was compiled from."""
+    seen: dict[str, Any] = {}
+    run_kernel: Callable[..., Any] = JITFunction.run
+
+    def note(function: Any, *args: Any, **options: Any) -> Any:
+        kernel = run_kernel(function, *args, **options)
+        if function.fn.__module__.startswith("trueroll."):
+            seen[kernel.hash] = (f"{function.fn.__module__.rsplit('.', 1)[1]}.{function.fn.__name__}", kernel)
+        return kernel
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    return seen
+
+
+def test_each_loaded_kernel_multiplies_by_one_instruction(
+    gpu: torch.device, tmp_path: Path, loaded_kernels: dict[str, Any], record_property: Callable[[str, str], None]
+) -> None:
+    """The kernels of two layers of Qwen2.5-7B, for prompts and for 1 to 520 decodes."""
+    expected = INSTRUCTIONS[torch.cuda.get_device_capability(gpu)[0]]
+    config = EngineConfig(
+        model=str(cut_config("qwen2.5-7b", tmp_path)),
+        device="cuda",
+        backend="triton",
+        max_model_len=8192,
+        max_num_seqs=520,
+        max_num_batched_tokens=8192,
+        cuda_graphs=False,
+    )
+    engine = Engine(config, load_dummy(config))
+    run(engine, requests())
+    run(engine, [generate("long", tokens(6000), top_k=5, top_p=0.9, top_logprobs=4, max_tokens=3)])
+    instructions: defaultdict[str, set[str]] = defaultdict(set)
+    for name, kernel in loaded_kernels.values():
+        found = set(re.findall(r"\b(?:HMMA|HGMMA|UTC\w*MMA)\.\w+", kernel.asm["sass"]))
+        print(f"{name}: {kernel.n_regs} registers, {kernel.n_spills} spilled, {sorted(found) or 'no product'}")
+        instructions[name] |= found
+    multiplying = {name: found for name, found in instructions.items() if found}
+    assert {name.split(".")[0] for name in multiplying} == MULTIPLYING, "premise: products were found"
+    assert all(re.fullmatch(expected, each) for found in multiplying.values() for each in found), multiplying
+    assert [name for name, kernel in loaded_kernels.values() if kernel.n_spills] == []
+    shapes = sorted(set().union(*multiplying.values()))
+    record_property("found", f"{len(loaded_kernels)} kernels loaded, none spills; {', '.join(shapes)}")

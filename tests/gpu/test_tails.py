@@ -1,0 +1,59 @@
+"""No row differs in any tile, for either dtype, whatever K and the number of features leave over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.kernels.contract import Backend
+from trueroll.kernels.triton.launch import recording
+
+from .moved import random, sized
+from .test_real_sizes import COUNTS, DTYPES
+
+ROWS = sized(2100, 140)
+# Columns beyond a multiple of 128: of 8, of 16, of every depth of a tile, and of none of these.
+TAILS = sized((0, 8, 16, 24, 40, 64, 72, 120, 1), (8, 1))
+# The weight's shape without the tail, and the op. A weight of 8192 rows is not cut along K.
+PRODUCTS: dict[str, tuple[int, int, Callable[[Backend, Tensor, Tensor], Tensor]]] = {
+    "cut": (*sized((3592, 3584), (72, 1536)), lambda ops, x, weight: ops.linear(x, weight)),
+    "whole": (*sized((9000, 3584), (72, 128)), lambda ops, x, weight: ops.lm_head(x, weight)),
+    "cut pair": (*sized((2 * 3592, 3584), (2 * 72, 1536)), lambda ops, x, w: ops.gate_up(x, *w.chunk(2), "silu")),
+    "whole pair": (*sized((2 * 9000, 3584), (2 * 72, 128)), lambda ops, x, w: ops.gate_up(x, *w.chunk(2), "silu")),
+}
+
+
+def tile_of(compute: Callable[[], Tensor]) -> tuple[int, int, int]:
+    """Features, tokens and depth of the tile that this product is computed in."""
+    with recording() as launches:
+        compute()
+    (constants,) = (dict(launch.constants) for launch in launches if "DEPTH" in dict(launch.constants))
+    return constants["FEATURES"], constants["TOKENS"], constants["DEPTH"]
+
+
+def count_differing_rows(left: Tensor, right: Tensor) -> int:
+    assert left.dtype == right.dtype and left.shape == right.shape
+    return int((left.view(torch.int16) != right.view(torch.int16)).any(1).sum())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_row_differs(kernels: Backend, name: str, tail: int, dtype: torch.dtype) -> None:
+    n, k, product = PRODUCTS[name]
+    k += tail
+    x, weight = random(ROWS, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
+    everything = product(kernels, x, weight)
+    assert everything.isfinite().all()
+    differing: Counter[tuple[int, int, int]] = Counter()
+    for count in (count for count in COUNTS if count < ROWS):
+        part = x[ROWS - count :]
+        found = product(kernels, part, weight)
+        tile = tile_of(lambda part=part: product(kernels, part, weight))
+        differing[tile] += count_differing_rows(found, everything[ROWS - count :])
+    assert len(differing) >= sized(4, 2) or tail % 8, "premise: several tiles were seen"
+    assert differing == Counter(dict.fromkeys(differing, 0)), "rows that differ, by features, tokens, depth of the tile"
