@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -37,13 +37,18 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages."""
+    """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
+
+    `grid`, `values`: how one launch of it was called. A tensor's value is its size in bytes.
+    """
 
     kernel: Any
     types: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
     stages: int
+    grid: tuple[int, ...] = field(compare=False)
+    values: tuple[float, ...] = field(compare=False)
 
 
 def _pinned() -> dict[str, Any]:
@@ -78,7 +83,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
     if _recorded is not None:
         names = signature(kernel.fn).parameters
         types = tuple((name, _type(arg)) for name, arg in zip(names, args, strict=False))
-        _recorded.append(Launch(kernel, types, tuple(constants.items()), warps, stages))
+        values = tuple(arg.nbytes if isinstance(arg, Tensor) else arg for arg in args)
+        _recorded.append(Launch(kernel, types, tuple(constants.items()), warps, stages, grid, values))
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     _check_places(tensors)
