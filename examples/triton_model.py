@@ -16,7 +16,7 @@ from inspect import signature
 from trueroll.kernels.triton.launch import Launch
 from trueroll.kernels.triton.machine import H200
 
-REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 227 * 1024, 64, 32  # of an SM
+REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # of an SM
 HELD = 25e6
 OPERATIONS, EXPONENTIALS, SHUFFLES, BARRIERS = 11, 16, 6, 500
 REASONS = {
@@ -60,7 +60,7 @@ class Modelled:
 def resident(registers: int, shared: int, warps: int) -> int:
     """How many programs an SM holds at a time, of so many registers a thread and bytes of shared memory."""
     of_registers = REGISTERS // (-(-max(registers, 1) // 8) * 8 * 32 * warps)
-    return min(of_registers, SHARED // (shared + 1024), WARPS // warps, PROGRAMS)
+    return min(of_registers, H200.shared_memory // (shared + 1024), WARPS // warps, PROGRAMS)
 
 
 def model(work: Work, programs_of_sm: int) -> Modelled:
@@ -115,7 +115,7 @@ def product_work(launch: Launch) -> Work:
 
 def weight_rows(values: dict[str, float], constants: dict[str, int]) -> float:
     if "a_rows" in values:
-        return values["a_rows"] + values["b_rows"] + values["c_rows"]
+        return (values["a_rows"] + values["b_rows"] + values["c_rows"]) * constants["WIDTH_UNIT"]
     return values["features"] * constants["WIDTH_UNIT"] * (2 if "gate_ptr" in values else 1)
 
 

@@ -37,9 +37,9 @@ from triton_model import Modelled, Work  # noqa: E402
 
 CAPABILITIES = (80, 90, 100)
 TUNED_FOR = 90
-TILE = ("FEATURES", "TOKENS", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
+TILE = ("FEATURES", "TOKENS", "MORE", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
 """The constants that make a kernel's tile."""
-ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1})
+ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1} | {96, 192, 320})
 CONTEXT = 40_000
 NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
 
@@ -98,7 +98,7 @@ FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
 # Around the numbers of rows where tiles change, and what rollouts have.
-DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 384, 512, 513, 1024)
+DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
 PROMPTS = (2048, 8192, 16384)
 DECODE_CONTEXT = 1152
 

@@ -17,6 +17,7 @@ class Machine:
     l2: float
     arithmetic: float
     multiply_adds: int
+    shared_memory: int
     shared_bytes: int
     latency: float
     launch: float
@@ -33,6 +34,7 @@ H200 = Machine(
     l2=7.0e12,
     arithmetic=790e12,
     multiply_adds=2048,
+    shared_memory=227 * 1024,
     shared_bytes=128,
     latency=1e-6,
     launch=2e-6,
@@ -44,6 +46,7 @@ REASONS = {
     "more than 36 bytes a clock and SM; plain copies on an H100 with fewer SMs reach about 5.5e12",
     "arithmetic": "of a product of 8192 x 8192 x 8192 random bfloat16, as measured on an H200; power lowers the clock",
     "multiply_adds": "dense bfloat16 multiplications with additions in a clock, by the data sheet",
+    "shared_memory": "bytes that the programs of an SM can have together, by the data sheet",
     "shared_bytes": "bytes that shared memory reads or writes in a clock: 32 banks of 4",
     "latency": "seconds from a load to its data while memory is busy",
     "launch": "seconds from the end of a kernel in a CUDA graph until the next one's first loads are there",

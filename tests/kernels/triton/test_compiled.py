@@ -74,11 +74,16 @@ def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled]) -> 
 
 def test_every_tile_of_the_tables_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
     found = {
-        (c["capability"], *(c["constants"][name] for name in ("FEATURES", "TOKENS", "DEPTH")), c["warps"], c["stages"])
+        (
+            c["capability"],
+            *(c["constants"][name] for name in ("FEATURES", "TOKENS", "MORE", "DEPTH")),
+            c["warps"],
+            c["stages"],
+        )
         for c in compiled_of("products", compiled)
         if "FEATURES" in c["constants"]
     }
-    tiles = {*products.TILES, *products.PAIR_TILES, products.NARROW_TILE}
+    tiles = {*products.TILES, *products.CUT_TILES, products.NARROW_TILE}
     assert found == {(sm, *tile) for sm in SHARED_MEMORY for tile in tiles}
 
 
