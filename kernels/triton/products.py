@@ -77,7 +77,7 @@ TILES = (
     Tile(128, 256, 64, 64, 8, 3),
     Tile(256, 128, 0, 64, 8, 3),
 )
-# Where one program sums several pieces.
+# Where one program sums several pieces, or results are stored one by one: both take registers.
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 3))
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # pieces of more would take hundreds of MB
@@ -188,7 +188,8 @@ def _factor(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> _
 def _way(tokens: int, factor: _Factor) -> tuple[Tile, bool]:
     """The tile, and whether each piece has a program of its own."""
     columns, pieces = factor.columns, max(factor.pieces)
-    whole, apart = (CUT_TILES, TILES) if pieces > 1 else (TILES, ())
+    tiles = TILES if math.gcd(*factor.rows) % 8 == 0 else CUT_TILES
+    whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
     if columns % 8:
         whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
     return _fastest(whole, apart if tokens <= APART_TOKENS else (), tokens, columns, factor.rows, pieces)

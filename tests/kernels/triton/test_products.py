@@ -240,6 +240,13 @@ def test_up_to_256_tokens_are_one_tile_and_many_fill_the_gpu(weight: str) -> Non
         assert apart == (max(factor.pieces) > 1) or tokens > 256, tokens
 
 
+@pytest.mark.parametrize("shape", [(1001, 480), (1001, 3584)])
+def test_results_that_are_stored_one_by_one_have_small_tiles(shape: tuple[int, int]) -> None:
+    """Their addresses take the registers that large tiles need: those spill."""
+    for tokens in COUNTS:
+        assert products._way(tokens, weights_of(shape))[0] in CUT_TILES, tokens
+
+
 @cache
 def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
     """x, a weight whose K has four pieces, and the product by the smallest tile."""
