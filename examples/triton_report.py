@@ -1,8 +1,8 @@
-"""What the compiler makes of the Triton kernels, with no GPU: `python examples/triton_report.py [--json]`.
+"""What the compiler makes of the Triton kernels, with no GPU: `python examples/triton_report.py [--json | --model]`.
 
 Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on tensors without
 memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes
-there.
+there; or, for the layers of one model, the time that a model of an H200 (`triton_model`) gives for it.
 """
 
 from __future__ import annotations
@@ -11,35 +11,41 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, groupby
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from trueroll.kernels.contract import SAMPLE, AttentionBatch, AttentionWeights, Wanted
+from trueroll.kernels.contract import SAMPLE, AttentionBatch, AttentionWeights, Rotation, Wanted
 from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
-from trueroll.kernels.triton import backend
+from trueroll.kernels.triton import backend, machine
 from trueroll.kernels.triton.launch import Launch, compile_form, recording
+
+sys.path.insert(0, str(Path(__file__).parent))
+import triton_model  # noqa: E402
+from triton_model import Modelled, Work  # noqa: E402
 
 CAPABILITIES = (80, 90, 100)
 TUNED_FOR = 90
-TILE = ("FEATURES", "TOKENS", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
+TILE = ("FEATURES", "TOKENS", "MORE", "DEPTH", "GROUP", "D", "SIZE", "ROWS")
 """The constants that make a kernel's tile."""
-ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1})
+ROWS = sorted({2**i + extra for i in range(14) for extra in (0, 1)} - {2**13 + 1} | {96, 192, 320})
 CONTEXT = 40_000
 
 
 @dataclass(frozen=True)
 class Model:
     """The sizes of a decoder, whether its queries, keys and values have biases or norms of their heads, its norms and
-    activation, and the soft caps to compile its attention with.
+    activation, the soft caps to compile its attention with, and its layers where they count.
     """
 
     hidden: int
@@ -53,6 +59,7 @@ class Model:
     norm: NormSpec = NormSpec(1e-6)
     activation: Activation = "silu"
     soft_caps: tuple[float | None, ...] = (None,)
+    layers: int = 28
 
     @property
     def mixer(self) -> AttentionSpec:
@@ -86,6 +93,12 @@ MODELS = {
     "no multiples of 16": Model(1001, 1537, 6, 2, 80, 1001, biases=True),
 }
 FLOAT16 = "SmolLM2-135M"
+MODELLED = "Qwen2.5-7B"
+PRODUCTS = ("q, k, v", "o", "gate, up", "down")
+# Around the numbers of rows where tiles change, and what rollouts have.
+DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
+PROMPTS = (2048, 8192, 16384)
+DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
@@ -136,7 +149,33 @@ class Calls:
         backend.rmsnorm(self.empty(rows, m.hidden), self.empty(m.hidden), m.norm)
         backend.gate_mul(self.empty(rows, m.intermediate), self.empty(rows, m.intermediate), m.activation)
 
+    def layer(self, queries: list[int], context: int) -> dict[str, list[Launch]]:
+        """What the ops of a layer launch, and the head for each sequence, with so many queries each."""
+        m, rows = self.model, sum(queries)
+        x, heads = self.empty(rows, m.hidden), self.empty(rows, m.heads * m.head_dim)
+        inner, hidden = self.empty(rows, m.intermediate), self.empty(len(queries), m.hidden)
+        lens = integers(rows) if rows == len(queries) else None
+        ops: dict[str, Callable[[], object]] = {
+            "norms": lambda: [backend.rmsnorm(x, self.empty(m.hidden), m.norm) for _ in range(2)],
+            "q, k, v": lambda: self.qkv(rows),
+            "attention": lambda: self.attention(queries, lens, context),
+            "o": lambda: backend.linear_add(heads, self.weight(m.hidden, heads.shape[1]), x),
+            "gate, up": lambda: backend.gate_up(
+                x, *(self.weight(m.intermediate, m.hidden) for _ in range(2)), m.activation
+            ),
+            "down": lambda: backend.linear_add(inner, self.weight(m.hidden, m.intermediate), x),
+            "head": lambda: self.next_tokens(hidden),
+        }
+        return {name: launches_of(op) for name, op in ops.items()}
+
     def keys_and_values(self, rows: int) -> None:
+        m = self.model
+        rotation = self.qkv(rows)
+        backend.rope(self.empty(rows, m.heads, m.head_dim), rotation)
+        keys = self.empty(rows, m.kv_heads, m.head_dim)
+        backend.write_kv(keys, keys, self.cache, self.cache, integers(rows))
+
+    def qkv(self, rows: int) -> Rotation:
         m, slots = self.model, integers(rows)
         q_size, kv_size = m.heads * m.head_dim, m.kv_heads * m.head_dim
         weights = AttentionWeights(
@@ -148,14 +187,12 @@ class Calls:
         x = self.empty(rows, m.hidden)
         rotation = backend.rotation(slots, floats(m.head_dim // 2), 1.0)
         backend.qkv(x, m.mixer, weights, rotation, self.cache, self.cache, slots)
-        backend.rope(self.empty(rows, m.heads, m.head_dim), rotation)
-        keys = self.empty(rows, m.kv_heads, m.head_dim)
-        backend.write_kv(keys, keys, self.cache, self.cache, slots)
+        return rotation
 
-    def attention(self, queries: list[int], lens: torch.Tensor | None = None) -> None:
-        """Of sequences with so many queries each, over contexts of CONTEXT tokens."""
+    def attention(self, queries: list[int], lens: torch.Tensor | None = None, context: int = CONTEXT) -> None:
+        """Of sequences with so many queries each, over contexts of `context` tokens."""
         batch = AttentionBatch(
-            [0, *accumulate(queries)], [CONTEXT] * len(queries), integers(len(queries), CONTEXT // 16), lens
+            [0, *accumulate(queries)], [context] * len(queries), integers(len(queries), context // 16), lens
         )
         q = self.empty(sum(queries), self.model.heads, self.model.head_dim)
         for soft_cap in self.model.soft_caps:
@@ -163,14 +200,24 @@ class Calls:
 
     def head(self, rows: int) -> None:
         m, ids, logits = self.model, integers(rows), floats(rows, self.model.vocab_size)
-        hidden, weight = self.empty(rows, m.hidden), self.weight(m.vocab_size, m.hidden)
-        backend.lm_head(hidden, weight)
-        wanted = Wanted(ids, torch.full_like(ids, SAMPLE), floats(rows), ids.bool(), ids, ids)
-        backend.next_tokens(hidden, weight, wanted)
+        hidden = self.empty(rows, m.hidden)
+        backend.lm_head(hidden, self.weight(m.vocab_size, m.hidden))
+        self.next_tokens(hidden)
         backend.log_probs(logits, ids)
         backend.token_statistics(logits, ids, 8)
         backend.sample(logits, ids, ids)
         backend.filter_logits(logits, ids, floats(rows), floats(rows))
+
+    def next_tokens(self, hidden: torch.Tensor) -> None:
+        ids = integers(len(hidden))
+        wanted = Wanted(ids, torch.full_like(ids, SAMPLE), floats(len(ids)), ids.bool(), ids, ids)
+        backend.next_tokens(hidden, self.weight(self.model.vocab_size, self.model.hidden), wanted)
+
+
+def launches_of(call: Callable[[], object]) -> list[Launch]:
+    with recording() as launches:
+        call()
+    return launches
 
 
 def integers(*shape: int) -> torch.Tensor:
@@ -345,6 +392,106 @@ def cell(compiled: Compiled) -> str:
     return f"{compiled.registers} regs{spilled}, {compiled.shared / 1024:.0f} KB{tiles}"
 
 
+@dataclass(frozen=True)
+class Step:
+    """A batch, of so many queries in each sequence and so many tokens of context, and what a layer launches for it."""
+
+    queries: list[int]
+    context: int
+    launches: dict[str, list[Launch]]
+
+    @property
+    def name(self) -> str:
+        rows = sum(self.queries)
+        return f"{rows:,}" if rows == len(self.queries) else f"prompt of {rows:,}"
+
+
+def steps_of(model: Model) -> list[Step]:
+    """Decode steps of many sizes, and prompts."""
+    calls = Calls(model, torch.bfloat16)
+    batches = [([1] * rows, DECODE_CONTEXT) for rows in DECODES] + [([rows], rows) for rows in PROMPTS]
+    return [Step(queries, context, calls.layer(queries, context)) for queries, context in batches]
+
+
+def model_steps(steps: Sequence[Step]) -> list[dict[str, list[Modelled]]]:
+    """The modelled launches of each step, op by op."""
+    launches = list(dict.fromkeys(launch for step in steps for op in step.launches.values() for launch in op))
+    taken = dict(zip(launches, compile_all([(TUNED_FOR, launch) for launch in launches]), strict=True))
+    return [
+        {op: [model_launch(each, taken[each], step) for each in found] for op, found in step.launches.items()}
+        for step in steps
+    ]
+
+
+def model_launch(launch: Launch, taken: Compiled, step: Step) -> Modelled:
+    resident = triton_model.resident(taken.registers, taken.shared, taken.warps)
+    return triton_model.model(work_of(launch, step), resident)
+
+
+def work_of(launch: Launch, step: Step) -> Work:
+    if "KEYS" in dict(launch.constants):
+        return triton_model.attention_work(launch, step.queries, [step.context] * len(step.queries))
+    return triton_model.work_of(launch)
+
+
+def print_model(model: Model) -> None:
+    """One line for each product and attention of each step, and one line for each step."""
+    for name, value in asdict(machine.H200).items():
+        print(f"- {name} {value:g}: {machine.REASONS[name]}")
+    print(*(f"- {name}: {reason}" for name, reason in triton_model.REASONS.items()), "", sep="\n")
+    steps = steps_of(model)
+    modelled = model_steps(steps)
+    print("| rows | op | programs | waves | MB from memory | MB from L2 | us | bound by |")
+    print("|---" * 8 + "|")
+    for step, ops in zip(steps, modelled, strict=True):
+        print(*(f"| {step.name} | {op} | {op_cells(found)} |" for op, found in ops.items()), sep="\n")
+    print("\n| rows | products us | of their limit | attention us | of arithmetic | layer us | step ms | of memory |")
+    print("|---" * 8 + "|")
+    for step, ops in zip(steps, modelled, strict=True):
+        print(f"| {step.name} | {step_cells(model, step, ops)} |")
+
+
+def op_cells(launches: Sequence[Modelled]) -> str:
+    """Of the launch that takes longest, and the time of all of an op."""
+    longest = max(launches, key=lambda launch: launch.seconds)
+    work, seconds = longest.work, sum(launch.seconds for launch in launches)
+    moved = f"{work.memory / 1e6:.1f} | {work.l2 / 1e6:.1f}"
+    return f"{work.programs} | {longest.waves:.2f} | {moved} | {seconds * 1e6:.1f} | {longest.bound}"
+
+
+def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
+    """Of products the share of the slower of reading weights and multiplying, of attention that of multiplying, and of
+    a step that of reading its weights, keys and values."""
+    seconds = {name: sum(launch.seconds for launch in found) for name, found in ops.items()}
+    products = sum(seconds[name] for name in PRODUCTS)
+    limit = sum(product_limit(n, k, sum(step.queries)) for n, k in product_shapes(model))
+    flops = sum(triton_model.useful_flops(n, step.context, model.heads, model.head_dim) for n in step.queries)
+    layer = sum(seconds.values()) - seconds["head"]
+    whole = model.layers * layer + seconds["head"]
+    times = f"{products * 1e6:.0f} | {limit / products:.0%} | {seconds['attention'] * 1e6:.0f}"
+    of_arithmetic = flops / seconds["attention"] / machine.H200.arithmetic
+    of_memory = step_bytes(model, step) / machine.H200.memory / whole
+    return f"{times} | {of_arithmetic:.0%} | {layer * 1e6:.0f} | {whole * 1e3:.2f} | {of_memory:.0%}"
+
+
+def step_bytes(model: Model, step: Step) -> int:
+    """What a step reads at least: the weights, and the keys and values of its sequences."""
+    stored = 2 * 2 * model.kv_heads * model.head_dim * step.context * len(step.queries)
+    layer = stored + sum(2 * n * k for n, k in product_shapes(model))
+    return model.layers * layer + 2 * model.vocab_size * model.hidden
+
+
+def product_shapes(model: Model) -> list[tuple[int, int]]:
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    down = (model.hidden, model.intermediate)
+    return [(q + 2 * kv, model.hidden), (model.hidden, q), (2 * model.intermediate, model.hidden), down]
+
+
+def product_limit(n: int, k: int, rows: int) -> float:
+    """The seconds that a product of `rows` with a weight [n, k] takes at least."""
+    return max(2 * n * k / machine.H200.memory, 2 * n * k * rows / machine.H200.arithmetic)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Compiles the Triton kernels for GPUs and prints what they take there."
@@ -355,10 +502,16 @@ def main() -> None:
         help=f"print every launch of every model for sm_{TUNED_FOR}, and some for the others, as JSON; not a table of "
         "one model",
     )
-    if parser.parse_args().json:
+    parser.add_argument(
+        "--model", action="store_true", help="print what a model of an H200 makes of the layers of one model"
+    )
+    options = parser.parse_args()
+    if options.model:
+        print_model(MODELS[MODELLED])
+    elif options.json:
         print(json.dumps([asdict(compiled) for compiled in compile_all(jobs_of_all_models())]))
     else:
-        print_table(compile_all(jobs_of(record(["Qwen2.5-7B"]))))
+        print_table(compile_all(jobs_of(record([MODELLED]))))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
 from itertools import count
@@ -48,13 +48,18 @@ _NUMBERS = {"i32": 16, "fp32": 1.0}  # what stands for arguments of these types
 
 @dataclass(frozen=True)
 class Launch:
-    """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages."""
+    """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
+
+    `grid`, `values`: how one launch of it was called. A tensor's value is its size in bytes.
+    """
 
     kernel: Any
     types: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
     stages: int
+    grid: tuple[int, ...] = field(compare=False)
+    values: tuple[float, ...] = field(compare=False)
 
 
 def _pinned() -> dict[str, Any]:
@@ -87,7 +92,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
     if 0 in grid:
         return
     if (recorded := _recorded.get()) is not None:
-        recorded.append(form_of(kernel, args, warps, stages, constants))
+        recorded.append(form_of(kernel, grid, args, warps, stages, constants))
         return
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     _check_places(tensors)
@@ -99,10 +104,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: i
         kernel[grid](*args, **constants, **_options(warps, stages), arch=_architecture(device))
 
 
-def form_of(kernel: Any, args: Sequence[Any], warps: int, stages: int, constants: dict[str, Any]) -> Launch:
+def form_of(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], warps: int, stages: int, constants: dict[str, Any]
+) -> Launch:
     """The form that such a launch needs."""
     types = tuple((name, _type(arg)) for name, arg in zip(kernel.arg_names, args, strict=False))
-    return Launch(kernel, types, tuple(constants.items()), warps, stages)
+    values = tuple(arg.nbytes if isinstance(arg, Tensor) else arg for arg in args)
+    return Launch(kernel, types, tuple(constants.items()), warps, stages, grid, values)
 
 
 def _options(warps: int, stages: int) -> dict[str, Any]:

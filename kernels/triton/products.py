@@ -13,23 +13,24 @@ A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.
 
 Owns: the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own:
 norms, and what follows the products of q, k and v. Activations are copied if `launch` could not take them; weights must
-be contiguous and begin at a multiple of 16 bytes.
+be contiguous and begin at a multiple of 16 bytes. A weight may be a shard of a whole one, some of its rows: it has the
+bits of the whole if `full_rows` says how many rows that has.
 
-How the tables were chosen, for an H200 (132 SMs, 4.8 TB/s), by arithmetic and not by measurement. Up to `FEW_TOKENS`
-tokens the time is that of reading the weights, which takes programs on all SMs with about 36 KB on the way to each SM
-at any time. So one tile takes all tokens, has the fewest features that an instruction takes, and leaves room for three
-programs on an SM (two for more than 64 tokens), which then have 48 to 144 KB of weights on the way. Weights of 8192
-rows have enough of such tiles. Others are cut: into four pieces at most, and none below 768 columns, so that a program
-reads 96 KB or more. For Qwen2.5-7B that makes 288 programs for q, k and v, 224 for the output and the down projection
-each, 296 for gate and up (of 396 that run at a time), 2376 for the head; for Qwen3-0.6B 64, 32, 64, 48 and 2374.
-For more tokens the time is that of multiplying: the largest tile that gives every SM a program. A cut K needs a second
-accumulator, which is why gate and up, both in one tile, then have smaller tiles.
+How a tile is chosen: by a model of the time on an H200 (`machine`), not by measurement. All programs together read an
+element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features;
+the SM with most programs multiplies longest; and matrix instructions share the bandwidth of shared memory with loads.
+For few tokens the time is that of reading weights from memory, then nearly that of reading them from L2, so one tile
+takes all tokens, up to 288. Weights of 8192 rows have tiles for all SMs. Others are cut: into four pieces at most, and
+none below 768 columns, so that a program reads 96 KB or more. As long as storing and folding them takes less time than
+it saves, each piece has a program of its own; one program with all pieces needs a second accumulator, and so has
+smaller tiles. For many tokens tiles are as large as registers allow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,37 +40,47 @@ from torch import Tensor
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
+from .machine import H200
 
 
 class Tile(NamedTuple):
-    """What one program computes: `features` x `tokens` elements, from `depth` columns of K at a time."""
+    """What one program computes: `features` x (`tokens` + `more`) elements, from `depth` columns of K at a time.
+
+    `more`: tokens in an accumulator of their own, since none has 96 or 288.
+    """
 
     features: int
     tokens: int
+    more: int
     depth: int
     warps: int
     stages: int
 
+    @property
+    def width(self) -> int:
+        return self.tokens + self.more
 
-SMS = 132
-FEW_TOKENS = 128
+
+# In a tile of gate and up, half of the features are of each.
 TILES = (
-    Tile(64, 16, 128, 4, 3),
-    Tile(64, 32, 128, 4, 3),
-    Tile(64, 64, 64, 4, 4),
-    Tile(64, 128, 64, 4, 4),
-    Tile(128, 128, 64, 8, 3),
+    Tile(64, 16, 0, 128, 4, 3),
+    Tile(64, 32, 0, 128, 4, 3),
+    Tile(64, 64, 0, 64, 4, 4),
+    Tile(64, 128, 0, 64, 4, 4),
+    Tile(128, 64, 0, 64, 4, 4),
+    Tile(128, 64, 32, 64, 8, 4),
+    Tile(128, 128, 0, 64, 8, 4),
+    Tile(128, 128, 16, 64, 8, 4),
+    Tile(128, 128, 64, 64, 8, 4),
+    Tile(128, 256, 0, 64, 8, 3),
+    Tile(128, 256, 32, 64, 8, 3),
+    Tile(128, 256, 64, 64, 8, 3),
+    Tile(256, 128, 0, 64, 8, 3),
 )
-# Half of the features of a tile are of the gate, half of the up projection.
-PAIR_TILES = (
-    Tile(128, 16, 64, 4, 4),
-    Tile(128, 32, 64, 4, 3),
-    Tile(128, 64, 64, 4, 3),
-    Tile(128, 128, 64, 8, 3),
-    Tile(256, 128, 64, 8, 3),
-)
-CUT_PAIR_TILES = PAIR_TILES[:4]
-NARROW_TILE = Tile(64, 32, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
+# Where one program sums several pieces, or results are stored one by one: both take registers.
+CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 3))
+NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
+APART_TOKENS = 1024  # pieces of more would take hundreds of MB
 FOLD_COLUMNS = 1024
 _PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
@@ -77,105 +88,160 @@ _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
 
 
+class _Factor(NamedTuple):
+    """Weights side by side, with the same columns, and into how many pieces the columns of each are cut."""
+
+    weights: tuple[Tensor, ...]
+    pieces: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(len(weight) for weight in self.weights)
+
+    @property
+    def columns(self) -> int:
+        return self.weights[0].shape[1]
+
+    @property
+    def piece_lengths(self) -> list[int]:
+        """In units of `_PIECE_UNIT`. The last piece of each may be shorter."""
+        return [_divide_up(self.columns, pieces * _PIECE_UNIT.value) for pieces in self.pieces]
+
+
 def k_splits(rows: int, columns: int) -> int:
-    """Into how many pieces K is cut for a weight [rows, columns]."""
+    """Into how many pieces K is cut for a weight [rows, columns] and for all shards of its rows."""
     return 1 if rows >= 8192 else min(4, max(1, columns // 768))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None) -> Tensor:
     """x [M, K] times weight [N, K] transposed, plus bias [N] in float32, rounded once: [M, N] in x's dtype.
 
-    All tensors share one dtype, bfloat16 or float16.
+    All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: of the weight that this is a shard
+    of.
     """
     if bias is None:
-        return _linear(x, weight, "none", x, x.dtype)
-    return _linear(x, weight, "bias", bias, x.dtype)
+        return _linear(x, weight, "none", x, x.dtype, full_rows)
+    return _linear(x, weight, "bias", bias, x.dtype, full_rows)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, full_rows: int | None = None) -> Tensor:
     """linear(x, weight) + residual [M, N], rounded twice: [M, N]."""
-    return _linear(x, weight, "residual", residual, x.dtype)
+    return _linear(x, weight, "residual", residual, x.dtype, full_rows)
 
 
-def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
     """The bits of gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
-    x = aligned(x)
+    x, factor = aligned(x), _factor((gate, up), (full_rows,) * 2)
     out = x.new_empty(len(x), len(gate))
-    if _apart(x, (gate, up)):
-        _launch_fold(_fold_gate_up_kernel, _parts(x, (gate, up)), out, ACTIVATION=activation)
+    tile, apart = _way(len(x), factor)
+    if apart:
+        _launch_fold(_fold_gate_up_kernel, _parts(x, factor, tile, apart), out, ACTIVATION=activation)
     else:
-        tiles = PAIR_TILES if k_splits(*gate.shape) == 1 else CUT_PAIR_TILES
-        _launch_whole(_gate_up_kernel, tiles, x, (gate, up), out, ACTIVATION=activation)
+        _launch_whole(_gate_up_kernel, tile, x, factor, out, ACTIVATION=activation)
     return out
 
 
-def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
+def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
     """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
-    return _linear(hidden, weight, "none", hidden, torch.float32)
+    return _linear(hidden, weight, "none", hidden, torch.float32, full_rows)
 
 
-def qkv_parts(hidden: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def qkv_parts(
+    hidden: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    *,
+    full_rows: tuple[int | None, int | None, int | None] = (None, None, None),
+) -> Tensor:
     """The products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
 
     float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a bias, rounded
     once, has the bits of `linear` with that weight alone.
     """
-    return _parts(aligned(hidden), weights)
+    factor = _factor(weights, full_rows)
+    return _parts(aligned(hidden), factor, *_way(len(hidden), factor))
 
 
 def _linear(
-    x: Tensor, weight: Tensor, kind: Literal["none", "bias", "residual"], extra: Tensor, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    kind: Literal["none", "bias", "residual"],
+    extra: Tensor,
+    dtype: torch.dtype,
+    full_rows: int | None,
 ) -> Tensor:
     """The product, finished with `extra` in the way that `_finish` calls `kind`, in this dtype."""
-    x, extra = aligned(x), aligned(extra)
+    x, extra, factor = aligned(x), aligned(extra), _factor((weight,), (full_rows,))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
-    if _apart(x, (weight,)):
-        _launch_fold(_fold_kernel, _parts(x, (weight,)), extra, out, EXTRA=kind)
+    tile, apart = _way(len(x), factor)
+    if apart:
+        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), extra, out, EXTRA=kind)
     else:
-        _launch_whole(_linear_kernel, TILES, x, (weight,), extra, out, EXTRA=kind)
+        _launch_whole(_linear_kernel, tile, x, factor, extra, out, EXTRA=kind)
     return out
 
 
-def _apart(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether each piece has a program of its own."""
-    return len(x) <= FEW_TOKENS and _most_pieces(weights) > 1
+def _factor(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> _Factor:
+    full = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True))
+    return _Factor(weights, tuple(k_splits(rows, weights[0].shape[1]) for rows in full))
 
 
-def _most_pieces(weights: Sequence[Tensor]) -> int:
-    return max(k_splits(*weight.shape) for weight in weights)
-
-
-def _piece(weight: Tensor) -> int:
-    """The length of the weight's pieces in units of `_PIECE_UNIT`. The last piece may be shorter."""
-    return _divide_up(weight.shape[1], k_splits(*weight.shape) * _PIECE_UNIT.value)
-
-
-def _choose(tiles: Sequence[Tile], columns: int, tokens: int, features: int) -> Tile:
-    """The smallest tile that takes all tokens; if none does, the largest one that gives every SM a program."""
+def _way(tokens: int, factor: _Factor) -> tuple[Tile, bool]:
+    """The tile, and whether each piece has a program of its own."""
+    columns, pieces = factor.columns, max(factor.pieces)
+    tiles = TILES if math.gcd(*factor.rows) % 8 == 0 else CUT_TILES
+    whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
     if columns % 8:
-        return NARROW_TILE
-    for tile in tiles:
-        if tokens <= tile.tokens:
-            return tile
-    for tile in reversed(tiles):
-        if math.prod(_grid(tile, tokens, [features])) >= SMS:
-            return tile
-    return tiles[0]
+        whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
+    return _fastest(whole, apart if tokens <= APART_TOKENS else (), tokens, columns, factor.rows, pieces)
+
+
+@lru_cache(maxsize=4096)
+def _fastest(
+    whole: tuple[Tile, ...],
+    apart: tuple[Tile, ...],
+    tokens: int,
+    columns: int,
+    rows: tuple[int, ...],
+    pieces: int,
+) -> tuple[Tile, bool]:
+    """Of these tiles for programs with all pieces, and those for programs with one each; the first of equal ones."""
+    ways = [(tile, False) for tile in whole] + [(tile, True) for tile in apart]
+    return min(ways, key=lambda way: _seconds(way[0], tokens, columns, rows, pieces if way[1] else 1))
+
+
+def _seconds(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> float:
+    """What an H200 takes for the product, in as many parts, by the slowest of what it needs."""
+    programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
+    loaded = 2 * (tile.features + tile.width) * length
+    stored = 4 * parts * tokens * sum(rows) if parts > 1 else 0
+    read = length * tile.features / 1024 * (2048 * (1 + (tile.more > 0)) + 32 * tile.width)
+    clocks = max(
+        tile.features * tile.width * length / H200.multiply_adds,
+        (read + loaded) / H200.shared_bytes,
+    )
+    stage = 2 * (tile.features + tile.width) * tile.depth
+    waves = _divide_up(programs, H200.sms * (H200.shared_memory // (stage * tile.stages)))
+    return stored / H200.l2 + max(
+        2 * columns * sum(rows) / H200.memory,
+        (programs * loaded + stored) / H200.l2,
+        _divide_up(programs, H200.sms) * clocks / H200.clock,
+        waves * length / tile.depth * H200.latency / (tile.stages - 1),
+    )
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
     """Tiles of features, cut separately for each weight, and of tokens."""
-    return sum(_divide_up(n, tile.features) for n in features), _divide_up(tokens, tile.tokens)
+    return sum(_divide_up(n, tile.features) for n in features), _divide_up(tokens, tile.width)
 
 
 def _divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _constants(tile: Tile, weights: Sequence[Tensor]) -> dict[str, Any]:
+def _constants(tile: Tile, factor: _Factor) -> dict[str, Any]:
     """What the kernels of products are compiled for."""
-    sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, DEPTH=tile.depth, warps=tile.warps, stages=tile.stages)
-    return dict(UNIT=_unit(weights[0].shape[1]), CUT=_most_pieces(weights) > 1, **sizes)
+    sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
+    return dict(UNIT=_unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
 
 
 def _unit(size: int) -> int:
@@ -183,16 +249,13 @@ def _unit(size: int) -> int:
     return math.gcd(size, 128)
 
 
-def _launch_whole(
-    kernel: Any, tiles: Sequence[Tile], x: Tensor, weights: Sequence[Tensor], *others: Tensor, **constants: Any
-) -> None:
+def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: _Factor, *others: Tensor, **constants: Any) -> None:
     """Launches a kernel on x, the weights and others: products of x with each weight, summed and finished."""
-    (tokens, columns), features = x.shape, len(weights) * len(weights[0])
-    tile = _choose(tiles, columns, tokens, features)
-    unit, width_unit = _unit(columns), _unit(len(weights[0]))
-    numbers = (tokens, len(weights[0]) // width_unit, columns // unit, _piece(weights[0]))
-    constants |= _constants(tile, weights)
-    launch(kernel, _grid(tile, tokens, [features]), x, *weights, *others, *numbers, WIDTH_UNIT=width_unit, **constants)
+    tokens, columns, features = len(x), factor.columns, factor.rows[0]
+    unit, width_unit = _unit(columns), _unit(features)
+    numbers = (tokens, features // width_unit, columns // unit, factor.piece_lengths[0])
+    constants |= _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, WIDTH_UNIT=width_unit)
+    launch(kernel, _grid(tile, tokens, [sum(factor.rows)]), x, *factor.weights, *others, *numbers, **constants)
 
 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
@@ -203,16 +266,18 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
     launch(kernel, grid, parts, *tensors, tokens, features, warps=4, **constants)
 
 
-def _parts(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Products of x with one to three weights side by side: a part for each piece if they are `_apart`, else one."""
-    (tokens, columns), sizes, apart = x.shape, [len(weight) for weight in weights], _apart(x, weights)
-    tile = _choose(TILES, columns, tokens, sum(sizes))
-    out = x.new_empty(_most_pieces(weights) if apart else 1, tokens, sum(sizes), dtype=torch.float32)
-    absent = [0] * (3 - len(weights))  # weights that no program reads, since they have no rows
-    tensors = (x, *weights, *[weights[0] for _ in absent], out)
-    numbers = (tokens, columns // _unit(columns), *sizes, *absent, *map(_piece, weights), *absent)
-    grid = (*_grid(tile, tokens, sizes), len(out))
-    launch(_parts_kernel, grid, *tensors, *numbers, APART=apart, **_constants(tile, weights))
+def _parts(x: Tensor, factor: _Factor, tile: Tile, apart: bool) -> Tensor:
+    """Products of x with one to three weights side by side: a part for each piece if they are `apart`, else one."""
+    tokens, columns, rows = len(x), factor.columns, factor.rows
+    out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
+    absent = [0] * (3 - len(rows))  # weights that no program reads, since they have no rows
+    tensors = (x, *factor.weights, *[factor.weights[0] for _ in absent], out)
+    width_unit = _unit(math.gcd(*rows))
+    sizes = [n // width_unit for n in rows]
+    numbers = (tokens, columns // _unit(columns), *sizes, *absent, *factor.piece_lengths, *absent)
+    grid = (*_grid(tile, tokens, rows), len(out))
+    constants = _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, APART=apart, WIDTH_UNIT=width_unit)
+    launch(_parts_kernel, grid, *tensors, *numbers, **constants)
     return out
 
 
@@ -229,37 +294,81 @@ def _row(base_ptr, row, rows, columns):
 
 
 @device_function
-def _sum(w_row, x_row, start, stop, columns, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Products of weight rows and tokens over columns [start, stop): float32 [len(w_row), len(x_row)].
-
-    `columns` is a multiple of `UNIT`; `start` is one of `DEPTH`, and `stop` too unless it is `columns`.
-    """
-    step = tl.arange(0, DEPTH)
-    w_tile = w_row[:, None] + step[None, :]
-    x_tile = x_row[None, :] + step[:, None]
-    total = tl.zeros([w_row.shape[0], x_row.shape[0]], tl.float32)
-    for k in range(start, stop, DEPTH):
-        if UNIT % DEPTH == 0:
-            w = tl.load(w_tile + k)
-            x = tl.load(x_tile + k)
-        else:
-            inside = step < columns - k
-            w = tl.load(w_tile + k, mask=inside[None, :], other=0.0)
-            x = tl.load(x_tile + k, mask=inside[:, None], other=0.0)
-        total = tl.dot(w, x, total, input_precision="ieee")
-    return total
+def _token_rows(x_ptr, places, tokens, columns):
+    return _row(x_ptr, places[0], tokens, columns), _row(x_ptr, places[1], tokens, columns)
 
 
 @device_function
-def _sum_of_pieces(w_row, x_row, columns, piece, CUT: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """The sums of pieces of `piece` columns, added to +0.0 in ascending order."""
-    if CUT:
-        total = tl.zeros([w_row.shape[0], x_row.shape[0]], tl.float32)
-        for start in range(0, columns, piece):
-            total += _sum(w_row, x_row, start, tl.minimum(start + piece, columns), columns, UNIT, DEPTH)
+def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
+    """The tokens of a tile, and those of its other accumulator; if it has none, the same."""
+    first = tile * (TOKENS + MORE)
+    token = first + tl.arange(0, TOKENS)
+    more = token
+    if MORE:
+        more = first + TOKENS + tl.arange(0, MORE)
+    return token, more
+
+
+@device_function
+def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
+    """Products of weight rows and the tokens of both accumulators over columns [start, stop): float32 [rows, tokens].
+
+    `columns` is a multiple of `UNIT`; `start` is one of `DEPTH`, and `stop` too unless it is `columns`. Without `MORE`
+    the other sums are zeros.
+    """
+    step = tl.arange(0, DEPTH)
+    w_tile = w_row[:, None] + step[None, :]
+    x_tile, more_tile = x_rows[0][None, :] + step[:, None], x_rows[1][None, :] + step[:, None]
+    total, more = _zeros(w_row, x_rows)
+    for k in range(start, stop, DEPTH):
+        w = _load(w_tile + k, (step < columns - k)[None, :], UNIT, DEPTH)
+        x = _load(x_tile + k, (step < columns - k)[:, None], UNIT, DEPTH)
+        total = tl.dot(w, x, total, input_precision="ieee")
+        if MORE:
+            x = _load(more_tile + k, (step < columns - k)[:, None], UNIT, DEPTH)
+            more = tl.dot(w, x, more, input_precision="ieee")
+    return total, more
+
+
+@device_function
+def _zeros(w_row, x_rows):
+    total = tl.zeros([w_row.shape[0], x_rows[0].shape[0]], tl.float32)
+    return total, tl.zeros([w_row.shape[0], x_rows[1].shape[0]], tl.float32)
+
+
+@device_function
+def _load(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
+    """A tile of `DEPTH` columns, 0 where it is not `inside`, which it is everywhere if `UNIT` says so."""
+    if UNIT % DEPTH == 0:
+        return tl.load(tile_ptr)
     else:
-        total = _sum(w_row, x_row, 0, columns, columns, UNIT, DEPTH) + 0.0
-    return total
+        return tl.load(tile_ptr, mask=inside, other=0.0)
+
+
+@device_function
+def _sums_of_pieces(
+    w_row,
+    x_rows,
+    columns,
+    piece,
+    CUT: tl.constexpr,
+    MORE: tl.constexpr,
+    UNIT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The sums of pieces of `piece` columns, added to +0.0 in ascending order."""
+    total, more = _zeros(w_row, x_rows)
+    if CUT:
+        for start in range(0, columns, piece):
+            stop = tl.minimum(start + piece, columns)
+            sums = _sums(w_row, x_rows, start, stop, columns, MORE, UNIT, DEPTH)
+            total += sums[0]
+            if MORE:
+                more += sums[1]
+    else:
+        sums = _sums(w_row, x_rows, 0, columns, columns, MORE, UNIT, DEPTH)
+        total, more = sums[0] + 0.0, sums[1] + 0.0
+    return total, more
 
 
 @device_function
@@ -282,6 +391,27 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu_tanh":
         slope = gate * (_GELU_SLOPE + _GELU_CUBIC * (gate * gate))
     return gate / (1.0 + tl.exp(-slope)) * up
+
+
+@device_function
+def _gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
+    """gate_mul of the upper and the lower half of a tile, both rounded to the dtype of `out_ptr`."""
+    total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+    gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
+    return gate_mul_tile(gate, up, ACTIVATION)
+
+
+@device_function
+def _store_part(total, parts_ptr, feature, token, width, tokens, inside):
+    """Stores a tile of this program's piece, for features that are `inside`."""
+    row = (tl.program_id(2) * tokens + token).to(tl.int64) * width
+    tl.store(parts_ptr + row[None, :] + feature[:, None], total, mask=inside[:, None] & (token < tokens)[None, :])
+
+
+@device_function
+def _finish_tile(total, extra_ptr, out_ptr, feature, token, features, tokens, EXTRA: tl.constexpr):
+    inside = (feature < features)[:, None] & (token < tokens)[None, :]
+    _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, inside, EXTRA)
 
 
 @device_function
@@ -315,17 +445,19 @@ def _linear_kernel(
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     TOKENS: tl.constexpr,
+    MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in their units."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
     tile = _tile_of_program()
-    token = tile[0] * TOKENS + tl.arange(0, TOKENS)
+    places = _places(tile[0], TOKENS, MORE)
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
-    w_row, x_row = _row(w_ptr, feature, features, columns), _row(x_ptr, token, tokens, columns)
-    total = _sum_of_pieces(w_row, x_row, columns, piece, CUT, UNIT, DEPTH)
-    inside = (feature < features)[:, None] & (token < tokens)[None, :]
-    _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, inside, EXTRA)
+    w_row, x_rows = _row(w_ptr, feature, features, columns), _token_rows(x_ptr, places, tokens, columns)
+    sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    _finish_tile(sums[0], extra_ptr, out_ptr, feature, places[0], features, tokens, EXTRA)
+    if MORE:
+        _finish_tile(sums[1], extra_ptr, out_ptr, feature, places[1], features, tokens, EXTRA)
 
 
 @exact_jit
@@ -344,24 +476,26 @@ def _gate_up_kernel(
     WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     TOKENS: tl.constexpr,
+    MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Like `_linear_kernel`, for tiles whose upper half is of gate and whose lower half is of up."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
     tile = _tile_of_program()
-    token = tile[0] * TOKENS + tl.arange(0, TOKENS)
+    places = _places(tile[0], TOKENS, MORE)
     half: tl.constexpr = FEATURES // 2
     row = tl.arange(0, FEATURES)
     # Triton 3.9 does not see that a choice of two aligned pointers is aligned.
     base_ptr = tl.multiple_of(tl.where(row < half, gate_ptr, up_ptr), _ALIGNMENT)
     w_row = _row(base_ptr, tile[1] * half + row % half, features, columns)
-    total = _sum_of_pieces(w_row, _row(x_ptr, token, tokens, columns), columns, piece, CUT, UNIT, DEPTH)
-    total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
-    gate, up = tl.split(total.reshape(2, half, TOKENS).permute(1, 2, 0))
+    x_rows = _token_rows(x_ptr, places, tokens, columns)
+    sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
     feature = tile[1] * half + tl.arange(0, half)
-    inside = (feature < features)[:, None] & (token < tokens)[None, :]
-    product = gate_mul_tile(gate, up, ACTIVATION)
-    _finish(product, x_ptr, out_ptr, feature[:, None], token[None, :], features, inside, "none")
+    product = _gate_mul_halves(sums[0], out_ptr, ACTIVATION)
+    _finish_tile(product, x_ptr, out_ptr, feature, places[0], features, tokens, "none")
+    if MORE:
+        product = _gate_mul_halves(sums[1], out_ptr, ACTIVATION)
+        _finish_tile(product, x_ptr, out_ptr, feature, places[1], features, tokens, "none")
 
 
 @exact_jit
@@ -382,14 +516,16 @@ def _parts_kernel(
     APART: tl.constexpr,
     CUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDTH_UNIT: tl.constexpr,
     FEATURES: tl.constexpr,
     TOKENS: tl.constexpr,
+    MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """One tile of the product with a, b or c, which lie side by side in parts: one piece (`APART`), or all of them."""
-    columns = columns * UNIT
+    columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()
-    token = tiles[0] * TOKENS + tl.arange(0, TOKENS)
+    places = _places(tiles[0], TOKENS, MORE)
     tile = tiles[1]
     a_tiles, b_tiles = tl.cdiv(a_rows, FEATURES), tl.cdiv(b_rows, FEATURES)
     w_ptr, rows, piece, first = a_ptr, a_rows, a_piece, 0
@@ -400,17 +536,18 @@ def _parts_kernel(
         w_ptr, rows, piece, first = b_ptr, b_rows, b_piece, a_rows
         tile -= a_tiles
     feature = tile * FEATURES + tl.arange(0, FEATURES)
-    w_row, x_row = _row(w_ptr, feature, rows, columns), _row(x_ptr, token, tokens, columns)
+    w_row, x_rows = _row(w_ptr, feature, rows, columns), _token_rows(x_ptr, places, tokens, columns)
     if APART:
         start = tl.program_id(2) * piece * _PIECE_UNIT
         stop = tl.minimum(start + piece * _PIECE_UNIT, columns)
-        total = _sum(w_row, x_row, start, stop, columns, UNIT, DEPTH)
+        sums = _sums(w_row, x_rows, start, stop, columns, MORE, UNIT, DEPTH)
     else:
-        total = _sum_of_pieces(w_row, x_row, columns, piece * _PIECE_UNIT, CUT, UNIT, DEPTH)
+        sums = _sums_of_pieces(w_row, x_rows, columns, piece * _PIECE_UNIT, CUT, MORE, UNIT, DEPTH)
     width = a_rows + b_rows + c_rows
-    part_row = (tl.program_id(2) * tokens + token).to(tl.int64) * width + first
-    inside = (feature < rows)[:, None] & (token < tokens)[None, :]
-    tl.store(parts_ptr + part_row[None, :] + feature[:, None], total, mask=inside)
+    inside = feature < rows
+    _store_part(sums[0], parts_ptr + first, feature, places[0], width, tokens, inside)
+    if MORE:
+        _store_part(sums[1], parts_ptr + first, feature, places[1], width, tokens, inside)
 
 
 @exact_jit

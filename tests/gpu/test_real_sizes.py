@@ -23,7 +23,8 @@ from .moved import DEVICE, Moved, move, random, same, sized
 DTYPES = sized([torch.bfloat16, torch.float16], [torch.bfloat16])
 ROWS = sized(8192, 144)
 # Around every size of a tile, and where the tables change from one to the next.
-COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 1024, 2047, 4096)
+COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 144, 145, 192, 193, 255, 256, 257, 288, 289)
+COUNTS += (320, 321, 511, 512, 513, 1024, 1025, 2047, 4096)
 Product = Callable[[Backend, Tensor, Tensor], Tensor]
 COUNTS = sized(COUNTS, (1, 17, 129))
 HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 160, 32, 512))

@@ -60,6 +60,14 @@ def test_a_recorded_launch_is_listed_and_not_run() -> None:
     assert first.types == (("x_ptr", "*fp32"), ("out_ptr", "*fp32"), ("factor", "fp32"), ("count", "i32"))
     assert (first.constants, first.warps, first.stages) == ((("BLOCK", 32),), 2, 3)
     assert second.types[0] == ("x_ptr", "*bf16") and second.stages == 1
+    assert (first.grid, first.values, second.values) == ((1,), (16, 16, 2.0, 4), (8, 8, 2.0, 4))
+
+
+def test_launches_that_compile_alike_are_equal() -> None:
+    with recording() as launches:
+        for grid, size, block in ((4, 4, 32), (5, 9, 32), (4, 4, 64)):
+            launch(KERNEL, (grid,), torch.ones(size), torch.ones(size), 2.0, size, warps=2, BLOCK=block)
+    assert launches[0] == launches[1] != launches[2]
 
 
 def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:

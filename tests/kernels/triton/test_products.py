@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from functools import cache
 
 import pytest
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from trueroll.kernels.specs import Activation
 from trueroll.kernels.triton import launch, products, rows
-from trueroll.kernels.triton.products import CUT_PAIR_TILES, NARROW_TILE, PAIR_TILES, TILES, Tile
+from trueroll.kernels.triton.machine import H200
+from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 
 from ..accuracy import check
 from ..inputs import randn, same_bits
 
-TOKENS = (1, 2, 15, 16, 17, 64, 65, 129, 300)
+TOKENS = 1 + max(tile.width for tile in TILES)
 FEATURES = 65
 PIECES = 2
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -29,14 +30,9 @@ def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: PIECES)
 
 
-def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> Iterator[int]:
-    """All products by this tile. Gives the numbers of tokens for which pieces are summed in the way that is wanted."""
-    for table in ("TILES", "PAIR_TILES", "CUT_PAIR_TILES"):
-        monkeypatch.setattr(products, table, (tile,))
-    monkeypatch.setattr(products, "NARROW_TILE", tile)
-    if not apart:
-        monkeypatch.setattr(products, "FEW_TOKENS", 0)
-    return (tokens for tokens in TOKENS if tokens <= products.FEW_TOKENS or not apart)
+def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> None:
+    """All products by this tile, with a program for each piece or one for all."""
+    monkeypatch.setattr(products, "_way", lambda tokens, factor: (tile, apart))
 
 
 def inputs(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +66,7 @@ def test_a_cut_changes_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> 
 
 @cache
 def linear_by_the_table(columns: int, dtype: torch.dtype) -> Tensor:
-    x, weight, bias, _ = inputs(max(TOKENS), columns, dtype)
+    x, weight, bias, _ = inputs(TOKENS, columns, dtype)
     return products.linear(x, weight, bias)
 
 
@@ -81,9 +77,10 @@ def test_linear_has_the_same_bits_from_every_tile(
     columns: int, dtype: torch.dtype, tile: Tile, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut_everything(monkeypatch)
-    x, weight, bias, _ = inputs(max(TOKENS), columns, dtype)
+    x, weight, bias, _ = inputs(TOKENS, columns, dtype)
     expected = linear_by_the_table(columns, dtype)
-    for tokens in use_tile(monkeypatch, tile, apart):
+    use_tile(monkeypatch, tile, apart)
+    for tokens in (1, tile.width, tile.width + 1):
         assert same_bits(products.linear(x[:tokens], weight, bias), expected[:tokens]), tokens
 
 
@@ -94,12 +91,12 @@ def steps_of_gate_up(columns: int, dtype: torch.dtype, activation: Activation) -
 
 
 def gate_up_inputs(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    x, gate, _, _ = inputs(max(TOKENS), columns, dtype)
+    x, gate, _, _ = inputs(TOKENS, columns, dtype)
     return x, (gate / 8).to(dtype), randn(FEATURES, columns, dtype=dtype, seed=5)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
-@pytest.mark.parametrize("tile", [*PAIR_TILES, NARROW_TILE], ids=str)
+@pytest.mark.parametrize("tile", [*TILES, NARROW_TILE], ids=str)
 @pytest.mark.parametrize("columns,dtype,activation", [(*WHOLE, "silu"), (*MASKED, "gelu_tanh")])
 def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
     columns: int,
@@ -112,7 +109,8 @@ def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
     cut_everything(monkeypatch)
     x, gate, up = gate_up_inputs(columns, dtype)
     expected = steps_of_gate_up(columns, dtype, activation)
-    for tokens in use_tile(monkeypatch, tile, apart):
+    use_tile(monkeypatch, tile, apart)
+    for tokens in (1, tile.width, tile.width + 1):
         assert same_bits(products.gate_up(x[:tokens], gate, up, activation), expected[:tokens]), tokens
 
 
@@ -123,9 +121,8 @@ def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
     """Adding a residual after rounding, and a bias before it, whether the pieces are apart or in registers."""
     cut_everything(monkeypatch)
     x, weight, bias, residual = inputs(40, 200, dtype)
-    for apart in (True, False):
-        if not apart:
-            monkeypatch.setattr(products, "FEW_TOKENS", 0)
+    for tile, apart in ((TILES[0], True), (CUT_TILES[0], False)):
+        use_tile(monkeypatch, tile, apart)
         logits, product = products.lm_head(x, weight), products.linear(x, weight)
         assert same_bits(product, logits.to(dtype))
         assert same_bits(products.linear(x, weight, bias), (logits + bias.float()).to(dtype))
@@ -134,8 +131,9 @@ def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
 
 @both_dtypes
 @pytest.mark.parametrize("tokens", [1, 17, 129])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 def test_parts_of_qkv_fold_to_the_products_one_by_one(
-    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    apart: bool, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether or not the three weights have equally many pieces."""
     pieces = {70: 1, 65: 3, 33: 2}
@@ -143,8 +141,9 @@ def test_parts_of_qkv_fold_to_the_products_one_by_one(
     x = randn(tokens, 296, dtype=dtype)
     weights = [randn(n, 296, dtype=dtype, seed=n) for n in pieces]
     biases = [randn(n, dtype=dtype, seed=n + 1) for n in pieces]
+    use_tile(monkeypatch, CUT_TILES[1], apart)
     parts = products.qkv_parts(x, (weights[0], weights[1], weights[2]))
-    assert len(parts) == (1 if tokens > products.FEW_TOKENS else 3), "premise"
+    assert len(parts) == (3 if apart else 1), "premise"
     assert same_bits(parts[1:, :, :70], torch.zeros(len(parts) - 1, tokens, 70)), "pieces that a weight has not"
     total = torch.zeros(parts.shape[1:])
     for part in parts:
@@ -174,7 +173,7 @@ def test_a_product_of_minus_zero_is_plus_zero(apart: bool, monkeypatch: pytest.M
     """So that a part of +0.0 changes no bit."""
     cut_everything(monkeypatch)
     _, weight, _, _ = inputs(4, *WHOLE)
-    use_tile(monkeypatch, TILES[0], apart)
+    use_tile(monkeypatch, CUT_TILES[0], apart)
     minus_zero = torch.full((4, weight.shape[1]), -0.0, dtype=weight.dtype)
     for product in (products.linear(minus_zero, weight), products.lm_head(minus_zero, weight)):
         assert same_bits(product, torch.zeros(4, FEATURES, dtype=product.dtype))
@@ -196,20 +195,96 @@ def test_no_tokens(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, _, residual = inputs(0, *ODD)
     assert products.linear(x, weight).shape == products.linear_add(x, weight, residual).shape == (0, FEATURES)
     assert products.gate_up(x, weight, weight, "silu").shape == products.lm_head(x, weight).shape == (0, FEATURES)
-    assert products.qkv_parts(x, (weight, weight, weight)).shape == (pieces, 0, 3 * FEATURES)
+    assert products.qkv_parts(x, (weight, weight, weight)).shape[1:] == (0, 3 * FEATURES)
 
 
 @pytest.mark.parametrize("rows,columns", [(512, 3584), (3584, 18944), (1024, 1024), (8191, 1537), (152064, 3584)])
 def test_pieces_are_whole_steps_and_none_is_empty(rows: int, columns: int) -> None:
-    pieces, length = products.k_splits(rows, columns), products._piece(torch.empty(rows, columns, device="meta")) * 128
+    factor = weights_of((rows, columns))
+    pieces, length = factor.pieces[0], factor.piece_lengths[0] * 128
     assert (pieces - 1) * length < columns <= pieces * length
-    assert all(length % tile.depth == 0 for tile in (*TILES, *PAIR_TILES, NARROW_TILE))
+    assert all(length % tile.depth == 0 for tile in (*TILES, *CUT_TILES, NARROW_TILE))
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 128, 129, 500, 5000])
-def test_few_tokens_share_one_tile_and_many_fill_the_gpu(tokens: int) -> None:
-    """For the layers of Qwen2.5-7B."""
-    for tiles, features in ((TILES, 3584), (CUT_PAIR_TILES, 2 * 3584), (PAIR_TILES, 2 * 18944)):
-        tile = products._choose(tiles, 3584, tokens, features)
-        programs = -(-features // tile.features) * -(-tokens // tile.tokens)
-        assert tokens <= tile.tokens if tokens <= products.FEW_TOKENS else programs >= products.SMS
+def weights_of(*shapes: tuple[int, int]) -> products._Factor:
+    """Weights without memory."""
+    weights = tuple(torch.empty(shape, device="meta") for shape in shapes)
+    return products._factor(weights, (None,) * len(weights))
+
+
+@pytest.mark.parametrize("weight", ["o", "down"])
+def test_weights_with_few_rows_stay_cut_in_four(weight: str) -> None:
+    """Those of Qwen2.5-7B: other pieces are other bits."""
+    assert weights_of(LAYER[weight][0]).pieces == (4,)
+
+
+# Of Qwen2.5-7B.
+LAYER = {
+    "qkv": ((3584, 3584), (512, 3584), (512, 3584)),
+    "o": ((3584, 3584),),
+    "gate_up": ((18944, 3584), (18944, 3584)),
+    "down": ((3584, 18944),),
+}
+# On both sides of every change of tile up to twice the largest, and where a prompt is.
+COUNTS = (1, 16, 17, 64, 65, 97, 128, 129, 145, 193, 256, 257, 289, 321, 512, 513, 1024, 1025, 2048)
+
+
+@pytest.mark.parametrize("weight", LAYER)
+def test_up_to_256_tokens_are_one_tile_and_many_fill_the_gpu(weight: str) -> None:
+    """So that no program reads a weight that another one reads, and each SM has a program."""
+    factor = weights_of(*LAYER[weight])
+    for tokens in COUNTS:
+        tile, apart = products._way(tokens, factor)
+        programs = math.prod(products._grid(tile, tokens, factor.rows))
+        assert tokens <= tile.width if tokens <= 256 else programs * (4 if apart else 1) >= 0.8 * H200.sms, tokens
+        assert apart == (max(factor.pieces) > 1) or tokens > 256, tokens
+
+
+@pytest.mark.parametrize("shape", [(1001, 480), (1001, 3584)])
+def test_results_that_are_stored_one_by_one_have_small_tiles(shape: tuple[int, int]) -> None:
+    """Their addresses take the registers that large tiles need: those spill."""
+    for tokens in COUNTS:
+        assert products._way(tokens, weights_of(shape))[0] in CUT_TILES, tokens
+
+
+@cache
+def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
+    """x, a weight whose K has four pieces, and the product by the smallest tile."""
+    x, weight = randn(1025, 512, dtype=torch.bfloat16), randn(33, 512, dtype=torch.bfloat16, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "k_splits", lambda rows, columns: 4)
+        use_tile(patch, TILES[0], False)
+        return x, weight, products.linear(x, weight)
+
+
+@pytest.mark.parametrize("weight", ["o", "gate_up"])
+@pytest.mark.parametrize("tokens", [64, 65, 128, 129, 256, 257, 289, 512, 513, 1025])
+def test_a_row_has_the_same_bits_at_every_number_of_rows(
+    tokens: int, weight: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tiles that a layer of Qwen2.5-7B has there, and by programs for one or for all pieces, as there."""
+    x, small, expected = rows_by_one_tile()
+    way = products._way(tokens, weights_of(*LAYER[weight]))
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: 4)
+    use_tile(monkeypatch, *way)
+    assert same_bits(products.linear(x[:tokens], small), expected[:tokens]), way
+
+
+def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of some rows, which alone would be cut into more pieces."""
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= FEATURES else PIECES)
+    x, weight, bias, residual = inputs(17, *WHOLE)
+    up = randn(*weight.shape, dtype=weight.dtype, seed=5)
+    full, whole = dict(full_rows=FEATURES), products.linear(x, weight, bias)
+    added, logits = products.linear_add(x, weight, residual), products.lm_head(x, weight)
+    both, parts = products.gate_up(x, weight, up, "silu"), products.qkv_parts(x, (weight, up, up))
+    assert not same_bits(products.lm_head(x, weight[:32]), logits[:, :32]), "premise: alone its bits are others"
+    for part in (slice(0, 32), slice(32, FEATURES)):
+        shard, shard_up = weight[part].contiguous(), up[part].contiguous()
+        assert same_bits(products.linear(x, shard, bias[part], **full), whole[:, part])
+        assert same_bits(products.linear_add(x, shard, residual[:, part], **full), added[:, part])
+        assert same_bits(products.lm_head(x, shard, **full), logits[:, part])
+        assert same_bits(products.gate_up(x, shard, shard_up, "silu", **full), both[:, part])
+        of_shards = products.qkv_parts(x, (shard, shard_up, shard_up), full_rows=(FEATURES,) * 3)
+        expected = torch.cat([each[:, :, part] for each in parts.split(FEATURES, dim=2)], dim=2)
+        assert same_bits(of_shards, expected)

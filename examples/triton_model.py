@@ -1,0 +1,200 @@
+"""A model of the time that launches of the Triton kernels take on an H200. No number here is measured.
+
+A kernel takes as long as the slowest of what it needs: bytes from memory and from L2, which all SMs share; and on the
+SM that has most to do, its matrix units, its shared memory, its other instructions, and the waiting of a program for
+its own loads and barriers, which other programs on that SM fill. Nothing here knows of bank conflicts, of an order in
+which programs meet, or of a clock that power lowers further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+
+from trueroll.kernels.triton.launch import Launch
+from trueroll.kernels.triton.machine import H200
+
+REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # of an SM
+HELD = 25e6
+OPERATIONS, EXPONENTIALS, SHUFFLES, BARRIERS = 11, 16, 6, 500
+REASONS = {
+    "held": f"what one kernel leaves the next in up to {HELD / 1e6:.0f} MB, half of L2, never comes from memory",
+    "operations": f"{OPERATIONS} instructions for a score of attention: scaled, masked, compared, rounded, summed",
+    "exponentials": f"{EXPONENTIALS} a clock, in a unit of their own",
+    "shuffles": f"{SHUFFLES} of a warp for a row of scores: two reductions of three steps, four warps that hold eight "
+    "rows at a time; each takes shared memory for a clock",
+    "barriers": f"{BARRIERS} clocks in which a program of attention waits in each tile of keys: for loads, for two "
+    "reductions through shared memory, for the weights to be stored there, for the first result of each product",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one launch asks for. `memory`: bytes, each once; `l2`: bytes, as often as a program asks for them.
+
+    `matrix`, `shared`, `instructions`: clocks of the SM that has most to do. `alone`: the seconds of its programs one
+    after the other, if nothing else held them up.
+    """
+
+    programs: int
+    memory: float
+    l2: float
+    matrix: float = 0.0
+    shared: float = 0.0
+    instructions: float = 0.0
+    alone: float = 0.0
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """`waves`: programs over those that the GPU runs at a time. `bound`: what takes longest."""
+
+    work: Work
+    waves: float
+    seconds: float
+    bound: str
+
+
+def resident(registers: int, shared: int, warps: int) -> int:
+    """How many programs an SM holds at a time, of so many registers a thread and bytes of shared memory."""
+    of_registers = REGISTERS // (-(-max(registers, 1) // 8) * 8 * 32 * warps)
+    return min(of_registers, H200.shared_memory // (shared + 1024), WARPS // warps, PROGRAMS)
+
+
+def model(work: Work, programs_of_sm: int) -> Modelled:
+    """The time of a launch, of whose programs an SM holds so many."""
+    clocks = {"matrix units": work.matrix, "shared memory": work.shared, "instructions": work.instructions}
+    seconds = {
+        "memory": work.memory / H200.memory,
+        "L2": work.l2 / H200.l2,
+        **{name: number / H200.clock for name, number in clocks.items()},
+        "waiting": work.alone / min(programs_of_sm, max(1, most_on_an_sm(work.programs))),
+    }
+    bound = max(seconds, key=lambda name: seconds[name])
+    waves = work.programs / (H200.sms * programs_of_sm)
+    return Modelled(work, waves, H200.launch + seconds[bound], bound)
+
+
+def most_on_an_sm(programs: int) -> int:
+    return -(-programs // H200.sms)
+
+
+def work_of(launch: Launch) -> Work:
+    """Of any launch but attention's over the cache, whose work follows from the lengths of its sequences."""
+    constants = dict(launch.constants)
+    if "FEATURES" in constants:
+        return product_work(launch)
+    moved = sum(value for name, value in arguments(launch).items() if name.endswith("_ptr") and "cache" not in name)
+    return Work(math.prod(launch.grid), from_memory(moved), moved)
+
+
+def arguments(launch: Launch) -> dict[str, float]:
+    return dict(zip(signature(launch.kernel.fn).parameters, launch.values, strict=False))
+
+
+def from_memory(size: float) -> float:
+    """Of a tensor that the kernel before left, the bytes that come from memory."""
+    return size if size > HELD else 0.0
+
+
+def product_work(launch: Launch) -> Work:
+    """Of a product: `_linear_kernel`, `_gate_up_kernel` or `_parts_kernel`."""
+    constants, values = dict(launch.constants), arguments(launch)
+    columns = int(values["columns"]) * constants["UNIT"]
+    pieces = launch.grid[2] if len(launch.grid) == 3 else 1
+    weights = 2 * columns * weight_rows(values, constants)
+    out = values.get("parts_ptr", values.get("out_ptr", 0))
+    # A product's weights come from memory at each step; what it reads and writes besides is small or not.
+    memory = weights + from_memory(values["x_ptr"]) + from_memory(out)
+    features, tokens = constants["FEATURES"], [constants["TOKENS"], constants.get("MORE", 0)]
+    tile = tile_work(features, tokens, columns / pieces, constants["DEPTH"], launch.stages)
+    return several(math.prod(launch.grid), tile, memory, out)
+
+
+def weight_rows(values: dict[str, float], constants: dict[str, int]) -> float:
+    if "a_rows" in values:
+        return (values["a_rows"] + values["b_rows"] + values["c_rows"]) * constants["WIDTH_UNIT"]
+    return values["features"] * constants["WIDTH_UNIT"] * (2 if "gate_ptr" in values else 1)
+
+
+def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, stages: int) -> Work:
+    """Of one program: `features` by the sum of `tokens`, over `length` columns, with an accumulator for each number.
+
+    A matrix instruction reads 64 x 16 elements of weights and 16 columns of tokens, both from shared memory.
+    """
+    width, steps = sum(tokens), length / 16
+    loaded = 2 * (features + width) * length
+    read = steps * features / 64 * sum(2048 + 32 * n for n in tokens if n)
+    return Work(
+        programs=1,
+        memory=0,
+        l2=loaded,
+        matrix=steps * 16 * features * width / H200.multiply_adds,
+        shared=(read + loaded) / H200.shared_bytes,
+        alone=length / depth * H200.latency / (stages - 1),
+    )
+
+
+def several(programs: int, each: Work, memory: float, out: float) -> Work:
+    """Of equal programs, which store `out` bytes together."""
+    most = most_on_an_sm(programs)
+    clocks = most * each.matrix, most * each.shared, most * each.instructions
+    return Work(programs, memory, programs * each.l2 + out, *clocks, most * each.alone)
+
+
+def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[int]) -> Work:
+    """Of `_decode_kernel` or `_prefill_kernel`, for sequences of so many queries, each the last of its context."""
+    constants = dict(launch.constants)
+    rows, keys, size, group = (int(constants[name]) for name in ("ROWS", "KEYS", "SIZE", "GROUP"))
+    kv_heads = launch.grid[1]
+    programs = [
+        n
+        for count, context in zip(queries, contexts, strict=True)
+        for n in tiles_of_keys(count, context, group, rows, keys)
+    ]
+    tile = attention_tile(rows, keys, size, launch.warps)
+    stored = 2 * size * kv_heads * 2 * sum(contexts)
+    asked = 2 * 2 * size * kv_heads * group * sum(queries)
+    total = sum(programs) * kv_heads
+    most = max(total / H200.sms, max(programs) if queries[0] > 1 else 1)
+    clocks = most * tile.matrix, most * tile.shared, most * tile.instructions
+    return Work(math.prod(launch.grid), stored, total * tile.l2 + asked, *clocks, most * tile.alone)
+
+
+def tiles_of_keys(queries: int, context: int, group: int, rows: int, keys: int) -> list[int]:
+    """The tiles of keys that each tile of rows of a sequence goes through."""
+    ends = range(min(rows, queries * group), queries * group + rows, rows)
+    seen = (context - queries + -(-min(end, queries * group) // group) for end in ends)
+    return [-(-n // keys) for n in seen]
+
+
+def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
+    """Of one program and one tile of keys. With several groups of four warps, each takes a part of the rows."""
+    groups = warps // 4
+    columns = rows // groups
+    count = groups * (keys // 64 * size // 16 + size // 64 * keys // 16)
+    matrix = 2 * keys * rows * size / H200.multiply_adds
+    loaded, weights = 2 * 2 * keys * size, 2 * keys * rows
+    read = count * (2048 + 32 * columns) / H200.shared_bytes
+    shuffles = SHUFFLES * rows
+    addresses = 4 * loaded / 16 / 128
+    instructions = (OPERATIONS * keys * rows + size * rows) / 128 + addresses
+    exponentials = keys * rows / EXPONENTIALS
+    one_by_one = max(matrix, read) + instructions + exponentials + shuffles + BARRIERS
+    return Work(
+        programs=1,
+        memory=0,
+        l2=loaded,
+        matrix=matrix,
+        shared=read + (loaded + weights) / H200.shared_bytes + shuffles,
+        instructions=max(instructions, exponentials),
+        alone=one_by_one / H200.clock,
+    )
+
+
+def useful_flops(queries: int, context: int, heads: int, size: int) -> float:
+    """Of causal attention of the last `queries` of a context."""
+    pairs = queries * (context - queries) + queries * (queries + 1) / 2
+    return 4 * pairs * heads * size
