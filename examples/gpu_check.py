@@ -59,7 +59,8 @@ class Promise:
 
 
 MACHINE = Promise("the versions and the driver are known", 60, ("test_machine.py::test_versions_and_driver",))
-COMMITS, SLEEP = ("test_commits.py",), ("test_engine.py::test_sleep_gives_the_memory_of_the_device_back",)
+COMMITS = "test_commits.py", "test_engine.py::test_a_commit_while_the_device_is_busy"
+SLEEP = ("test_engine.py::test_sleep_gives_the_memory_of_the_device_back",)
 PUSH = ("test_push.py",)
 PARTS: dict[str, tuple[Promise, ...]] = {
     "products": (
@@ -73,6 +74,9 @@ PARTS: dict[str, tuple[Promise, ...]] = {
             260,
             ("test_real_sizes.py", "test_tails.py"),
             parallel=True,
+        ),
+        Promise(
+            "products have the bits of the model of the tensor cores", 160, ("test_tensor_cores.py",), parallel=True
         ),
     ),
     "ops": (
@@ -100,7 +104,12 @@ PARTS: dict[str, tuple[Promise, ...]] = {
             parallel=True,
         ),
         Promise(
-            "a step waits for nothing", 60, ("test_engine.py::test_a_step_is_queued_without_waiting_for_the_device",)
+            "a step waits for nothing, compiles nothing and captures nothing",
+            90,
+            (
+                "test_engine.py::test_a_step_is_queued_without_waiting_for_the_device",
+                "test_engine.py::test_serving_compiles_no_kernel_and_captures_no_graph",
+            ),
         ),
     ),
     "weights": (

@@ -177,7 +177,9 @@ def test_sleep_gives_the_memory_of_the_device_back(
     assert all_bits(engine, requests) == expected
 
 
-def test_serving_compiles_no_kernel_and_captures_no_graph(two_layers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_compiles_no_kernel_and_captures_no_graph(
+    gpu: torch.device, two_layers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
     begin = torch.cuda.CUDAGraph.capture_begin
 
@@ -213,7 +215,7 @@ def norm_of(size: int) -> tuple[torch.Tensor, NormSpec]:
     return torch.ones(size, dtype=torch.bfloat16, device=DEVICE), NormSpec(1e-6)
 
 
-def test_a_commit_while_the_device_is_busy(two_layers: Path) -> None:
+def test_a_commit_while_the_device_is_busy(gpu: torch.device, two_layers: Path) -> None:
     """Staged on a stream of its own, as pushes are; the device has not begun to copy when the staging is freed."""
     config = config_of(two_layers, kv_memory=2**28, max_model_len=2048)
     engine = Engine(config, load_dummy(config))

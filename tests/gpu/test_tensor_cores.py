@@ -16,6 +16,7 @@ from trueroll.kernels.triton import products
 from ..kernels.tensor_cores import TENSOR_CORES, TensorCore, check_product, multiply
 from .moved import DEVICE, random, same
 
+pytestmark = pytest.mark.usefixtures("gpu")
 DTYPES = [torch.bfloat16, torch.float16]
 COUNTS = (1, 16, 17, 33, 65, 128, 129, 300, 1024)
 ROWS = (0, 1, 15, 16, 32, 64, 127, 128, 200, 299, 1023)  # those that are compared
