@@ -574,9 +574,13 @@ class Engine:
         forks.
         """
         sequence.unseen_row = None
-        reasons = [(sample, self._append(sample, drawn, row)) for sample, row in samples]
-        ended: list[Output] = [self._finish_sample(sample, reason) for sample, reason in reasons if reason]
-        going_on = [sample for sample, reason in reasons if not reason]
+        ended: list[Output] = []
+        going_on: list[OpenSample] = []
+        for sample, row in samples:
+            if reason := self._append(sample, drawn, row):
+                ended.append(self._finish_sample(sample, reason))
+            else:
+                going_on.append(sample)
         for sample in going_on[1:]:
             self._sequences[sample] = self._scheduler.fork(sequence, sample, sample.token_ids[-1])
         if going_on:

@@ -117,7 +117,7 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     of_last = chunks.lanes[is_last]
     token_ids = np.empty(int(ends[-1]), np.int64)
     token_ids[ends[is_last] - 1] = lanes.last_token[of_last]
-    for i in np.flatnonzero(~is_last):
+    for i in np.flatnonzero(~is_last).tolist():
         sequence, start, end = chunks[i]
         token_ids[ends[i] - (end - start) : ends[i]] = sequence.tokens[start:end]
     rows = lanes.unseen_row[of_last]
