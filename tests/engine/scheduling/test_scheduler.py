@@ -647,13 +647,35 @@ def _share_a_block_uncounted(driver: Driver) -> None:
     driver.scheduler.running[0].table[0] = driver.scheduler.running[1].table[0]
 
 
-@pytest.mark.parametrize("corrupt", [_hold_blocks_while_waiting, _lose_a_block, _share_a_block_uncounted])
+def _count_a_token_in_its_lane_alone(driver: Driver) -> None:
+    driver.scheduler.lanes.num_tokens[driver.scheduler.running[1].lane] += 1
+
+
+def _read_another_block(driver: Driver) -> None:
+    driver.scheduler.lanes.tables[driver.scheduler.running[1].lane, 0] += 1
+
+
+def _keep_a_lane(driver: Driver) -> None:
+    driver.scheduler.lanes.enter(driver._sequence([1], None))
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        _hold_blocks_while_waiting,
+        _lose_a_block,
+        _share_a_block_uncounted,
+        _count_a_token_in_its_lane_alone,
+        _read_another_block,
+        _keep_a_lane,
+    ],
+)
 def test_the_integrity_check_finds(corrupt: Callable[[Driver], None]) -> None:
-    driver = Driver(num_blocks=8, block_size=2, max_num_seqs=2, budget=8)
+    driver = Driver(num_blocks=8, block_size=2, max_num_seqs=3, budget=8)
     driver.add([1, 2, 3], [5])
     driver.add([4, 5, 6], [5])
     driver.step()
     driver.scheduler.check_integrity()
     corrupt(driver)
-    with pytest.raises(RuntimeError, match="waiting sequence holds blocks|not counted exactly once"):
+    with pytest.raises(RuntimeError, match="waiting sequence holds blocks|not counted exactly once|lane"):
         driver.scheduler.check_integrity()
