@@ -158,7 +158,7 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
     launch = attention.launch
 
     def note(kernel: Any, grid: Any, *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
-        launched.add(form_of(kernel, args, warps, stages, constants))
+        launched.add(form_of(kernel, grid, args, warps, stages, constants))
         launch(kernel, grid, *args, warps=warps, stages=stages, **constants)
 
     monkeypatch.setattr(backend, "compile_all", lambda forms, device: prepared.extend(forms))
