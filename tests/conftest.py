@@ -12,6 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from filelock import FileLock
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may depend on the network
 # Read when torch is imported. Tests run several processes on few cores; threads that spin while they wait would starve
@@ -21,6 +22,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton_interpreter  # noqa: E402, I001
+from conversion import convert_smollm2  # noqa: E402
 from tiny import FAMILIES, WINDOWED, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
@@ -119,4 +121,9 @@ def _own_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the embedded model, converted once for this run of the tests."""
+    cache = Path(os.environ["TRUEROLL_CACHE"])
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / "conversion.lock"):
+        if not any(path.is_dir() for path in cache.glob("smollm2*")):
+            convert_smollm2(cache)
     return smollm2_folder()

@@ -212,7 +212,7 @@ def load_binary(*arguments):
     return "module", "function", 0, 0, 1024
 
 def compute(device, rows):
-    x, weight = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((rows, 768), (64, 768)))
+    x, weight = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in ((rows, 768), (8192, 768)))
     ids = torch.zeros(rows, dtype=torch.int64, device=device)
     backend.rmsnorm(x, weight[0], NormSpec(1e-6))
     backend.log_probs(backend.lm_head(x, weight), ids)

@@ -1,0 +1,18 @@
+"""The embedded model's conversion, in a process of its own, whose output a test reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CONVERSION_LOG = "conversion.log"
+"""In the cache: what the process printed. Absent if something else made the folder."""
+
+
+def convert_smollm2(cache: Path) -> None:
+    code = "from trueroll.engine.models.smollm2 import smollm2_folder; print(smollm2_folder())"
+    environment = os.environ | {"TRUEROLL_CACHE": str(cache)}
+    with open(cache / CONVERSION_LOG, "w") as log:
+        subprocess.run([sys.executable, "-P", "-c", code], env=environment, stdout=log, stderr=log, check=True)
