@@ -18,15 +18,15 @@ from trueroll.kernels.triton.machine import H200
 
 REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # of an SM
 HELD = 25e6
-OPERATIONS, EXPONENTIALS, SHUFFLES, BARRIERS = 11, 16, 6, 500
+OPERATIONS, EXPONENTIALS, SHUFFLES, BARRIERS = 11, 16, 8, 250
 REASONS = {
     "held": f"what one kernel leaves the next in up to {HELD / 1e6:.0f} MB, half of L2, never comes from memory",
     "operations": f"{OPERATIONS} instructions for a score of attention: scaled, masked, compared, rounded, summed",
     "exponentials": f"{EXPONENTIALS} a clock, in a unit of their own",
-    "shuffles": f"{SHUFFLES} of a warp for a row of scores: two reductions of three steps, four warps that hold eight "
-    "rows at a time; each takes shared memory for a clock",
-    "barriers": f"{BARRIERS} clocks in which a program of attention waits in each tile of keys: for loads, for two "
-    "reductions through shared memory, for the weights to be stored there, for the first result of each product",
+    "shuffles": f"{SHUFFLES} of a warp in each tile of keys: a highest score and a sum, two steps each, for the two rows "
+    "that a thread has a part of; each takes shared memory for a clock",
+    "barriers": f"{BARRIERS} clocks in which a program of attention waits in each tile of keys: for loads, and for the "
+    "first result of each product",
 }
 
 
@@ -171,24 +171,23 @@ def tiles_of_keys(queries: int, context: int, group: int, rows: int, keys: int) 
 
 
 def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
-    """Of one program and one tile of keys. With several groups of four warps, each takes a part of the rows."""
-    groups = warps // 4
-    columns = rows // groups
-    count = groups * (keys // 64 * size // 16 + size // 64 * keys // 16)
+    """Of one program and one tile of keys. Scores and weights stay in registers; queries, keys and values are read from
+    shared memory by matrix instructions of 64 rows, those of wide heads by two groups of four warps.
+    """
     matrix = 2 * keys * rows * size / H200.multiply_adds
-    loaded, weights = 2 * 2 * keys * size, 2 * keys * rows
-    read = count * (2048 + 32 * columns) / H200.shared_bytes
-    shuffles = SHUFFLES * rows
+    loaded, groups = 2 * 2 * keys * size, warps // 4
+    read = 2 * rows // 64 * (groups * (64 + keys) * size + keys * size) / H200.shared_bytes
+    shuffles = SHUFFLES * warps
     addresses = 4 * loaded / 16 / 128
-    instructions = (OPERATIONS * keys * rows + size * rows) / 128 + addresses
-    exponentials = keys * rows / EXPONENTIALS
+    instructions = (groups * OPERATIONS * keys * rows + size * rows) / 128 + addresses
+    exponentials = groups * keys * rows / EXPONENTIALS
     one_by_one = max(matrix, read) + instructions + exponentials + shuffles + BARRIERS
     return Work(
         programs=1,
         memory=0,
         l2=loaded,
         matrix=matrix,
-        shared=read + (loaded + weights) / H200.shared_bytes + shuffles,
+        shared=read + loaded / H200.shared_bytes + shuffles,
         instructions=max(instructions, exponentials),
         alone=one_by_one / H200.clock,
     )

@@ -248,8 +248,8 @@ class Compiling:
 class Compiled:
     """What one launch takes on one target. Memory in bytes: `spilled` for a thread, `shared` for a block of threads.
 
-    `instructions`: its matrix instructions, with their tiles. `reductions`: how axis 0 is laid out in tiles that are
-    reduced over it. `signature`, `aligned`: types of the arguments, and those known to be multiples of 16, as Triton
+    `instructions`: its matrix instructions, with their tiles. `reductions`: shape and layout of the tiles that are
+    reduced over their last axis. `signature`, `aligned`: types of the arguments, and those known to be multiples of 16, as Triton
     made them out.
     """
 
@@ -314,16 +314,10 @@ def instructions(ptx: str, ttgir: str) -> list[str]:
 
 
 def reductions(ttgir: str) -> list[str]:
-    """Size and layout of axis 0, for each tile with two axes that is reduced over it."""
-    operands = re.findall(r'"tt\.reduce".*?axis = 0 .*?\}\) : \(tensor<(\d+)x\d+x\w+, (#\w+)>\)', ttgir, re.DOTALL)
-    layouts = dict(re.findall(r"^(#\w+) = #\w+\.(.*)>$", ttgir, re.MULTILINE))
-    return sorted({f"{size} of {along_axis_0(layouts[name])}" for size, name in operands})
-
-
-def along_axis_0(layout: str) -> str:
-    """`warpsPerCTA = [4, 1]` becomes `warpsPerCTA = 4`, `warp = [[1, 0], [0, 8], [2, 0]]` becomes `warp = [1, 2]`."""
-    first = re.sub(r"\[(\d+)(?:, \d+)*\]", r"\1", layout)
-    return re.sub(r"\[[\d, ]+\]", lambda match: str([n for n in json.loads(match[0]) if n]), first)
+    """Shape and layout of each tile with two axes that is reduced over the second one."""
+    operands = re.findall(r'"tt\.reduce".*?axis = 1 .*?\}\) : \(tensor<(\d+x\d+)x\w+, (#\w+)>\)', ttgir, re.DOTALL)
+    layouts = dict(re.findall(r"^(#\w+) = (#\w+\..*)$", ttgir, re.MULTILINE))
+    return sorted({f"{shape} of {layouts[name]}" for shape, name in operands})
 
 
 Job: TypeAlias = tuple[int, Launch]

@@ -4,9 +4,11 @@ Owned here: which program computes what, and the order of every sum. Not owned: 
 One promise of those who write it is used: a value in the cache is finite, and a token whose key or value was not finite
 has a key of NaN throughout. So a token that a query does not see adds nothing to it, and one that it sees makes it NaN.
 
-A row is a query and one head of the group that shares a key-value head. Rows are the columns of every tile: a product
-is keys [KEYS, D] by queries [D, rows], or values [D, KEYS] by weights [KEYS, rows], and sums over keys run down a
-column. So no bit depends on how many rows a tile has.
+A row is a query and one head of the group that shares a key-value head. A tile has ROWS rows, also where fewer are
+wanted, since a matrix instruction takes no less: a product is queries [ROWS, D] by keys [D, KEYS], or weights [ROWS,
+KEYS] by values [KEYS, D]. The warps of a program are given rows each, so that weights stay in the registers where scores
+came to be, and the highest of a row's and their sum are found without shared memory. All programs have tiles of this
+one shape, and the same warps: the order of a row's sums is that of the compiled tile.
 
 The key axis is cut at absolute multiples of PARTITION. A partition is reduced from fresh by online softmax (Milakov and
 Gimelshein 2018), one tile of KEYS after the other; the partitions are folded from left to right. This is done in two
@@ -37,10 +39,11 @@ from ..contract import AttentionBatch
 from ..transfer import current_stream, to_device
 from .launch import aligned, device_function, exact_jit, launch
 
-KEYS = 64
+ROWS = 64
+# Keys of a tile, warps and stages: of heads of up to 128, and of wider ones, which take more registers.
+NARROW, WIDE = (64, 4, 3), (32, 8, 2)
 PARTITION = 512
 DECODE_PROGRAMS = 2048  # several for each multiprocessor of a large GPU
-WARPS, STAGES = 4, 3
 NO_WINDOW = 2**31 - 1  # no position is higher
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -94,9 +97,8 @@ def paged_attention(
         # Where sequences are not listed, the kernels read only the last of the three places.
         _decode(inputs, (lens, lens, lens), max(batch.context_lens), out, listed=False)
         return out
-    rows_per_query, tile_rows = q.shape[1] // k_cache.shape[2], _tile_rows(q.shape[2])
-    stream = current_stream(q.device)
-    plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, tile_rows, q.device, stream)
+    rows_per_query, stream = q.shape[1] // k_cache.shape[2], current_stream(q.device)
+    plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, q.device, stream)
     _decode(inputs, (plan.decodes, plan.starts, plan.lens), plan.longest, out, listed=True)
     _prefill(inputs, plan, out)
     return out
@@ -107,7 +109,6 @@ def _plan(
     starts: tuple[int, ...],
     lens: tuple[int, ...],
     rows_per_query: int,
-    tile_rows: int,
     device: torch.device,
     stream: torch.cuda.Stream | None,
 ) -> _Plan:
@@ -116,16 +117,11 @@ def _plan(
     Of a sequence, the tiles that see the most keys come first.
     """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
-    tile_counts = [-(-count * rows_per_query // tile_rows) if count > 1 else 0 for count in queries]
+    tile_counts = [-(-count * rows_per_query // ROWS) if count > 1 else 0 for count in queries]
     tiles = [(i, tile) for i, count in enumerate(tile_counts) for tile in reversed(range(count))]
     decodes = [i for i, count in enumerate(queries) if count == 1]
     tensors = (to_device(torch.tensor(x, dtype=torch.int64), device) for x in (decodes, tiles, starts, lens))
     return _Plan(*tensors, longest=max((lens[i] for i in decodes), default=0))
-
-
-def _tile_rows(head_dim: int) -> int:
-    """How many rows a program takes where there are several queries: as many as its registers hold."""
-    return 32 if head_dim <= 128 else 16
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
@@ -137,11 +133,11 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     group, partitions = q.shape[1] // kv_heads, _most_partitions(longest, window)
     peaks = q.new_empty((count, kv_heads, partitions, group), dtype=torch.float32)
     parts = peaks, torch.empty_like(peaks), q.new_empty((*peaks.shape, q.shape[2]), dtype=torch.float32)
-    shapes = _shapes(q, kv_heads, max(16, _power_of_2(group)))
+    shapes = _shapes(q, kv_heads, _power_of_2(group))
     grid = count, kv_heads, min(partitions, -(-DECODE_PROGRAMS // max(1, count * kv_heads)))
     args = *inputs[:4], *places, *parts, inputs.tables.shape[1], partitions, window, inputs.scale
-    launch(_decode_kernel, grid, *args, warps=WARPS, stages=STAGES, LISTED=listed, **_scoring(inputs), **shapes)
-    launch(_fold_kernel, grid[:2], *parts, *places, out, partitions, window, warps=WARPS, LISTED=listed, **shapes)
+    launch(_decode_kernel, grid, *args, LISTED=listed, **_scoring(inputs))
+    launch(_fold_kernel, grid[:2], *parts, *places, out, partitions, window, warps=4, LISTED=listed, **shapes)
 
 
 def _most_partitions(longest: int, window: int) -> int:
@@ -151,21 +147,22 @@ def _most_partitions(longest: int, window: int) -> int:
 
 def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
     """Computes the tiles of a plan."""
-    kv_heads, head_dim = inputs.k_cache.shape[2:]
+    kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
     args = *inputs[:4], plan.tiles, plan.starts, plan.lens, out, *numbers
-    shapes = _shapes(inputs.q, kv_heads, _tile_rows(head_dim))
-    grid = len(plan.tiles), kv_heads
-    launch(_prefill_kernel, grid, *args, warps=WARPS, stages=STAGES, **_scoring(inputs), **shapes)
+    launch(_prefill_kernel, (len(plan.tiles), kv_heads), *args, **_scoring(inputs))
 
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
-    """Constants of the kernels that read keys."""
-    return dict(KEYS=KEYS, BLOCK=inputs.k_cache.shape[1], SOFT_CAP=inputs.soft_cap)
+    """What the kernels that read keys are launched with: of D alone, what a row's bits depend on."""
+    shapes = _shapes(inputs.q, inputs.k_cache.shape[2], ROWS)
+    keys, warps, stages = WIDE if shapes["SIZE"] > 128 else NARROW
+    settings = dict(KEYS=keys, BLOCK=inputs.k_cache.shape[1], SOFT_CAP=inputs.soft_cap, warps=warps, stages=stages)
+    return settings | shapes
 
 
 def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
-    """Constants of all kernels. SIZE: D padded to what tiles may measure; a matrix instruction takes at least 64."""
+    """Constants of all kernels. SIZE: D padded to what tiles may measure."""
     size = max(64, _power_of_2(q.shape[2]))
     return dict(GROUP=q.shape[1] // kv_heads, D=q.shape[2], SIZE=size, ROWS=rows, PARTITION=PARTITION)
 
@@ -207,7 +204,7 @@ def _decode_kernel(
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
     head = (query * tl.num_programs(1) + kv_head) * GROUP + tl.minimum(row, GROUP - 1)
-    q = tl.load(q_ptr + head[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0)
+    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     position = tl.zeros([ROWS], tl.int32) + (length - 1)
     table_ptr = tables_ptr + sequence * width
     real = row < GROUP
@@ -222,7 +219,7 @@ def _decode_kernel(
         part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         tl.store(peaks_ptr + part, peak, mask=real)
         tl.store(totals_ptr + part, total, mask=real)
-        tl.store(outs_ptr + part[None, :] * D + d[:, None], out, mask=real[None, :] & (d < D)[:, None])
+        tl.store(outs_ptr + part[:, None] * D + d[None, :], out, mask=real[:, None] & (d < D)[None, :])
 
 
 @exact_jit
@@ -247,17 +244,17 @@ def _fold_kernel(
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
-    real = (row < GROUP)[None, :] & (d < D)[:, None]
+    real = (row < GROUP)[:, None] & (d < D)[None, :]
     peak, total, out = _fresh(SIZE, ROWS)
     first, end = _oldest(length - 1, window) // PARTITION, tl.cdiv(length, PARTITION)
     for index in tl.range(first, end, loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
         part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         part_peak = tl.load(peaks_ptr + part, mask=row < GROUP, other=0.0)
         part_total = tl.load(totals_ptr + part, mask=row < GROUP, other=1.0)
-        part_out = tl.load(outs_ptr + part[None, :] * D + d[:, None], mask=real, other=0.0)
+        part_out = tl.load(outs_ptr + part[:, None] * D + d[None, :], mask=real, other=0.0)
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
     head = (query * tl.num_programs(1) + kv_head) * GROUP + row
-    tl.store(out_ptr + head[None, :] * D + d[:, None], _mean(total, out), mask=real)
+    tl.store(out_ptr + head[:, None] * D + d[None, :], _mean(total, out), mask=real)
 
 
 @exact_jit
@@ -291,7 +288,7 @@ def _prefill_kernel(
     first, last = tl.load(tiles_ptr + tile * 2 + 1).to(tl.int32) * ROWS, queries * GROUP - 1
     row, d = tl.minimum(first + tl.arange(0, ROWS), last), tl.arange(0, SIZE)
     head = ((start + row // GROUP) * tl.num_programs(1) + kv_head) * GROUP + row % GROUP
-    q = tl.load(q_ptr + head[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0.0)
+    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     position = length - queries + row // GROUP
     oldest = _oldest(length - queries + first // GROUP, window)
     end = length - queries + tl.minimum(first + ROWS - 1, last) // GROUP + 1
@@ -303,8 +300,8 @@ def _prefill_kernel(
             q, position, window, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
         )
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
-    real = (first + tl.arange(0, ROWS) <= last)[None, :] & (d < D)[:, None]
-    tl.store(out_ptr + head[None, :] * D + d[:, None], _mean(total, out), mask=real)
+    real = (first + tl.arange(0, ROWS) <= last)[:, None] & (d < D)[None, :]
+    tl.store(out_ptr + head[:, None] * D + d[None, :], _mean(total, out), mask=real)
 
 
 @device_function
@@ -341,7 +338,7 @@ def _partition(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The partial softmax of rows q [SIZE, ROWS] over the keys of a partition that lie in their windows.
+    """The partial softmax of rows q [ROWS, SIZE] over the keys of a partition that lie in their windows.
 
     `seen`: the first key that any row sees, where the partition starts and ends, and the sequence's last token. Keys
     before the first and after the last are not read, but these two in their place: they may be another sequence's.
@@ -352,11 +349,12 @@ def _partition(
     for first in range(tl.maximum(start, oldest // KEYS * KEYS), end, KEYS):
         token = first + tl.arange(0, KEYS)
         stored = tl.minimum(tl.maximum(token, oldest), last)
-        slot = tl.load(table_ptr + stored // BLOCK) * BLOCK + stored % BLOCK
-        place = (slot * tl.num_programs(1) + tl.program_id(1)) * D
-        k = tl.load(k_ptr + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-        v = tl.load(v_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-        distance = position[None, :] - token[:, None]
+        # A cache has fewer than 2**31 slots of all heads; 64 bits for each would not leave enough registers.
+        slot = tl.load(table_ptr + stored // BLOCK).to(tl.int32) * BLOCK + stored % BLOCK
+        place = (slot * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
+        k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        distance = position[:, None] - token[None, :]
         scores = _scores(q, k, (distance >= 0) & (distance < window), scale, SOFT_CAP)
         peak, total, out = _add_tile(peak, total, out, scores, v)
     return peak, total, out
@@ -365,13 +363,13 @@ def _partition(
 @device_function
 def _fresh(SIZE: tl.constexpr, ROWS: tl.constexpr):
     """The partial softmax over no key: the highest score, the sum of weights, and that of weighted values."""
-    return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([SIZE, ROWS], tl.float32)
+    return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
 
 
 @device_function
 def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
-    """Scores [KEYS, ROWS] of keys k [KEYS, SIZE] in powers of 2."""
-    scores = tl.dot(k, q) * scale
+    """Scores [ROWS, KEYS] of keys k [SIZE, KEYS] in powers of 2."""
+    scores = tl.dot(q, k) * scale
     if SOFT_CAP is not None:
         scores = _capped(scores, SOFT_CAP)
     return tl.where(visible, scores, -float("inf"))
@@ -387,15 +385,16 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _add_tile(peak, total, out, scores, v):
-    """A partial softmax with the keys of a tile added, their values v [SIZE, KEYS].
+    """A partial softmax with the keys of a tile added, their values v [KEYS, SIZE].
 
     The highest score of a tile may pass over NaN, but its weight is NaN, and so are `total` and `out` from then on.
     """
-    highest = tl.maximum(peak, tl.max(scores, axis=0), propagate_nan=tl.PropagateNan.ALL)
+    highest = tl.maximum(peak, tl.max(scores, axis=1), propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)
-    weights = tl.exp2(scores - base[None, :])
+    weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(peak - base)
-    return highest, total * kept + tl.sum(weights, axis=0), tl.dot(v, weights.to(v.dtype), out * kept[None, :])
+    out = tl.dot(weights.to(v.dtype), v, out * kept[:, None])
+    return highest, total * kept + tl.sum(weights, axis=1), out
 
 
 @device_function
@@ -407,7 +406,7 @@ def _fold(left_peak, left_total, left_out, peak, total, out):
     return (
         highest,
         left_total * left_kept + total * kept,
-        left_out * left_kept[None, :] + out * kept[None, :],
+        left_out * left_kept[:, None] + out * kept[:, None],
     )
 
 
@@ -419,5 +418,5 @@ def _base(peak):
 
 @device_function
 def _mean(total, out):
-    """The weighted mean of the values [SIZE, ROWS]. -0 and 0 both become 0."""
-    return out / total[None, :] + 0.0
+    """The weighted mean of the values [ROWS, SIZE]. -0 and 0 both become 0."""
+    return out / total[:, None] + 0.0

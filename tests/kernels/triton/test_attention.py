@@ -14,11 +14,12 @@ from torch import Tensor
 
 from trueroll.kernels import reference
 from trueroll.kernels.triton import attention
-from trueroll.kernels.triton.attention import KEYS, PARTITION, paged_attention
+from trueroll.kernels.triton.attention import NARROW, PARTITION, paged_attention
 
 from ..backends import Served
 from ..inputs import Paged, same_bits
 
+KEYS = NARROW[0]
 DTYPES = (torch.bfloat16, torch.float16)
 Chunk = tuple[int, int, int]  # sequence, first query, end of the queries
 

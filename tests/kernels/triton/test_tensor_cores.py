@@ -16,7 +16,7 @@ from triton_interpreter import widen
 
 from trueroll.kernels.triton import backend, products
 from trueroll.kernels.triton.launch import recording
-from trueroll.kernels.triton.products import NARROW_TILE, PAIR_TILES, TILES
+from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 
 from ...gpu import moved
 from ...gpu import test_tensor_cores as on_a_gpu
@@ -58,7 +58,7 @@ def test_kernels_keep_the_order_of_the_model(
     compute_with(HOPPER, monkeypatch)
     cut_everything(monkeypatch)
     if not apart:
-        monkeypatch.setattr(products, "FEW_TOKENS", 0)
+        monkeypatch.setattr(products, "APART_TOKENS", 0)
     x, weight = inputs(70, columns, dtype)
     for tokens in (1, 17, 70):
         check_product(HOPPER, products.lm_head(x[:tokens], weight), x[:tokens], weight, piece_of(weight))
@@ -114,10 +114,10 @@ def test_the_cases_for_a_gpu_take_every_tile_and_both_ways_of_adding_pieces() ->
                 products.gate_up(x[:count], *weight.chunk(2), "silu")
     constants = [dict(launch.constants) for launch in launches]
     tiles = {
-        tuple(known[name] for name in ("FEATURES", "TOKENS", "DEPTH")) + (launch.warps, launch.stages)
+        Tile(*(known[name] for name in ("FEATURES", "TOKENS", "MORE", "DEPTH")), launch.warps, launch.stages)
         for launch, known in zip(launches, constants, strict=True)
         if "FEATURES" in known
     }
-    assert tiles == {*TILES, *PAIR_TILES, NARROW_TILE}
+    assert tiles == {*TILES, *CUT_TILES, NARROW_TILE}
     ways = {(known.get("APART", False), known["CUT"]) for known in constants if "CUT" in known}
     assert ways == {(True, True), (False, True), (False, False)}
