@@ -76,6 +76,7 @@ TILES = (
     Tile(128, 256, 32, 64, 8, 3),
     Tile(128, 256, 64, 64, 8, 3),
     Tile(256, 128, 0, 64, 8, 3),
+    Tile(256, 128, 16, 64, 8, 3),
 )
 # Where one program sums several pieces, or results are stored one by one: both take registers.
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 3))
