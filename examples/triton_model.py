@@ -23,8 +23,8 @@ REASONS = {
     "held": f"what one kernel leaves the next in up to {HELD / 1e6:.0f} MB, half of L2, never comes from memory",
     "operations": f"{OPERATIONS} instructions for a score of attention: scaled, masked, compared, rounded, summed",
     "exponentials": f"{EXPONENTIALS} a clock, in a unit of their own",
-    "shuffles": f"{SHUFFLES} of a warp in each tile of keys: a highest score and a sum, two steps each, for the two rows "
-    "that a thread has a part of; each takes shared memory for a clock",
+    "shuffles": f"{SHUFFLES} of a warp in each tile of keys: a highest score and a sum, two steps each, for the two "
+    "rows that a thread has a part of; each takes shared memory for a clock",
     "barriers": f"{BARRIERS} clocks in which a program of attention waits in each tile of keys: for loads, and for the "
     "first result of each product",
 }

@@ -249,8 +249,8 @@ class Compiled:
     """What one launch takes on one target. Memory in bytes: `spilled` for a thread, `shared` for a block of threads.
 
     `instructions`: its matrix instructions, with their tiles. `reductions`: shape and layout of the tiles that are
-    reduced over their last axis. `signature`, `aligned`: types of the arguments, and those known to be multiples of 16, as Triton
-    made them out.
+    reduced over their last axis. `signature`, `aligned`: types of the arguments, and those known to be multiples of 16,
+    as Triton made them out.
     """
 
     kernel: str

@@ -6,9 +6,9 @@ has a key of NaN throughout. So a token that a query does not see adds nothing t
 
 A row is a query and one head of the group that shares a key-value head. A tile has ROWS rows, also where fewer are
 wanted, since a matrix instruction takes no less: a product is queries [ROWS, D] by keys [D, KEYS], or weights [ROWS,
-KEYS] by values [KEYS, D]. The warps of a program are given rows each, so that weights stay in the registers where scores
-came to be, and the highest of a row's and their sum are found without shared memory. All programs have tiles of this
-one shape, and the same warps: the order of a row's sums is that of the compiled tile.
+KEYS] by values [KEYS, D]. Each warp has rows of its own, so that weights stay in the registers where scores came to be,
+and the highest of a row's and their sum are found without shared memory. All programs have tiles of this one shape, and
+the same warps: the order of a row's sums is that of the compiled tile.
 
 The key axis is cut at absolute multiples of PARTITION. A partition is reduced from fresh by online softmax (Milakov and
 Gimelshein 2018), one tile of KEYS after the other; the partitions are folded from left to right. This is done in two
