@@ -125,7 +125,7 @@ def without_columns(instruction: str) -> str:
 
 @pytest.mark.parametrize("module", ["products", "attention"])
 def test_products_keep_to_one_matrix_instruction(module: str, compiled: list[Compiled]) -> None:
-    """On sm_90 with as many columns as there are tokens, queries or heads, which is what may vary."""
+    """On sm_90 with as many columns as there are tokens, keys or elements of a head, which is what may vary."""
     found = defaultdict(set)
     for c in compiled_of(module, compiled):
         found[c["capability"]].update(c["instructions"])
