@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels, without a GPU: `python examples/triton_report.py [--json|--all|--model]`.
+"""What the compiler makes of the Triton kernels, without a GPU: `python examples/triton_report.py [--json | ...]`.
 
 Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on tensors without
 memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes
