@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from trueroll.engine.models.smollm2 import make_folder_once
 from trueroll.kernels.cpu.library import Library
@@ -17,9 +18,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def build(
-    output: Path, flags: Sequence[str], more_sources: Sequence[Path] = (), own_flags: Mapping[str, str] | None = None
+    output: Path,
+    flags: Sequence[str],
+    more_sources: Sequence[Path] = (),
+    own_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Compiles and links the sources of pyproject.toml, with its flags, then these, then that of a source's name.
+    """Compiles and links the sources of pyproject.toml, with its flags, then these, then those of a source's name.
 
     With emulated tiles: the instruction set `amx_bf16` then runs on any machine. Objects go beside `output`.
     """
@@ -28,8 +32,7 @@ def build(
 
     def compiled(source: Path) -> str:
         target = str(output.with_name(f"{source.stem}.o"))
-        own = [own_flags[source.stem]] if own_flags and source.stem in own_flags else []
-        _run(["g++", *flags, *own, "-c", str(source), "-o", target])
+        _run(["g++", *flags, *own_flags.get(source.stem, ()), "-c", str(source), "-o", target])
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -49,7 +52,9 @@ def emulated_library() -> Library:
     Only the instruction set that the installed library may lack is compiled to be fast.
     """
     folder = Path(os.environ["TRUEROLL_TEST_RUN"]) / "emulated"
-    make_folder_once(folder, lambda folder: build(folder / "emulated.so", ["-O0", "-shared"], (), {"amx_bf16": "-O2"}))
+    make_folder_once(
+        folder, lambda folder: build(folder / "emulated.so", ["-O0", "-shared"], (), {"amx_bf16": ["-O2"]})
+    )
     library = Library(folder / "emulated.so")
     assert library.instruction_sets()[0] == "amx_bf16"
     return library
