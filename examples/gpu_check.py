@@ -1,7 +1,7 @@
 """Whether trueroll keeps its promises on a GPU, and how fast it is there: `python3 examples/gpu_check.py [PART ...]`.
 
-Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but Triton's
-kernels, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
+Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but by
+Triton, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
 docs/gpu.md has the command that makes it. The folder `--out` gets `site`, with these packages and links to the
 checkout, and for each part a log and the figures of `gpu_report.py`, whose tables are printed too.
 
