@@ -258,7 +258,8 @@ def lay_out(site: Path, wheels: Path | None) -> None:
         if not (files := sorted(map(str, wheels.glob("*.whl")))):
             sys.exit(f"gpu_check: --wheels: expected a folder of wheels, found none in {wheels}; docs/gpu.md makes it")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
-        subprocess.run([*pip, *files], check=True)
+        if subprocess.run([*pip, *files]).returncode:
+            sys.exit("gpu_check: --wheels: expected wheels that pip can install here, found others; see docs/gpu.md")
 
 
 def unmet(site: Path) -> list[str]:

@@ -175,9 +175,11 @@ def test_a_folder_without_wheels_or_that_cannot_be_written_is_named(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "other-1.0-cp27-none-win32.whl").touch()
     out, inside_a_file = str(tmp_path / "out"), str(tmp_path / "file" / "out")
     for arguments, found in (
         (["--out", out, "--wheels", str(tmp_path / "none")], f"a folder of wheels, found none in {tmp_path / 'none'}"),
+        (["--out", out, "--wheels", str(tmp_path)], "wheels that pip can install here, found others"),
         (["--out", inside_a_file], "a folder that can be written, found that .*Not a directory.*; name another one"),
     ):
         monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
