@@ -31,6 +31,7 @@ from torch import Tensor
 from .specs import Activation, AttentionSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # of reference and cpu; triton has its own
+NO_SLOT = -1
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of M tokens, each float32 [M, D / 2]."""
