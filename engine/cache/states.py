@@ -1,9 +1,9 @@
 """Slots of recurrent state: who uses each, and which hold a checkpoint that a prefix can be resumed from.
 
-A slot holds what all recurrent layers remember of one sequence after one of its tokens. A running sequence has a slot of
-its own, which its steps write, and reads the one that it goes on from: its own, or another, which stays as it is. So to
-restore a checkpoint, to fork, and to take a checkpoint copy nothing: a step that ends at one writes a slot reserved for
-it, and the next step goes on from there.
+A slot holds what all recurrent layers remember of one sequence after one of its tokens. A running sequence has a slot
+of its own, which its steps write, and reads the one that it goes on from: its own, or another, which stays as it is. So
+nothing is copied to restore a checkpoint, to fork, or to take a checkpoint: a step that ends at one writes a slot that
+is reserved for it, and the next step goes on from there.
 
 | owned here                                                | owned elsewhere                                      |
 |-----------------------------------------------------------|------------------------------------------------------|
@@ -63,7 +63,7 @@ class StateSlots:
         return len(self._free) + sum(self._references[slot] == 1 for slot in self._ready.values())
 
     def take(self) -> int | None:
-        """A slot for a live state, that of the least recently used checkpoint if none is free; None if there is none."""
+        """A slot for a live state, if none is free that of the checkpoint used least recently; None if there is none."""
         if not self._free:
             self._evict()
         return self._new() if self._free else None
@@ -124,7 +124,7 @@ class StateSlots:
         self.forget([*self._ready])
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Raise RuntimeError unless `held`, with a slot for each reference of a sequence or a step, accounts for all."""
+        """Raise RuntimeError unless `held`, a slot for each reference of a sequence or a step, accounts for all."""
         counts = [0] * self.num_slots
         for slot in (*held, *self._ready.values()):
             counts[slot] += 1

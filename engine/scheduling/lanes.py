@@ -20,10 +20,10 @@ _FEWEST_BLOCKS = 16
 class Lanes:
     """Up to `capacity` running sequences; the place of each is `sequence.lane`. Columns, int64 [capacity]:
 
-    `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`, `source`, `target`: what
-    they are of a sequence. `last_token`: the last one that is seen. `tables` [capacity, blocks]: their block tables, filled up with
-    zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has tokens; `samples`,
-    `draws`: that sample and its `DRAW`.
+    `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`, `source`, `target`:
+    what they are of a sequence. `last_token`: the last one that is seen. `tables` [capacity, blocks]: their block
+    tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has
+    tokens; `samples`, `draws`: that sample and its `DRAW`.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,8 +1,8 @@
 """Which slot of recurrent state each running sequence reads and writes, and where checkpoints are taken.
 
-A running sequence has a slot of its own, `sequence.slot`, reads `sequence.source` (itself after a step, none if it begins,
-a checkpoint or a parent's slot if it goes on from there) and writes `sequence.target`: its own slot, or one reserved for a
-checkpoint. It holds a reference to each; `target` beyond its own slot is held for the checkpoint until the step is done.
+A running sequence has a slot of its own, `sequence.slot`. It reads `sequence.source`: its own after a step, none if it
+begins, a checkpoint's or a parent's if it goes on from there. It writes `sequence.target`: its own, or one reserved for
+a checkpoint. It holds a reference to each, and a step under way holds one to the checkpoint that it writes.
 
 Checkpoints lie at absolute positions, all of them borders of blocks, and chunks are cut there:
 
@@ -58,8 +58,8 @@ class RecurrentStates:
         return []
 
     def begin(self, sequence: Sequence, hits: list[Entry]) -> bool:
-        """Gives a sequence that is about to run a slot, and the state at the end of `hits`. False, with nothing changed,
-        if there is no slot.
+        """Gives a sequence that is about to run a slot, and the state at the end of `hits`. False, with nothing
+        changed, if there is no slot.
         """
         # First what is restored, so that taking a slot cannot evict it.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT

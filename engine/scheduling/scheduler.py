@@ -49,8 +49,8 @@ class Admission(Enum):
 class SchedulerStats:
     """Lifetime counters.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens that
-    were found, and computed all the same for want of a checkpoint of their state. `preemptions`: how often a
+    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens
+    that were found, and computed all the same for want of a checkpoint of their state. `preemptions`: how often a
     running sequence gave its blocks to an older one; `recomputed`: how often one lost them to `recompute_running`.
     """
 

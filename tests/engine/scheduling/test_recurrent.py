@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
@@ -15,9 +14,10 @@ from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Chunks, Sequence
 from trueroll.kernels.contract import NO_SLOT
 
-from .test_scheduler import PROFILE, Content, Driver, Sample, SchedulerMachine
+from .test_scheduler import PROFILE, Content, Driver, SchedulerMachine
 
 Prompt = list[int]
+EVERY_4 = Intervals(4, 0)
 
 
 class HybridDriver(Driver):
@@ -31,7 +31,7 @@ class HybridDriver(Driver):
         budget: int = 64,
         num_slots: int = 12,
         checkpoints: int = 6,
-        intervals: Intervals = Intervals(4, 0),
+        intervals: Intervals = EVERY_4,
     ) -> None:
         super().__init__(num_blocks, block_size, max_num_seqs, budget)
         self.slots = StateSlots(num_slots, checkpoints)
@@ -221,7 +221,7 @@ class HybridMachine(SchedulerMachine):
         self.seen["shortened"] += self.driver.scheduler.stats.shortened_hits
 
 
-EVENTS = {"preempted", "hit", "restored", "checkpoint", "evicted", "skipped", "shortened", "fork that waits", "eviction"}
+EVENTS = {"preempted", "hit", "restored", "checkpoint", "evicted", "skipped", "shortened", "fork that waits"}
 
 
 def test_requests_in_any_order_all_finish_and_read_their_own_states() -> None:
