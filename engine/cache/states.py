@@ -63,7 +63,7 @@ class StateSlots:
         return len(self._free) + sum(self._references[slot] == 1 for slot in self._ready.values())
 
     def take(self) -> int | None:
-        """A slot for a live state, if none is free that of the checkpoint used least recently; None if there is none."""
+        """A slot for a live state, perhaps that of the checkpoint used least recently; None if all are in use."""
         if not self._free:
             self._evict()
         return self._new() if self._free else None

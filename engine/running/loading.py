@@ -59,8 +59,8 @@ class EngineInfo:
 
     `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
-    models without. `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once the weights were
-    there.
+    models without. `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once
+    the weights were there.
     """
 
     model: str
