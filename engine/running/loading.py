@@ -23,7 +23,7 @@ from ..models.dummy import fill_randomly, find_config
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
 from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
-from .planner import Sizes, plan_memory
+from .planner import Sizes, Storage, plan_memory
 from .weights import WeightStore
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     model or the memory does not allow it.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded)
-    sizes = Sizes.of(model.spec, model.dtype, config.block_size)
+    sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
     plan = plan_memory(config, sizes, max_model_len, available)
     return EngineInfo(
         model=config.model,

@@ -17,6 +17,24 @@ from ..config import EngineConfig, defaults_of
 
 
 @dataclass(frozen=True)
+class Storage:
+    """Bytes of an element of a cache (`kv`), of a state, and of a convolution's tail; `kv_head`: those of a head's key,
+    or value, beside its elements. `ranks`: among how many devices heads are shared.
+    """
+
+    kv: int
+    tail: int
+    state: int = 4
+    kv_head: int = 0
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Storage:
+        """That of a worker."""
+        return cls(dtype.itemsize, dtype.itemsize)
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Bytes of all layers together: `block`, of the keys and values of `block_size` tokens; `state`, of what recurrent
     layers remember of a sequence, 0 if there are none.
@@ -27,13 +45,18 @@ class Sizes:
     state: int
 
     @classmethod
-    def of(cls, spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> Sizes:
-        """Those of a decoder that is served in this dtype."""
+    def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
+        """Those of a decoder, on one of the ranks."""
         mixers = [layer.mixer for layer in spec.layers]
-        heads = sum(mixer.num_kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, AttentionSpec))
-        recurrent = [mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)]
-        state = sum(4 * prod(m.state_shape) + dtype.itemsize * prod(m.tail_shape) for m in recurrent)
-        return cls(block_size, 2 * block_size * heads * dtype.itemsize, state)
+        token = sum(
+            m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head) for m in mixers if isinstance(m, AttentionSpec)
+        )
+        state = sum(
+            storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape)
+            for m in mixers
+            if isinstance(m, DeltaNetSpec)
+        )
+        return cls(block_size, 2 * block_size * token // storage.ranks, state // storage.ranks)
 
     @property
     def interval(self) -> int:
