@@ -121,6 +121,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
+def outline(config: EngineConfig) -> Decoder:
+    """The model that `config.model` names, as `find_config` takes it, without memory. Raise what `load_dummy` raises."""
+    return _plan(config, find_config).outline()
+
+
 def load_dummy(config: EngineConfig) -> LoadedModel:
     """A model with random weights, and its backend. `config.model` names its configuration alone, as `find_config`
     takes it. Raise what `load_model` raises.

@@ -16,6 +16,9 @@ from ...kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec
 from ..config import EngineConfig, defaults_of
 
 
+_HEAD_ROWS = 256  # logits of more rows are never in memory at once
+
+
 @dataclass(frozen=True)
 class Storage:
     """Bytes of an element of a cache (`kv`), of a state, and of a convolution's tail; `kv_head`: those of a head's key,
@@ -119,6 +122,15 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
             "max_num_seqs or state_budget"
         )
     return plan
+
+
+def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
+    """About what the largest step holds at its widest: hidden states, what an MLP makes of them, and the logits of as
+    many sequences as decode.
+    """
+    widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
+    rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
+    return rows + 2 * 4 * min(config.max_num_seqs, _HEAD_ROWS) * spec.vocab_size
 
 
 def _budget(config: EngineConfig, available: int) -> int:
