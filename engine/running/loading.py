@@ -122,7 +122,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def outline(config: EngineConfig) -> Decoder:
-    """The model that `config.model` names, as `find_config` takes it, without memory. Raise what `load_dummy` raises."""
+    """The model without memory that `config.model` names, as for `load_dummy`, which raises the same."""
     return _plan(config, find_config).outline()
 
 

@@ -15,7 +15,6 @@ from trueroll.errors import ConfigError
 from ...kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec
 from ..config import EngineConfig, defaults_of
 
-
 _HEAD_ROWS = 256  # logits of more rows are never in memory at once
 
 
