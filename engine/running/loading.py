@@ -107,7 +107,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name)
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
@@ -120,7 +120,7 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     takes it. Raise what `load_model` raises.
     """
     loaded = _allocate(_plan(config, find_config))
-    fill_randomly(loaded.weights.tensors, loaded.model.spec.norm, loaded.model.device)
+    fill_randomly(loaded.weights.tensors, loaded.model.spec, loaded.model.device)
     return loaded
 
 
@@ -164,6 +164,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     folder = find_folder(config.model)
     raw = read_config(folder)
     spec = _describe(folder, raw)
+    _check_memory_kinds(folder, spec)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec.layers)
@@ -175,6 +176,16 @@ def _describe(folder: Path, raw: dict[str, Any]) -> DecoderSpec:
         return describe(raw)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error.__cause__
+
+
+def _check_memory_kinds(folder: Path, spec: DecoderSpec) -> None:
+    """Raise ModelError for layers whose memory is not a KV cache: there is no place for it yet."""
+    recurrent = len(spec.layers) - len(spec.attentions)
+    if recurrent:
+        raise ModelError(
+            f"{folder}: expected attention in all {len(spec.layers)} layers, found {recurrent} gated delta nets, whose "
+            "states a worker cannot keep yet; serve another model, or train this one with align"
+        )
 
 
 def _warn_of_conversion(plan: _Plan, checkpoint: Checkpoint) -> None:
@@ -272,7 +283,7 @@ def available_memory(device: torch.device) -> int:
 
 def _kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
     """Keys and values of all layers."""
-    sizes = (layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in spec.layers)
+    sizes = (mixer.num_kv_heads * mixer.head_dim for mixer in spec.attentions)
     return 2 * block_size * sum(sizes) * dtype.itemsize
 
 

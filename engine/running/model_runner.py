@@ -21,7 +21,7 @@ class ModelRunner:
     def __init__(self, model: Decoder, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
-        mixers = [layer.mixer for layer in model.spec.layers]
+        mixers = model.spec.attentions
         shapes = [(num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim) for mixer in mixers]
 
         def build(empty: Empty) -> list[tuple[Tensor, Tensor]]:
