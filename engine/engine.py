@@ -33,6 +33,7 @@ from trueroll.errors import InvalidRequestError, UnknownRequestError
 
 from ..kernels.transfer import HostCopy, to_device
 from .cache.prefix_cache import PrefixCache
+from .cache.states import StateSlots
 from .config import EngineConfig
 from .outputs.draw_records import DrawRecord
 from .outputs.open_requests import Commit, OpenSample, OpenScore
@@ -59,6 +60,7 @@ from .running.sampler import Drawing, Drawn, Sampler
 from .running.step import Purposes, ScoredRows, Step, plan_step, purposes_of
 from .running.warm_up import is_needed, warm_up
 from .running.weights import WeightStaging
+from .scheduling.recurrent import Intervals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence
 
@@ -153,9 +155,16 @@ class Engine:
         self._commit = Commit(0)
         self._vocabulary = _load_vocabulary(self._loaded.folder)
         self._warm_up(config)
-        num_blocks = self.info.num_blocks
-        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
+        info = self.info
+        slots = StateSlots(info.live_states + info.checkpoints, info.checkpoints)
+        self._cache = PrefixCache(info.num_blocks, config.block_size, config.enable_prefix_caching, slots.forget)
+        self._scheduler = Scheduler(
+            self._cache,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            slots if info.live_states else None,
+            Intervals(info.state_interval, config.decode_state_interval),
+        )
         self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
         self._sequences: dict[OpenSample | OpenScore, Sequence] = {}
         self._grown: list[OpenSample] = []
@@ -175,7 +184,8 @@ class Engine:
         available = warm_up(config, loaded, find_max_model_len(config, loaded))
         info = engine_info(config, loaded, available)
         spare_blocks = 1 if uses_graphs(config, loaded) else 0  # for the padding of graphs
-        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size)
+        num_slots = info.live_states + info.checkpoints
+        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size, num_slots)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):

@@ -113,7 +113,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name)
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
@@ -131,7 +131,7 @@ def load_dummy(config: EngineConfig) -> LoadedModel:
     takes it. Raise what `load_model` raises.
     """
     loaded = _allocate(_plan(config, find_config))
-    fill_randomly(loaded.weights.tensors, loaded.model.spec.norm, loaded.model.device)
+    fill_randomly(loaded.weights.tensors, loaded.model.spec, loaded.model.device)
     return loaded
 
 
@@ -258,8 +258,9 @@ def find_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
-    """Whether decode steps run as CUDA graphs."""
-    return config.cuda_graphs and loaded.backend.can_capture
+    """Whether decode steps run as CUDA graphs, which know nothing of recurrent states."""
+    has_states = len(loaded.model.spec.attentions) < len(loaded.model.spec.layers)
+    return config.cuda_graphs and loaded.backend.can_capture and not has_states
 
 
 def available_memory(device: torch.device) -> int:

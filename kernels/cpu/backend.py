@@ -8,12 +8,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, get_num_threads
 
-from ..contract import AttentionBatch, AttentionWeights, Layer, Rotation, TokenStatistics, Wanted
+from ..contract import AttentionBatch, AttentionWeights, Layer, Memory, Rotation, StateBatch, TokenStatistics, Wanted
 from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import Activation, AttentionSpec, NormSpec
@@ -141,25 +141,26 @@ def layers(
     x: Tensor,
     layers: PackedLayers,
     rotations: Sequence[Rotation],
-    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    memories: Sequence[Memory],
     slots: Tensor,
     batch: AttentionBatch,
+    states: StateBatch | None = None,
 ) -> Tensor:
-    if len(kv_caches) != len(layers):
-        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(kv_caches)}; pass one for each")
+    if len(memories) != len(layers):
+        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(memories)}; pass one for each")
     if not layers:
         return x
     x, slots, tables = x.contiguous(), slots.contiguous(), batch.block_tables.contiguous()
     turns = [part.contiguous() for rotation in rotations for part in rotation]
     starts, lens = batch.tensors
-    weights, caches, turned = layers.addresses(), _addresses(chain(*kv_caches)), _addresses(turns)
-    width = max(layer.mixer.q.shape[0] for layer in layers)
+    weights, caches, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
+    width = max(cast(AttentionWeights, layer.mixer).q.shape[0] for layer in layers)
     intermediate = max(layer.mlp.gate.shape[0] for layer in layers)
     sizes = (width, width, x.shape[1], intermediate, x.shape[1])
     buffers = [torch.empty(len(x), size, dtype=x.dtype) for size in sizes]
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(caches), len(layers)),
-        *(_address(turned), slots.data_ptr(), kv_caches[0][0].shape[1]),
+        *(_address(turned), slots.data_ptr(), memories[0][0].shape[1]),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
         *(buffer.data_ptr() for buffer in buffers),
     )

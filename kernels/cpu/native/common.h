@@ -67,7 +67,7 @@ struct LinearArgs {
     T* out;
 };
 
-enum class Activation { SILU, GELU_TANH };
+enum class Activation { SILU, GELU_TANH, SIGMOID };
 
 template <class T>
 struct GateUpArgs {

@@ -78,7 +78,10 @@ def test_by_default_there_are_no_more_blocks_than_sequences_can_have() -> None:
 @pytest.mark.parametrize(
     "settings,message",
     [
-        (dict(kv_memory_fraction=None, kv_memory=25_500), "at least one block = 1000 bytes beside 5 live states of 5000"),
+        (
+            dict(kv_memory_fraction=None, kv_memory=25_500),
+            "at least one block = 1000 bytes beside 5 live states of 5000",
+        ),
         (dict(max_num_seqs=400), "450 live states of 5000 bytes, found 1000000 bytes; raise it, or lower max_num_seqs"),
         (dict(kv_memory_fraction=None, num_blocks=990), "990 blocks of 1000 bytes and 129 states of 5000 bytes; lower"),
         (dict(state_budget=500), "at least one block"),
