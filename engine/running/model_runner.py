@@ -1,4 +1,6 @@
-"""Runs the model on a step. Owns the tensors of KV blocks and recurrent states; knows nothing of requests, and waits for nothing."""
+"""Runs the model on a step. Owns the tensors of KV blocks and of recurrent states; knows nothing of requests, and waits
+for nothing.
+"""
 
 from __future__ import annotations
 

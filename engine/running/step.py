@@ -39,9 +39,9 @@ class Step:
 
     `token_ids`, `positions`, `slots` [M]: the tokens, and where in the cache their KV goes. `unseen` [U, 2]: the places
     of tokens that are not known yet, and for each the row of what the step before draws. `query_starts` (N + 1),
-    `context_lens` (N), `block_tables` [N, max_blocks]: those of `AttentionBatch`. `states` [2, N]: `reads` and `writes` of
-    `StateBatch`, for a model with recurrent layers. `block_copies` [C, 2]: source and
-    destination of each block that is copied before anything is computed.
+    `context_lens` (N), `block_tables` [N, max_blocks]: those of `AttentionBatch`. `states` [2, N]: `reads` and `writes`
+    of `StateBatch`, for a model with recurrent layers. `block_copies` [C, 2]: source and destination of each block that
+    is copied before anything is computed.
     """
 
     token_ids: np.ndarray
