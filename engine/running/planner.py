@@ -107,9 +107,10 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     room = _budget(config, available) - (live + (config.state_budget or 0)) * sizes.state
     num_blocks = config.num_blocks or _blocks_in(room, config, sizes, interval)
     if num_blocks <= 0:
+        beside = f" beside {live} live states of {sizes.state} bytes" if live else ""
         raise ConfigError(
-            f"kv_memory: expected at least one block = {sizes.block} bytes beside {live} live states of {sizes.state} "
-            f"bytes, found {_budget(config, available)} bytes; raise it, or lower max_num_seqs"
+            f"kv_memory: expected at least one block = {sizes.block} bytes{beside}, found "
+            f"{_budget(config, available)} bytes; raise it, or lower max_num_seqs"
         )
     if not any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
