@@ -350,8 +350,8 @@ def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tenso
 def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
     """What the queries of a chunk read, and the state after it (Yang et al. 2024).
 
-    Token i changes the state by k_i u_i^T, with u_i = rate_i (v_i - what k_i reads): from the state before the chunk and
-    from what tokens j < i changed, both decayed until i. These equations are triangular in u.
+    Token i changes the state by k_i u_i^T, with u_i = rate_i (v_i - what k_i reads): from the state before the chunk,
+    and from what tokens j < i changed, both decayed until i. These equations are triangular in u.
     """
     decays = _decays_between(logs)
     since_start = logs.cumsum(-1).exp()[..., None]

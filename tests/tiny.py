@@ -84,7 +84,7 @@ def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
     """Save a transformers model with other weights, and a tokenizer, into `folder`, and return it."""
     _spread_weights(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _make_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    _make_tokenizer(model.config.get_text_config().vocab_size).save_pretrained(folder)
     return folder
 
 
