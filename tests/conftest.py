@@ -68,6 +68,12 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("qwen3", tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid: three of four layers are recurrent."""
+    return make_tiny_model("qwen3_5", tmp_path_factory.mktemp("models") / "tiny-qwen3_5")
+
+
 @pytest.fixture(params=FAMILIES)
 def tiny_model(request: pytest.FixtureRequest) -> Path:
     """The folder of each family's tiny float32 model, one after the other."""
