@@ -97,7 +97,9 @@ def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_hybrid_families(hybrid_model: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_hybrid_families(
+    hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The numbers of each value head, and of head norms, are too few to judge an error by, so joined."""
     for module in (modeling_qwen3_5, modeling_qwen3_next):
         chunked = module.torch_chunk_gated_delta_rule
@@ -106,7 +108,7 @@ def test_gradients_of_hybrid_families(hybrid_model: Path, dtype: torch.dtype, mo
             return (exact_delta_rule if query.dtype == torch.float64 else chunked)(query, *args, **kwargs)
 
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", recurrence)
-    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, "reference", temperature=0.7)))
+    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, backend, temperature=0.7)))
 
 
 def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
