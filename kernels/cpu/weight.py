@@ -111,6 +111,16 @@ class PackedLayers(tuple[Layer, ...]):
         return addresses
 
 
+def is_packed(spec: LayerSpec) -> bool:
+    """Whether `PackedLayers` may hold such a layer; a run of layers with others is computed op by op."""
+    return isinstance(spec.mixer, AttentionSpec) and is_plain(spec.mixer)
+
+
+def is_plain(spec: AttentionSpec) -> bool:
+    """Whether the native q, k and v are all that there is of it."""
+    return not spec.output_gate and spec.rotated is None
+
+
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
     """What `QkvPointers` in native/api.cpp points to, in its order."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
