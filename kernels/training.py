@@ -28,11 +28,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from trueroll.errors import AlignmentError, ModelError
 
 from .autograd import GradientOps, Packed
-from .contract import LOWEST_TEMPERATURE, AttentionWeights, Rotation, TokenStatistics
+from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
 from .families import describe, families
-from .layer import LAYERS, make_layer, project, run_layer, scale_embedding
+from .layer import LAYERS, gated, make_layer, project, run_layer, scale_embedding
 from .selection import SelectedBackend, select_backend
-from .specs import AttentionSpec, DecoderSpec
+from .specs import AttentionSpec, DecoderSpec, DeltaNetSpec
 
 __all__ = [
     "Arithmetic",
@@ -244,9 +244,13 @@ def _layer_forward(self: Any, x: Tensor, packed: Packed, rotations: Sequence[Rot
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
         q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
-        return ops.attention(q, k, v, packed, spec).flatten(1)
+        return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec))
 
-    return run_layer(ops, make_layer(spec, index, get), x, attend)
+    def recur(qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights) -> Tensor:
+        qkv = ops.convolve(qkv, weights.convolution, packed)
+        return ops.delta_rule(qkv, b, a, spec, weights, packed)
+
+    return run_layer(ops, make_layer(spec, index, get), x, attend, recur)
 
 
 def _parameter(layer: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -405,7 +409,8 @@ def _check_model(model: Any) -> DecoderSpec:
     if any(_is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
     for module_name, module in model.named_modules():
-        if module_name.endswith(("_proj", "lm_head")):
+        leaf = module_name.rpartition(".")[2]
+        if "_proj" in leaf or leaf == "lm_head":
             _check_linear(module_name, module)
     head, embedding = model.lm_head, model.model.embed_tokens.weight
     if head.bias is not None or head.weight.shape != embedding.shape:

@@ -353,7 +353,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 8; }
+EXPORT long trueroll_interface() { return 9; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -525,6 +525,36 @@ EXPORT void trueroll_gate_mul(
         using T = decltype(type);
         const Activation function = static_cast<Activation>(activation);
         chosen->ops(type).gate_mul(as<const T>(gate), as<const T>(up), function, count, as<T>(out));
+    });
+}
+
+// SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], tails [slots, kernel - 1, k].
+EXPORT void trueroll_convolve(
+    long threads, int bfloat16, const void* x, long, long k, const void* weight, long kernel, void* tails,
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+) {
+    const Call call(threads);
+    const StateBatch batch = {sequences, starts, reads, writes};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).convolve({as<const T>(x), as<const T>(weight), k, kernel, as<T>(tails), batch, as<T>(out)});
+    });
+}
+
+// The recurrence of a gated delta net; `DeltaRuleArgs` has the shapes.
+EXPORT void trueroll_delta_rule(
+    long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
+    long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
+    const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+) {
+    const Call call(threads);
+    const StateBatch batch = {sequences, starts, reads, writes};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).delta_rule(
+            {as<const T>(qkv), as<const T>(b), as<const T>(a), as<const T>(decay), as<const T>(bias), key_heads,
+             value_heads, key_dim, value_dim, states, batch, as<T>(out)}
+        );
     });
 }
 

@@ -122,7 +122,8 @@ inline F activate(Activation activation, F gate, F up) {
     F slope = gate;
     if (activation == Activation::GELU_TANH)
         slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));
-    return mul(div(gate, add(set1(1.0f), scaled_exp<T>(slope, -1.0f))), up);
+    const F numerator = activation == Activation::SIGMOID ? set1(1.0f) : gate;
+    return mul(div(numerator, add(set1(1.0f), scaled_exp<T>(slope, -1.0f))), up);
 }
 
 template <class T>
