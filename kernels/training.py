@@ -68,7 +68,7 @@ class Arithmetic(NamedTuple):
 
 
 def align(model: Any, backend: str = "auto") -> None:
-    """Make a transformers model of a family that a worker serves compute with the ops of `backend`: `auto` (the fastest
+    """Make a transformers model of one of the families compute with the ops of `backend`: `auto` (the fastest
     that serves it), `cpu`, `triton` or `reference`.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
