@@ -85,7 +85,7 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
 
 def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
     """A decoder of these layers with two rotations."""
-    size = layers[0].mixer.head_dim
+    size = layers[0].mixer.rotated or layers[0].mixer.head_dim
     rotations = [tuple((theta ** (-torch.arange(0, size, 2) / size)).tolist()) for theta in (1e4, 3e2)]
     return DecoderSpec(
         architecture="",

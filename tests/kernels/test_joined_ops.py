@@ -45,6 +45,9 @@ WITH: dict[str, dict[str, Any]] = {
     "zero-centered norms": dict(qk_norm=ZERO_CENTERED),
     "biases": dict(qkv_bias=True),
     "biases norms over heads": dict(qkv_bias=True, qk_norm=NORM, qk_norm_over_heads=True),
+    "a gate": dict(qk_norm=ZERO_CENTERED, output_gate=True),
+    "a gate and a part that turns": dict(qkv_bias=True, output_gate=True, rotated=10),
+    "a part that turns": dict(qk_norm=NORM, rotated=8),
 }
 
 
