@@ -79,6 +79,7 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "mistral": [layer_spec(4, 2, 16, window=9)] * 2,
     "gemma3": [layer_spec(4, 2, 32, window=9, rotation=1, **_GEMMA)] * 2 + [layer_spec(4, 2, 32, **_GEMMA)],
     "olmo3": [layer_spec(3, 3, 80, window=9, rotation=1, **_OLMO), layer_spec(3, 3, 80, **_OLMO)],
+    "qwen3_5": [layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)] * 2,
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 

@@ -129,7 +129,10 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         q, k, v = project(ops, hidden, spec.mixer, layer.mixer, rotations[spec.mixer.rotation])
         ops.write_kv(k, v, *caches, slots)
         mixer = spec.mixer
+        q, gate = q.tensor_split([mixer.head_dim], dim=2)
         attended = ops.paged_attention(q, *caches, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
+        if mixer.output_gate:
+            attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
         mixed = ops.linear(attended, layer.mixer.o)
         x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
