@@ -31,7 +31,7 @@ from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
 from .library import load_library
-from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, is_packed, is_plain, qkv_tensors
+from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, is_packed, qkv_tensors
 
 _library = load_library()
 _SELF = cast(Backend, sys.modules[__name__])
@@ -111,13 +111,13 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if not is_plain(spec):
+    if spec.output_gate and spec.qk_norm_over_heads:
         q, k, v = project(_SELF, x, spec, weights, rotation)
         write_kv(k, v, k_cache, v_cache, slots)
         return q
     x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
-    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim, dtype=x.dtype)
+    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim * (2 if spec.output_gate else 1), dtype=x.dtype)
     tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(weights)]
     pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(

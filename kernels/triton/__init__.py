@@ -32,9 +32,6 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
     for mixer in (layer.mixer for layer in layers):
         if not isinstance(mixer, AttentionSpec):
             return "Triton kernels expect attention in every layer, found a gated delta net; use the backend reference"
-        if mixer.output_gate or mixer.rotated is not None:
-            expected = "attention without an output gate whose heads turn as a whole"
-            return f"Triton kernels expect {expected}, found other; use the backend reference"
         if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
             expected = f"an even head size up to {MOST_HEAD_DIM}"
             return f"Triton kernels expect {expected}, found {mixer.head_dim}; use the backend reference"

@@ -114,9 +114,10 @@ def test_recurrence(recurrent: Served, spec: DeltaNetSpec) -> None:
     expected = exact_recurrence(*inputs, spec, weights)
     earlier = exact_recurrence(*(x[150:] for x in inputs), spec, weights)
     assert (earlier[-1] - expected[-1]).abs().max() > 1e-3 * expected[-1].abs().max(), "old tokens are remembered"
-    # Each token rounds the state some times, by a share of what values of all tokens are; what it reads is no larger.
+    # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. Measured, in
+    # float32: 1.1 to 2.4 of the largest value over the root of K.
     size = inputs[0].double().abs().max() / spec.key_head_dim**0.5
-    check(found, expected, 1, 24 + spec.key_head_dim / 4, size.expand_as(expected))
+    check(found, expected, 1, 6, size.expand_as(expected))
 
 
 def test_keys_and_queries_of_zeros(recurrent: Served, spec: DeltaNetSpec) -> None:

@@ -150,7 +150,8 @@ static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as a
 
 // The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
 struct AttentionNumbers {
-    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation;
+    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
+        pairs, is_gated;
 };
 
 // And those of a whole layer, in the order of `_layer_numbers`.
@@ -158,7 +159,7 @@ struct LayerNumbers {
     AttentionNumbers mixer;
     double intermediate, activation, norm_eps, norm_zero_centered;
 };
-static_assert(sizeof(LayerNumbers) == 14 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 16 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -214,13 +215,15 @@ QkvArgs<T> qkv_args(
     QkvArgs<T> args = {};
     args.x = x;
     for (long part = 0; part < 3; ++part) {
-        const long rows = (part == 0 ? sizes.heads : sizes.kv_heads) * sizes.head_dim;
+        const long heads = numbers.is_gated != 0.0 ? 2 * sizes.heads : sizes.heads;
+        const long rows = (part == 0 ? heads : sizes.kv_heads) * sizes.head_dim;
         args.weights[part] = {as<T>(from.weights[part]), rows, x.columns};
         args.biases[part] = as<const T>(from.biases[part]);
     }
     for (long part = 0; part < 2; ++part)
         args.norms[part] = norm_of<T>(from.norms[part], numbers.norm_eps, numbers.norm_zero_centered);
-    args.over_heads = numbers.norm_over_heads != 0.0;
+    args.over_heads = numbers.norm_over_heads != 0.0, args.is_gated = numbers.is_gated != 0.0;
+    args.pairs = static_cast<long>(numbers.pairs);
     args.cosines = rotation.cosines, args.sines = rotation.sines, args.slots = slots;
     args.q = as<T>(q);
     args.caches = sizes.caches<T>(caches);

@@ -95,7 +95,9 @@ struct QkvArgs {
     const T* biases[3];  // or null
     Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all of them at once
     bool over_heads;
-    const float *cosines, *sines;  // [count, head_dim / 2]
+    bool is_gated;                 // each head's query has a gate behind it, in the weights and in `q`
+    long pairs;                    // of a head that turn; what lies behind them stays as it is
+    const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
     T* q;
     Caches<T> caches;

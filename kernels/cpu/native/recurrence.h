@@ -43,10 +43,7 @@ void convolve(const ConvolveArgs<T>& args) {
         const long first = task * CHANNELS, n = smaller(CHANNELS, C - first);
         float* taps = scratch<float>(TAPS, kernel * CHANNELS);
         for (long i = 0; i < n; ++i)
-            for (long j = 0; j < kernel; ++j) {
-                const F tap = load(args.weight + (first + i) * kernel + j, 1);
-                store(taps + j * CHANNELS + i, tap, 1);
-            }
+            for (long j = 0; j < kernel; ++j) taps[j * CHANNELS + i] = widened(args.weight[(first + i) * kernel + j]);
         for (long i = 0; i < args.batch.sequences; ++i) convolve_sequence(args, i, first, n, taps);
     });
 }

@@ -30,12 +30,12 @@ from trueroll.engine.models.dummy import fill_randomly
 from trueroll.engine.models.eos import find_eos_tokens
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.engine.running.loading import load_dummy, load_model
-from trueroll.errors import ConfigError, ModelError
+from trueroll.errors import AlignmentError, ConfigError, ModelError
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, StateBatch
 from trueroll.kernels.families import describe
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import AttentionSpec, DeltaNetSpec
-from trueroll.kernels.training import align, aligned_with, token_log_probs
+from trueroll.kernels.training import align, aligned_with, token_log_probs, unalign
 
 CPU = torch.device("cpu")
 BLOCK, SLOTS = 16, 6
@@ -223,7 +223,7 @@ VISION = dict(
 
 def with_vision(folder: Path, **outer: Any) -> Path:
     """A checkpoint of Qwen3.5 with a vision tower and a head that predicts further tokens."""
-    text = TINY | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
+    text = TINY | outer | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
     text |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
     config = Qwen3_5Config(text_config=text, vision_config=Qwen3_5VisionConfig(**VISION).to_dict(), **outer)
     save_tiny_model(Qwen3_5ForConditionalGeneration(config), folder)
@@ -240,8 +240,22 @@ def test_the_text_of_a_checkpoint_with_vision(tmp_path: Path, tied: bool) -> Non
     assert "model.language_model.embed_tokens.weight" in names
     check_against_transformers(folder, 100, Qwen3_5ForConditionalGeneration)
     raw = read_config(folder)
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names, ours = dict(trained.named_parameters()).keys(), Hybrid(folder, backend="cpu")
+    assert names == ours.model.checkpoint_tensors().keys()
+    align(trained)
+    assert torch.equal(token_log_probs(trained, prompt(50)[None]).detach()[0, 1:], ours.log_probs(prompt(50)))
     assert describe(raw).tie_word_embeddings is tied and "eos_token_id" in raw["text_config"]
     assert find_eos_tokens(folder, raw | {"eos_token_id": None}, 512) == (2,)
+
+
+def test_a_model_with_vision_is_not_aligned(tmp_path: Path) -> None:
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision(tmp_path))
+    with pytest.raises(AlignmentError, match="a decoder alone, found Qwen3_5ForConditionalGeneration, which has more"):
+        align(model)
+    for call in (unalign, aligned_with, partial(token_log_probs, input_ids=prompt(5)[None])):
+        with pytest.raises(AlignmentError, match="expected an aligned one, found a Qwen3_5ForConditionalGeneration"):
+            call(model)
 
 
 def test_names_of_a_checkpoint_are_those_of_the_decoder_or_of_its_other_parts(tmp_path: Path) -> None:
@@ -333,10 +347,10 @@ def test_an_engine_refuses_what_it_cannot_keep_yet(hybrid_model: Path) -> None:
 
 
 def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
-    delta_net, _, _, attention = describe(read_config(hybrid_model)).layers
-    for layer, message in ((delta_net, "found a gated delta net"), (attention, "without an output gate")):
-        with pytest.raises(ConfigError, match=message):
-            select_backend("triton", CPU, torch.bfloat16, [layer])
+    *_, delta_net, attention = describe(read_config(hybrid_model)).layers
+    with pytest.raises(ConfigError, match="expect attention in every layer, found a gated delta net"):
+        select_backend("triton", CPU, torch.bfloat16, [attention, delta_net])
+    assert select_backend("triton", CPU, torch.bfloat16, [attention]).name == "triton"
 
 
 def test_random_weights_give_finite_logits(hybrid_model: Path) -> None:

@@ -258,11 +258,11 @@ struct Run {
             wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm)
         };
         const auto mixer = [&](long window) {
-            std::vector<double> numbers(10);
+            std::vector<double> numbers(12);
             const long whole[] = {heads, kv_heads, size};
             std::copy(whole, whole + 3, numbers.begin());
             numbers[3] = 1e-5, numbers[5] = over_heads, numbers[6] = 0.125, numbers[7] = static_cast<double>(window);
-            numbers[8] = window > 0 ? 3.0 : 0.0;
+            numbers[8] = window > 0 ? 3.0 : 0.0, numbers[10] = static_cast<double>(size / 2);
             return numbers;
         };
         const std::vector<double> numbers = mixer(window);
@@ -275,6 +275,19 @@ struct Run {
             starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, window, window > 0 ? 3.0f : 0.0f, out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
+        if (!over_heads) {
+            std::vector<double> gated = numbers;
+            gated[10] = 5, gated[11] = 1;
+            Values both = packed(2 * heads * size, k), wide = random(rows * 2 * heads * size);
+            const Values two_biases = random(2 * heads * size, false);
+            std::vector<const void*> for_both = for_qkv;
+            for_both[0] = both.data(), for_both[3] = extras ? two_biases.bytes().data() : nullptr;
+            trueroll_qkv(
+                threads, bfloat16, x.data(), rows, k, gated.data(), for_both.data(), keys.data(), values.data(),
+                cosines.data(), sines.data(), fresh.data(), block_size, wide.data()
+            );
+            digest->add(wide), digest->add(keys);
+        }
 
         const long n = 19;
         Values o = packed(k, heads * size), gate = packed(n, k), up = packed(n, k), down = packed(k, n);
