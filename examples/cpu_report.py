@@ -128,7 +128,7 @@ def measure(rates: dict[str, Rates]) -> dict[str, Rates]:
 
 
 def limits(loaded: LoadedModel) -> dict[str, Rates]:
-    """`products` whose weights stay in the cache; `reading` weights once; `updating` float32 values, read and written."""
+    """`products` whose weights stay in the cache; `reading` weights once; `updating` float32 values in place."""
     ops, dtype = loaded.backend.ops, loaded.model.dtype
     x = torch.randn(960, 1536).to(dtype)
     weight = ops.new_weight(1536, 1536, partial(torch.empty, dtype=dtype))
@@ -144,7 +144,7 @@ def limits(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
-    """The recurrence of all delta nets of a model: for a step of 64 rows that decode, and for a prompt of 512 tokens."""
+    """The recurrence of all delta nets of a model, in a step of 64 rows that decode, and of a prompt of 512 tokens."""
     if not any(isinstance(layer.mixer, DeltaNetSpec) for layer in loaded.model.spec.layers):
         return {}
     decodes, (_, num_bytes) = recurrence(loaded, [1] * 64)
@@ -164,7 +164,9 @@ def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], objec
         batch = StateBatch([0, *torch.tensor(lens).cumsum(0).tolist()], slots, slots)
         calls.append((*inputs, spec, layer.mixer, torch.zeros(count, *spec.state_shape), batch))
     costs = [recurrence_cost(*call) for call in calls]
-    return lambda: [loaded.backend.ops.delta_rule(*call) for call in calls], [sum(each) for each in zip(*costs)]
+    return lambda: [loaded.backend.ops.delta_rule(*call) for call in calls], [
+        sum(each) for each in zip(*costs, strict=True)
+    ]
 
 
 def seconds_of(run) -> float:

@@ -89,8 +89,8 @@ class PackedWeight:
 class PackedLayers(tuple[Layer, ...]):
     """Layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
 
-    `numbers`: what native/api.cpp reads as an array of `LayerNumbers`. `widths`: of the memory for what passes from step
-    to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
+    `numbers`: what native/api.cpp reads as an array of `LayerNumbers`. `widths`: of the memory for what passes from
+    step to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
 
     No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
     values do not lie side by side.

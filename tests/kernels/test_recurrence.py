@@ -114,8 +114,8 @@ def test_recurrence(recurrent: Served, spec: DeltaNetSpec) -> None:
     expected = exact_recurrence(*inputs, spec, weights)
     earlier = exact_recurrence(*(x[150:] for x in inputs), spec, weights)
     assert (earlier[-1] - expected[-1]).abs().max() > 1e-3 * expected[-1].abs().max(), "old tokens are remembered"
-    # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. Measured, in
-    # float32: 1.1 to 2.4 of the largest value over the root of K.
+    # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. Measured,
+    # in float32: 1.1 to 2.4 of the largest value over the root of K.
     size = inputs[0].double().abs().max() / spec.key_head_dim**0.5
     check(found, expected, 1, 6, size.expand_as(expected))
 
