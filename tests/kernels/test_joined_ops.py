@@ -27,6 +27,7 @@ from trueroll.kernels.contract import (
     Wanted,
     Weight,
 )
+from trueroll.kernels.cpu.weight import PackedLayers
 from trueroll.kernels.layer import project, run_layers
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
@@ -225,6 +226,14 @@ def test_hybrid_layers(quick: Served, name: str) -> None:
     for memory, before, after in zip(memories, itertools.chain(*hybrid.step.caches), expected_memories, strict=True):
         assert not same_bits(memory, before) or memory.numel() == 0, "every layer remembers"
         assert same_bits(memory, after)
+
+
+def test_which_hybrid_layers_run_in_one_native_call() -> None:
+    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [GATED]).ops, torch.float32)
+    packed = {
+        name: isinstance(HybridStep.new(served, *specs).step.layers, PackedLayers) for name, specs in HYBRIDS.items()
+    }
+    assert packed == {name: name != "joined" for name in HYBRIDS}
 
 
 @for_served("name", [(name,) for name in LAYERS], interpreted=1)
