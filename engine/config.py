@@ -44,9 +44,12 @@ class EngineConfig(BaseModel):
     memory on a GPU and 0.25 on a CPU. Available on a GPU is what is free beside the weights, the largest step and the
     CUDA graphs. `block_size` is even, since native kernels store tokens in pairs. `max_model_len` None: what the model
     was trained for. `max_num_seqs`: samples that run at the same time; None: 256 on a GPU, 64 on a CPU.
-    `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU. `cuda_graphs`: whether
-    decode steps on a GPU run as graphs. `num_threads` None: torch's choice. Results depend on `model`, `dtype`,
-    `device`, `backend` and its instruction set alone.
+    `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU. For models with recurrent
+    layers: `state_interval`, tokens between the checkpoints of a prompt's states, from which prefixes are resumed
+    (None: so many that these take no more memory than the blocks between them); `decode_state_interval`, the same while
+    decoding (0: none); `state_budget`, the most checkpoints that are held (None: as many as the blocks have intervals).
+    `cuda_graphs`: whether decode steps on a GPU run as graphs. `num_threads` None: torch's choice. Results depend on
+    `model`, `dtype`, `device`, `backend` and its instruction set alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -62,6 +65,9 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=_OF_DEVICE, ge=1)
     max_num_batched_tokens: int = Field(default=_OF_DEVICE, ge=1)
+    state_interval: int | None = Field(default=None, ge=2)
+    decode_state_interval: int = Field(default=0, ge=0)
+    state_budget: int | None = Field(default=None, ge=0)
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
     num_threads: int | None = Field(default=None, ge=1, le=1024)
@@ -84,6 +90,12 @@ class EngineConfig(BaseModel):
                 f"{', '.join(sizes)}: expected at most one of them, found {' and '.join(given)}, which set the same; "
                 "leave one out"
             )
+        for name in ("state_interval", "decode_state_interval"):
+            if (interval := getattr(self, name)) and interval % self.block_size:
+                raise ValueError(
+                    f"{name}: expected a multiple of block_size = {self.block_size}, since checkpoints lie between "
+                    f"blocks, found {interval}"
+                )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "

@@ -33,6 +33,7 @@ from trueroll.errors import InvalidRequestError, UnknownRequestError
 
 from ..kernels.transfer import HostCopy, to_device
 from .cache.prefix_cache import PrefixCache
+from .cache.states import StateSlots
 from .config import EngineConfig
 from .outputs.draw_records import DrawRecord
 from .outputs.open_requests import Commit, OpenSample, OpenScore
@@ -59,6 +60,7 @@ from .running.sampler import Drawing, Drawn, Sampler
 from .running.step import Purposes, ScoredRows, Step, plan_step, purposes_of
 from .running.warm_up import is_needed, warm_up
 from .running.weights import WeightStaging
+from .scheduling.recurrent import Intervals
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence
 
@@ -79,6 +81,11 @@ class EngineStats:
     often one lost them to a commit of weights or to a sleep. `deferred_admissions`: how often a request waited a step
     for a prefix that another one was computing. `evictions`: cached blocks that were reused for something else.
     `blocks_cached`: free blocks whose prefix is still indexed; `blocks_empty`: the other free ones.
+
+    Of recurrent states, 0 for models without: `shortened_hits`, tokens that were found in the cache and computed all
+    the same, for want of a checkpoint of their state; `checkpoints_skipped`, those that found no place;
+    `checkpoints_evicted`, those that gave their place away; `checkpoints_restored`, how often a sequence went on from
+    one; `checkpoints_ready` and `checkpoints_reserved`, those that can be restored now, and that steps under way take.
     """
 
     steps: int
@@ -96,6 +103,12 @@ class EngineStats:
     blocks_in_use: int
     blocks_cached: int
     blocks_empty: int
+    shortened_hits: int
+    checkpoints_skipped: int
+    checkpoints_evicted: int
+    checkpoints_restored: int
+    checkpoints_ready: int
+    checkpoints_reserved: int
     samples_finished: dict[str, int]
 
 
@@ -153,9 +166,17 @@ class Engine:
         self._commit = Commit(0)
         self._vocabulary = _load_vocabulary(self._loaded.folder)
         self._warm_up(config)
-        num_blocks = self.info.num_blocks
-        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching)
-        self._scheduler = Scheduler(self._cache, config.max_num_seqs, config.max_num_batched_tokens)
+        info = self.info
+        self._slots = StateSlots(info.live_states + info.checkpoints, info.checkpoints)
+        forget = self._slots.forget
+        self._cache = PrefixCache(info.num_blocks, config.block_size, config.enable_prefix_caching, forget)
+        self._scheduler = Scheduler(
+            self._cache,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self._slots if info.live_states else None,
+            Intervals(info.state_interval, config.decode_state_interval),
+        )
         self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
         self._sequences: dict[OpenSample | OpenScore, Sequence] = {}
         self._grown: list[OpenSample] = []
@@ -175,7 +196,8 @@ class Engine:
         available = warm_up(config, loaded, find_max_model_len(config, loaded))
         info = engine_info(config, loaded, available)
         spare_blocks = 1 if uses_graphs(config, loaded) else 0  # for the padding of graphs
-        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size)
+        num_slots = info.live_states + info.checkpoints
+        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size, num_slots)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
@@ -346,7 +368,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The counters and gauges of this moment."""
-        scheduler, cache, num_cached = self._scheduler, self._cache, self._cache.num_cached
+        scheduler, cache, num_cached, slots = self._scheduler, self._cache, self._cache.num_cached, self._slots
         return EngineStats(
             steps=self._steps,
             num_running=len(scheduler.running),
@@ -363,6 +385,12 @@ class Engine:
             blocks_in_use=cache.num_blocks - cache.num_free,
             blocks_cached=num_cached,
             blocks_empty=cache.num_free - num_cached,
+            shortened_hits=scheduler.stats.shortened_hits,
+            checkpoints_skipped=slots.stats.skipped,
+            checkpoints_evicted=slots.stats.evicted,
+            checkpoints_restored=slots.stats.restored,
+            checkpoints_ready=slots.num_ready,
+            checkpoints_reserved=slots.num_reserved,
             samples_finished=dict(self._finished),
         )
 

@@ -2,7 +2,9 @@
 
 The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is torch's, in the dtype
 of the forward pass, apart from rotation and recomputed logits, which are ops too; it promises gradients within
-rounding. Both ignore autocast, which would change a dtype in between; the caller casts.
+rounding. That of a recurrence recomputes it in float32, in chunks of `_CHUNK` tokens whose closed form torch
+differentiates, so that a state is kept for each chunk and not for each token. Both ignore autocast, which would change
+a dtype in between; the caller casts.
 
 M: rows, which are tokens of any number of sequences. The floating-point tensors of a call share one dtype and device
 where nothing else is said. Owns nothing: a weight is put into the backend's layout anew for each call, since not every
@@ -23,11 +25,24 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
-from .contract import AttentionBatch, Backend, Rotation, TokenStatistics, Wanted, Weight
-from .specs import Activation, AttentionSpec, NormSpec
+from .contract import (
+    L2_EPS,
+    NO_SLOT,
+    AttentionBatch,
+    Backend,
+    DeltaNetWeights,
+    Rotation,
+    StateBatch,
+    TokenStatistics,
+    Wanted,
+    Weight,
+)
+from .specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16
+# Any size gives the same gradients within rounding.
+_CHUNK = 64
 # The most memory that the logits of a backward pass take at once, if those of one row fit in.
 _LOGITS_BYTES = 2**27
 
@@ -120,6 +135,9 @@ class _GateMul(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
+        if ctx.activation == "sigmoid":
+            sigmoid = torch.sigmoid(gate)
+            return None, torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid, None
         if ctx.activation == "silu":
             return None, torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate), None
         grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
@@ -158,6 +176,12 @@ class Packed:
         """Where in the cache each row's key and value stand: int64 [M]."""
         lens = torch.tensor(self.lens, device=self.positions.device)
         return self.batch.block_tables[:, 0].repeat_interleave(lens) * _BLOCK_SIZE + self.positions
+
+    @cached_property
+    def states(self) -> StateBatch:
+        """Each sequence begins, and leaves its state in a slot of its own."""
+        slots = torch.arange(len(self.lens), device=self.positions.device)
+        return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
         """The sequences by length, so that a group padded to its longest has less than twice its tokens."""
@@ -222,6 +246,130 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.tanh((q.float() @ k.float().mT) * (spec.scale / spec.soft_cap)) * spec.soft_cap
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v
+
+
+class _Convolution(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.packed = packed
+        tails = x.new_empty(len(packed.lens), weight.shape[2] - 1, x.shape[1])
+        return ops.convolve(x, weight, tails, packed.states)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def convolve(x: Tensor, weight: Tensor) -> Tensor:
+            return _convolve(x, weight, ctx.packed.positions)
+
+        return None, *_float32_gradients(convolve, ctx.saved_tensors, grad), None
+
+
+def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """Those of the inputs of `function`, computed in float32 and rounded to the inputs' dtypes."""
+    wide = [x.float().requires_grad_() for x in (y.detach().clone() for y in inputs)]
+    with torch.enable_grad():
+        out = function(*wide)
+    found = torch.autograd.grad(out, wide, grad.float())
+    return tuple(gradient.to(x.dtype) for gradient, x in zip(found, inputs, strict=True))
+
+
+def _convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """`Backend.convolve` of sequences that begin, x [M, C] and weight [C, 1, K], by torch."""
+    out, size = torch.zeros_like(x), weight.shape[2]
+    for back in range(size):
+        earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where((positions >= back)[:, None], 0.0)
+        out = out + weight[:, 0, size - 1 - back] * earlier
+    return F.silu(out)
+
+
+class _DeltaRule(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        decay: Tensor,
+        bias: Tensor,
+        spec: DeltaNetSpec,
+        weights: DeltaNetWeights,
+        packed: Packed,
+    ) -> Tensor:
+        ctx.save_for_backward(qkv, b, a, decay, bias)
+        ctx.spec, ctx.packed = spec, packed
+        states = qkv.new_empty(len(packed.lens), *spec.state_shape, dtype=torch.float32)
+        return ops.delta_rule(qkv, b, a, spec, weights, states, packed.states)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def recur(*inputs: Tensor) -> Tensor:
+            return _recur(*inputs, spec=ctx.spec, packed=ctx.packed)
+
+        return None, *_float32_gradients(recur, ctx.saved_tensors, grad), None, None, None
+
+
+def _recur(
+    qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, bias: Tensor, spec: DeltaNetSpec, packed: Packed
+) -> Tensor:
+    """`Backend.delta_rule` of sequences that begin, by torch: [M, value_heads, V]."""
+    q, k, v = qkv.split([spec.key_size, spec.key_size, spec.value_size], 1)
+    q, k = (x.unflatten(1, (spec.num_key_heads, -1)) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+    q, k = (x.repeat_interleave(spec.num_value_heads // spec.num_key_heads, 1) for x in (q, k))
+    v = v.unflatten(1, (spec.num_value_heads, -1))
+    logs = -decay.exp() * F.softplus(a + bias)
+    rows = [x.split(list(packed.lens)) for x in (q * spec.key_head_dim**-0.5, k, v, logs, b.sigmoid())]
+    found: dict[int, Tensor] = {}
+    for group in packed.groups():
+        padded = [pad_sequence([x[i] for i in group], batch_first=True).transpose(1, 2) for x in rows]
+        out = _recur_in_chunks(*padded).transpose(1, 2)
+        found |= {i: sequence[: packed.lens[i]] for i, sequence in zip(group, out, strict=True)}
+    return torch.cat([found[i] for i in range(len(found))])
+
+
+def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
+    """What queries read from states that begin with zeros: [B, heads, T, V].
+
+    q and k [B, heads, T, K], v [B, heads, T, V]. `logs` of the decays and `rates` of the changes [B, heads, T]; padding
+    on the right is zeros.
+    """
+    state, outs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
+    for chunk in zip(*(x.split(_CHUNK, 2) for x in (q, k, v, logs, rates)), strict=True):
+        out, state = _recur_chunk(state, *chunk)
+        outs.append(out)
+    return torch.cat(outs, 2)
+
+
+def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """What the queries of a chunk read, and the state after it (Yang et al. 2024).
+
+    Token i changes the state by k_i u_i^T, with u_i = rate_i (v_i - what k_i reads): from the state before the chunk,
+    and from what tokens j < i changed, both decayed until i. These equations are triangular in u.
+    """
+    decays = _decays_between(logs)
+    since_start = logs.cumsum(-1).exp()[..., None]
+    rates = rates[..., None]
+    before = rates * (decays * (k @ k.mT)).tril(-1)
+    wanted = rates * (v - since_start * (k @ state))
+    changes = torch.linalg.solve_triangular(before, wanted, upper=False, unitriangular=True)
+    out = since_start * (q @ state) + (decays * (q @ k.mT)) @ changes
+    until_end = decays[..., -1, :, None]
+    return out, since_start[..., -1:, :] * state + (until_end * k).mT @ changes
+
+
+def _decays_between(logs: Tensor) -> Tensor:
+    """e^(the sum of the logs after j up to i), [..., T, T] with i first; 0 for j > i. No differences of sums are taken,
+    which would lose the small ones beside the large.
+    """
+    each = logs[..., None].expand(*logs.shape, logs.shape[-1]).tril(-1)
+    return each.cumsum(-2).exp().tril()
 
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
@@ -295,7 +443,24 @@ class GradientOps:
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """activation(linear(x, gate)) * linear(x, up), gate and up [I, H]: [M, I]."""
-        return _GateMul.apply(self.backend, self.linear(x, gate), self.linear(x, up), activation)  # type: ignore[return-value]
+        return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
+
+    def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up of tensors of one shape."""
+        return _GateMul.apply(self.backend, gate, up, activation)  # type: ignore[return-value]
+
+    def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
+        """SiLU of a causal convolution of each channel within each sequence: x [M, C], weight [C, 1, K]; [M, C]."""
+        return _Convolution.apply(self.backend, x, weight, packed)  # type: ignore[return-value]
+
+    def delta_rule(
+        self, qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, packed: Packed
+    ) -> Tensor:
+        """The recurrence of a gated delta net from the beginning of each sequence: qkv [M, channels], b and a
+        [M, value_heads]; returns [M, value_heads, V].
+        """
+        gates = weights.decay, weights.bias
+        return _DeltaRule.apply(self.backend, qkv, b, a, *gates, spec, weights, packed)  # type: ignore[return-value]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
         """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D]; returns [M, heads, D]."""

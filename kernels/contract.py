@@ -8,6 +8,8 @@ prompt was cut into chunks, the block size of the cache, or the number of thread
 - Attention reads keys and values back from the paged cache, as stored. It cuts the key axis at absolute multiples of a
   length that each backend fixes, reduces each split in one order and folds the splits from left to right, in prefill
   and decode alike. A split that lies wholly behind a query's window leaves that query as it is, so it may be skipped.
+- A recurrence takes a sequence's tokens one by one, in one order, prompts and decodes alike. Its state is float32 and
+  never rounded, so that it is the same however a prompt was cut.
 - Reductions and elementwise functions have no path that depends on a row's place in memory.
 - Ties go to the lower vocabulary id.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
@@ -28,12 +30,20 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from .specs import Activation, AttentionSpec, LayerSpec, NormSpec
+from .specs import Activation, AttentionSpec, DeltaNetSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # of reference and cpu; triton has its own
 
+L2_EPS = 1e-6  # keeps a query or key of zeros from NaN
+NO_SLOT = -1
+
 Rotation: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of M tokens, each float32 [M, D / 2]."""
+"""Cosines and sines of M tokens, each float32 [M, P], for the P pairs of a head that are rotated."""
+
+Memory: TypeAlias = tuple[Tensor, Tensor]
+"""What a layer remembers of all sequences, by its mixer. Attention: the caches of keys and of values, [blocks,
+block_size, kv_heads, D] each. A delta net: the states, float32 [slots, value_heads, key_head_dim, value_head_dim], and
+the tails, the last inputs of the convolution, oldest first, [slots, kernel_size - 1, channels]."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,28 @@ class AttentionBatch:
         return _int64(self.query_starts), _int64(self.context_lens)
 
 
+@dataclass(frozen=True)
+class StateBatch:
+    """Which states a step's sequences go on from, and where they leave them: a mixed batch as in `AttentionBatch`.
+
+    Sequence i owns rows [query_starts[i], query_starts[i + 1]), of which there may be none. It goes on from slot
+    `reads[i]`, or from zeros where that is NO_SLOT, as a sequence does that begins; and what its rows make of that is
+    left in slot `writes[i]`. Both int64 [num_sequences], on the device of the memory. A sequence that goes on where it
+    was reads and writes one slot. To restore a checkpoint, or to fork, it reads another slot than it writes, which
+    stays as it is; so any number of sequences may read one slot. No slot is written twice in a call, and none that one
+    sequence writes is read by another: nothing of this is checked.
+    """
+
+    query_starts: Sequence[int]
+    reads: Tensor
+    writes: Tensor
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """`query_starts`, int64, made once for all layers."""
+        return _int64(self.query_starts)
+
+
 def _int64(values: Sequence[int]) -> Tensor:
     """`values` as a tensor. `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
@@ -68,8 +100,9 @@ def _int64(values: Sequence[int]) -> Tensor:
 class AttentionWeights:
     """The weights of an attention.
 
-    `q` [heads * D, H], `k` and `v` [kv_heads * D, H]; `biases` of the three, or none; `qk_norms` of q and k, or none:
-    [D], or [heads * D] and [kv_heads * D] if all heads are normed at once; `o` [H, heads * D].
+    `q` [heads * D, H], or [heads * 2 * D, H] with an output gate; `k` and `v` [kv_heads * D, H]; `biases` of the three,
+    or none; `qk_norms` of q and k, or none: [D], or [heads * D] and [kv_heads * D] if all heads are normed at once; `o`
+    [H, heads * D].
     """
 
     q: Weight
@@ -77,6 +110,23 @@ class AttentionWeights:
     v: Weight
     biases: tuple[Tensor, Tensor, Tensor] | None
     qk_norms: tuple[Tensor, Tensor] | None
+    o: Weight
+
+
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """The weights of a delta net.
+
+    `inputs`: of (q, k, v), z, b and a, with `channels`, `value_size`, value_heads and value_heads rows of H; joined: of
+    (q, k, v, z) and (b, a). `convolution` [channels, 1, kernel_size], the oldest token's first. `decay` (the logarithm
+    of its rate) and `bias` [value_heads]. `norm` [value_head_dim]. `o` [H, value_size].
+    """
+
+    inputs: tuple[Weight, ...]
+    convolution: Tensor
+    decay: Tensor
+    bias: Tensor
+    norm: Tensor
     o: Weight
 
 
@@ -103,7 +153,7 @@ class Layer:
 
     spec: LayerSpec
     mixer_norms: Norms
-    mixer: AttentionWeights
+    mixer: AttentionWeights | DeltaNetWeights
     mlp_norms: Norms
     mlp: MlpWeights
 
@@ -236,18 +286,24 @@ class Backend(Protocol):
         ...
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up of tensors of one shape, computed in float32 and rounded once."""
+        """activation(gate) * up of tensors of one shape, computed in float32 and rounded once.
+
+        `sigmoid` is the gate of attention's output; `silu` also that of a delta net's.
+        """
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
-        """(cosines, sines) of the float32 angles positions (int64 [M]) times inv_freq (float32 [D / 2]), times scale.
+        """(cosines, sines) of the float32 angles positions (int64 [M]) times inv_freq (float32 [P]), times scale.
 
-        Both float32 [M, D / 2].
+        Both float32 [M, P].
         """
         ...
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """x [M, heads, D] rotated in float32, in pairs (i, i + D / 2) as in Hugging Face models: [M, heads, D]."""
+        """x [M, heads, D] rotated in float32, in pairs (i, i + P) as in Hugging Face models: [M, heads, D].
+
+        With cosines and sines of P < D / 2 pairs the rest of a head stays as it is.
+        """
         ...
 
     def qkv(
@@ -261,7 +317,7 @@ class Backend(Protocol):
         slots: Tensor,
     ) -> Tensor:
         """Queries [M, heads, D] of x [M, H], as `layer.project` makes them; keys and values go to the caches like
-        `write_kv`.
+        `write_kv`. With an output gate its values too, behind each head's query: [M, heads, 2 * D].
         """
         ...
 
@@ -289,19 +345,53 @@ class Backend(Protocol):
         """
         ...
 
+    def convolve(self, x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+        """SiLU of a causal convolution of each channel by itself: [M, C] of x [M, C] and weight [C, 1, K].
+
+        Row t of a sequence is the sum over j of weight[:, 0, j] times row t - (K - 1) + j, from the oldest on, in
+        float32, and rounded once after SiLU. Rows before its first one are its tail. `tails` [slots, K - 1, C]: the
+        sequence's last K - 1 rows, those of its tail included, are left there.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        spec: DeltaNetSpec,
+        weights: DeltaNetWeights,
+        states: Tensor,
+        batch: StateBatch,
+    ) -> Tensor:
+        """The recurrence of a gated delta net over each sequence's tokens, one after the other: [M, value_heads, V].
+
+        `qkv` [M, channels]: q and k [key_heads, K] and v [value_heads, V] side by side. `b` and `a` [M, value_heads]:
+        what its gates are made of. `states` float32 [slots, value_heads, K, V]. In float32, for each token and value
+        head, whose key head is head * key_heads // value_heads:
+
+            q = q / (sqrt(q . q + L2_EPS) * sqrt(K)),  k = k / sqrt(k . k + L2_EPS)
+            S = S * e^(-e^decay * softplus(a + bias))
+            S = S + k (sigmoid(b) * (v - k S))^T
+            out = q S, which alone is rounded to the dtype of qkv
+        """
+        ...
+
     def layers(
         self,
         x: Tensor,
         layers: Sequence[Layer],
         rotations: Sequence[Rotation],
-        kv_caches: Sequence[tuple[Tensor, Tensor]],
+        memories: Sequence[Memory],
         slots: Tensor,
         batch: AttentionBatch,
+        states: StateBatch | None = None,
     ) -> Tensor:
         """Hidden states [M, H] after a run of layers, from x [M, H], which stays as it is.
 
-        `layers`: from `new_layers`. For each layer, with its caches, what `layer.run_layers` says; x itself if there is
-        no layer. Raise ValueError unless `kv_caches` has a pair for each layer.
+        `layers`: from `new_layers`. For each layer, with its memory, what `layer.run_layers` says; x itself if there is
+        no layer. `states`: the same sequences as `batch`; None if no layer is a delta net. Raise ValueError unless
+        `memories` has a pair for each layer.
         """
         ...
 

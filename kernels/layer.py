@@ -1,22 +1,40 @@
 """What a layer computes: its arithmetic, written once over the ops.
 
-A worker binds it to a backend and a paged cache (`run_layers`), a trainer to ops with gradients (`training`). A
-backend that fuses steps, or runs of layers, gives the bits of this definition.
+A worker binds it to a backend and its memory (`run_layers`), a trainer to ops with gradients (`training`). A backend
+that fuses steps, or runs of layers, gives the bits of this definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from .contract import AttentionBatch, AttentionWeights, Backend, Layer, MlpWeights, Norms, Rotation, Weight
-from .specs import Activation, AttentionSpec, DecoderSpec, NormSpec
+from .contract import (
+    AttentionBatch,
+    AttentionWeights,
+    Backend,
+    DeltaNetWeights,
+    Layer,
+    Memory,
+    MlpWeights,
+    Norms,
+    Rotation,
+    StateBatch,
+    Weight,
+)
+from .specs import Activation, AttentionSpec, DecoderSpec, DeltaNetSpec, NormSpec
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and a tensor for one."""
+"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and else a tensor."""
+
+Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
+"""attend(hidden, spec, weights): what the heads make of hidden states [M, H], [M, heads * D]."""
+
+Recur: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeltaNetSpec, DeltaNetWeights], Tensor]
+"""recur(qkv, b, a, spec, weights): `delta_rule` of the convolution of qkv [M, channels], [M, value_heads, V]."""
 
 
 class LayerOps(Protocol):
@@ -29,6 +47,8 @@ class LayerOps(Protocol):
     def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor: ...
 
     def gate_up(self, x: Tensor, gate: Any, up: Any, activation: Activation) -> Tensor: ...
+
+    def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor: ...
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor: ...
 
@@ -52,20 +72,43 @@ def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
     return Layer(
         spec,
         norms("mixer_norm"),
-        _attention_weights(spec.mixer, hidden, of),
+        _mixer_weights(spec.mixer, hidden, of),
         norms("mlp_norm"),
         MlpWeights(of("mlp.gate", inner, hidden), of("mlp.up", inner, hidden), of("mlp.down", hidden, inner)),
     )
 
 
+def _mixer_weights(
+    spec: AttentionSpec | DeltaNetSpec, hidden: int, of: GetWeight
+) -> AttentionWeights | DeltaNetWeights:
+    if isinstance(spec, AttentionSpec):
+        return _attention_weights(spec, hidden, of)
+    return _delta_net_weights(spec, hidden, of)
+
+
+def _delta_net_weights(spec: DeltaNetSpec, hidden: int, of: GetWeight) -> DeltaNetWeights:
+    heads, value_size = spec.num_value_heads, spec.value_size
+    parts = {"qkv": spec.channels, "z": value_size, "b": heads, "a": heads}
+    rows = {"qkvz": spec.channels + value_size, "ba": 2 * heads} if spec.joined else parts
+    return DeltaNetWeights(
+        tuple(of(f"delta.{part}", count, hidden) for part, count in rows.items()),
+        of("delta.convolution", spec.channels, 1, spec.kernel_size),
+        of("delta.decay", heads),
+        of("delta.bias", heads),
+        of("delta.norm", spec.value_head_dim),
+        of("delta.o", hidden, value_size),
+    )
+
+
 def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> AttentionWeights:
     size, over_heads = spec.head_dim, spec.qk_norm_over_heads
-    rows = {"q": spec.num_heads * size, "k": spec.num_kv_heads * size, "v": spec.num_kv_heads * size}
+    heads = spec.num_heads * (2 if spec.output_gate else 1)
+    rows = {"q": heads * size, "k": spec.num_kv_heads * size, "v": spec.num_kv_heads * size}
     normed = {part: rows[part] if over_heads else size for part in "qk"}
     q, k, v = (of(f"mixer.{part}", count, hidden) for part, count in rows.items())
     biases = tuple(of(f"mixer.{part}_bias", count) for part, count in rows.items()) if spec.qkv_bias else None
     norms = tuple(of(f"mixer.{part}_norm", n) for part, n in normed.items()) if spec.qk_norm is not None else None
-    return AttentionWeights(q, k, v, biases, norms, of("mixer.o", hidden, rows["q"]))  # type: ignore[arg-type]
+    return AttentionWeights(q, k, v, biases, norms, of("mixer.o", hidden, spec.num_heads * size))  # type: ignore[arg-type]
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
@@ -73,16 +116,15 @@ def scale_embedding(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * torch.tensor(scale).to(x.dtype).item()
 
 
-def run_layer(
-    ops: LayerOps, layer: Layer, x: Tensor, mix: Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
-) -> Tensor:
-    """Hidden states [M, H] after a layer, from x [M, H].
-
-    `mix(hidden, spec, weights)`: what the mixer's heads make of hidden states [M, H], [M, heads * D].
-    """
-    spec, mixer, mlp = layer.spec, layer.mixer, layer.mlp
-    mixed = mix(_normed(ops, x, layer.mixer_norms.before, spec.norm), spec.mixer, mixer)
-    x = _added(ops, x, mixed, mixer.o, layer.mixer_norms.after, spec.norm)
+def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur) -> Tensor:
+    """Hidden states [M, H] after a layer, from x [M, H]."""
+    spec, mlp = layer.spec, layer.mlp
+    hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
+    if isinstance(spec.mixer, AttentionSpec):
+        mixed = attend(hidden, spec.mixer, cast(AttentionWeights, layer.mixer))
+    else:
+        mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
+    x = _added(ops, x, mixed, layer.mixer.o, layer.mixer_norms.after, spec.norm)
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
     active = ops.gate_up(hidden, mlp.gate, mlp.up, spec.mlp.activation)
     return _added(ops, x, active, mlp.down, layer.mlp_norms.after, spec.norm)
@@ -102,15 +144,55 @@ def _added(ops: LayerOps, x: Tensor, inner: Tensor, weight: Weight, after: Tenso
 def project(
     ops: LayerOps, x: Tensor, spec: AttentionSpec, weights: AttentionWeights, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [M, heads, D], keys and values [M, kv_heads, D] of hidden states x [M, H]."""
+    """Queries [M, heads, D], keys and values [M, kv_heads, D] of hidden states x [M, H].
+
+    With an output gate its values too, behind each head's query: [M, heads, 2 * D].
+    """
     biases = weights.biases or (None, None, None)
     matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
     q, k, v = (ops.linear(x, weight, bias) for weight, bias in matrices)
+    q, gate = q.unflatten(1, (spec.num_heads, -1)).tensor_split([spec.head_dim], 2)
+    q = q.flatten(1)
     if spec.qk_norm is not None and weights.qk_norms is not None:
         q_norm, k_norm = weights.qk_norms
         q, k = _norm_heads(ops, q, q_norm, spec.qk_norm), _norm_heads(ops, k, k_norm, spec.qk_norm)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
-    return ops.rope(q, rotation), ops.rope(k, rotation), v
+    q = ops.rope(q, rotation)
+    return torch.cat((q, gate), 2) if spec.output_gate else q, ops.rope(k, rotation), v
+
+
+def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """What heads attend to, by their gate if they have one: [M, heads * D].
+
+    `q`: queries as `project` gives them. `attend`: attention of queries [M, heads, D], in that shape.
+    """
+    if not spec.output_gate:
+        return attend(q).flatten(1)
+    q, gate = q.chunk(2, 2)
+    return ops.gate_mul(gate.flatten(1), attend(q).flatten(1), "sigmoid")
+
+
+def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, recur: Recur) -> Tensor:
+    """What the heads make of hidden states x [M, H]: [M, value_size]."""
+    qkv, z, b, a = _project_delta_net(ops, x, spec, weights)
+    out = recur(qkv, b, a, spec, weights)
+    normed = ops.rmsnorm(out.reshape(-1, spec.value_head_dim), weights.norm, spec.norm)
+    return ops.gate_mul(z, normed.view_as(z), "silu")
+
+
+def _project_delta_net(
+    ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v side by side [M, channels], z [M, value_size], b and a [M, value_heads] of hidden states x [M, H]."""
+    products = [ops.linear(x, weight) for weight in weights.inputs]
+    if not spec.joined:
+        qkv, z, b, a = products
+        return qkv, z, b, a
+    qkvz, ba = (product.unflatten(1, (spec.num_key_heads, -1)) for product in products)
+    share = spec.value_size // spec.num_key_heads
+    q, k, v, z = (part.flatten(1) for part in qkvz.split([spec.key_head_dim] * 2 + [share] * 2, 2))
+    b, a = (part.flatten(1) for part in ba.chunk(2, 2))
+    return torch.cat((q, k, v), 1), z, b, a
 
 
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
@@ -123,18 +205,26 @@ def run_layers(
     x: Tensor,
     layers: Sequence[Layer],
     rotations: Sequence[Rotation],
-    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    memories: Sequence[Memory],
     slots: Tensor,
     batch: AttentionBatch,
+    states: StateBatch | None = None,
 ) -> Tensor:
     """`Backend.layers` by the other ops."""
-    for layer, caches in zip(layers, kv_caches, strict=True):
+    for layer, memory in zip(layers, memories, strict=True):
 
-        def attend(
-            x: Tensor, spec: AttentionSpec, weights: AttentionWeights, caches: tuple[Tensor, Tensor] = caches
+        def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights, memory: Memory = memory) -> Tensor:
+            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *memory, slots)
+            scoring = spec.scale, spec.window, spec.soft_cap
+            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, batch, *scoring))
+
+        def recur(
+            qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, memory: Memory = memory
         ) -> Tensor:
-            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *caches, slots)
-            return ops.paged_attention(q, *caches, batch, spec.scale, spec.window, spec.soft_cap).flatten(1)
+            assert states is not None, "a delta net goes on from states"
+            state, tails = memory
+            qkv = ops.convolve(qkv, weights.convolution, tails, states)
+            return ops.delta_rule(qkv, b, a, spec, weights, state, states)
 
-        x = run_layer(ops, layer, x, attend)
+        x = run_layer(ops, layer, x, attend, recur)
     return x

@@ -3,6 +3,7 @@
 How it keeps the contract: torch picks its matrix kernels by shape, so no product here ever has a shape that
 depends on the number of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`,
 float32 sums into pieces of `DEPTH_TILE`, and attention multiplies matrices of one fixed shape only, many at a time.
+A recurrence takes one token of every sequence at a time and adds elementwise, in halves (`_sum`).
 Elementwise functions are limited to those whose vector code and scalar tail agree (exp, log, log1p, cos, sin and
 exactly rounded arithmetic; not silu or sigmoid).
 """
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -24,17 +26,21 @@ from torch import Tensor
 from .contract import (
     GREEDY,
     KV_SPLIT,
+    L2_EPS,
+    NO_SLOT,
     SAMPLE,
     AttentionBatch,
     AttentionWeights,
     Backend,
+    DeltaNetWeights,
     Layer,
     Rotation,
+    StateBatch,
     TokenStatistics,
     Wanted,
 )
 from .layer import project, run_layers
-from .specs import Activation, AttentionSpec, NormSpec
+from .specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -130,8 +136,9 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tens
 
 def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     wide = gate.float()
-    slope = wide if activation == "silu" else wide * (GELU_SLOPE + GELU_CUBIC * (wide * wide))
-    return (wide / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
+    slope = wide * (GELU_SLOPE + GELU_CUBIC * (wide * wide)) if activation == "gelu_tanh" else wide
+    numerator = torch.ones_like(wide) if activation == "sigmoid" else wide
+    return (numerator / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
@@ -141,8 +148,10 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
 
 def rope(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = (part[:, None, :] for part in rotation)
-    low, high = x.float().chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    pairs = cos.shape[2]
+    low, high = (part.float() for part in x[..., : 2 * pairs].split(pairs, 2))
+    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * pairs :]), dim=-1)
 
 
 def qkv(
@@ -318,6 +327,86 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
         pairs = zip(rows, matrices, strict=True)
         out = torch.stack([torch.bmm(left, right.expand(tiles, -1, -1)) for left, right in pairs])
     return out.unflatten(0, (units, heads))
+
+
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+    kept, starts = tails.shape[1], batch.starts.to(x.device)
+    sequence = torch.arange(len(batch.reads), device=x.device)
+    # Each sequence's tail stands before its rows.
+    first_tails = (starts[:-1] + kept * sequence)[:, None] + torch.arange(kept, device=x.device)
+    places = torch.arange(len(x), device=x.device) + kept * sequence.repeat_interleave(starts.diff())
+    rows = x.new_empty(len(x) + first_tails.numel(), x.shape[1])
+    rows[first_tails], rows[places + kept] = _read_slots(tails, batch.reads), x
+    tails[batch.writes] = rows[first_tails + starts.diff()[:, None]]
+    taps, wide, out = weight[:, 0].float(), rows.float(), torch.zeros_like(x, dtype=torch.float32)
+    for j in range(kept + 1):
+        out = out + taps[:, j] * wide[places + j]
+    return (out / (1.0 + torch.exp(-out))).to(x.dtype)
+
+
+def _read_slots(memory: Tensor, slots: Tensor) -> Tensor:
+    """What `slots` of a memory [slots, ...] hold: [N, ...], zeros for NO_SLOT."""
+    is_fresh = (slots == NO_SLOT).view(-1, *[1] * (memory.dim() - 1))
+    return memory[slots.clamp(min=0)].masked_fill(is_fresh, 0.0)
+
+
+def delta_rule(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    spec: DeltaNetSpec,
+    weights: DeltaNetWeights,
+    states: Tensor,
+    batch: StateBatch,
+) -> Tensor:
+    q, k, v = _heads(qkv, spec)
+    decays, rates = _gates(b, a, weights)
+    order, lens = _longest_first(batch)
+    order = torch.tensor(order, dtype=torch.int64, device=qkv.device)
+    state, out = _read_slots(states, batch.reads[order]), torch.empty_like(v)
+    firsts = batch.starts.to(qkv.device)[order]
+    for t in range(max(lens, default=0)):
+        live = sum(length > t for length in lens)
+        rows = firsts[:live] + t
+        key, query, decayed = k[rows], q[rows], state[:live] * decays[rows]
+        change = rates[rows] * (v[rows] - _sum(decayed * key))
+        state[:live] = decayed + key * change[:, :, None]
+        out[rows] = _sum(state[:live] * query)
+    states[batch.writes[order]] = state
+    return out.to(qkv.dtype)
+
+
+def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 queries and keys [M, value_heads, K, 1] of length 1 / sqrt(K) and 1, and values [M, value_heads, V]."""
+    q, k, v = qkv.float().split([spec.key_size, spec.key_size, spec.value_size], 1)
+    q, k = (part.unflatten(1, (spec.num_key_heads, -1, 1)) for part in (q, k))
+    q, k = (part * torch.rsqrt(_sum(part * part) + L2_EPS)[..., None] for part in (q, k))
+    q, k = (part.repeat_interleave(spec.num_value_heads // spec.num_key_heads, 1) for part in (q, k))
+    return q * spec.key_head_dim**-0.5, k, v.unflatten(1, (spec.num_value_heads, -1))
+
+
+def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tensor]:
+    """By what each token multiplies states, [M, value_heads, 1, 1], and which part it changes, [M, value_heads, 1]."""
+    wide = a.float() + weights.bias.float()
+    softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
+    decays = torch.exp(-torch.exp(weights.decay.float()) * softplus)
+    return decays[..., None, None], (1.0 / (1.0 + torch.exp(-b.float())))[..., None]
+
+
+def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:
+    """The sequences by their number of rows, and these numbers."""
+    counts = [end - start for start, end in pairwise(batch.query_starts)]
+    order = sorted(range(len(counts)), key=lambda i: -counts[i])
+    return order, [counts[i] for i in order]
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """The sum of [..., K, V] over K: the second half is added to the first until one is left."""
+    while (count := terms.shape[-2]) > 1:
+        half = (count + 1) // 2
+        first, second = terms[..., :half, :], terms[..., half:, :]
+        terms = torch.cat((first[..., : count - half, :] + second, first[..., count - half :, :]), -2)
+    return terms[..., 0, :]
 
 
 layers = partial(run_layers, _SELF)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class RotationSpec:
-    """A rotary embedding (Su et al. 2021). `inv_freq`: the float32 frequencies of the pairs of a head, head_dim / 2 of
-    them. `scale`: multiplies cosines and sines.
+    """A rotary embedding (Su et al. 2021). `inv_freq`: the float32 frequencies of the pairs of a head that turn.
+    `scale`: multiplies cosines and sines.
     """
 
     inv_freq: tuple[float, ...]
@@ -40,6 +40,8 @@ class AttentionSpec:
     `scale`: multiplies the scores. `rotation`: which of the decoder's rotations turns q and k. `window`: a query sees
     so many tokens, itself included; None: all before it. `soft_cap`: a score s becomes soft_cap * tanh(s / soft_cap).
     `qk_norm`: of q and k before they are rotated, each head by itself or, with `qk_norm_over_heads`, all heads at once.
+    `output_gate`: what a head attends to is multiplied by the sigmoid of a gate, which the product with q's weights
+    gives behind each head's query. `rotated`: how many elements of a head are rotated, the first ones; None: all.
     """
 
     num_heads: int
@@ -52,6 +54,52 @@ class AttentionSpec:
     qkv_bias: bool = False
     qk_norm: NormSpec | None = None
     qk_norm_over_heads: bool = False
+    output_gate: bool = False
+    rotated: int | None = None
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """A gated delta net (Yang et al. 2024) behind a short causal convolution: a mixer whose memory is a state.
+
+    Each value head has a state [key_head_dim, value_head_dim]; value heads in a row share a key head, each key head as
+    many. `kernel_size`: tokens that the convolution of q, k and v sees, this one included. `norm`: of each head's
+    output, before a gate multiplies it. `joined`: q, k, v and that gate are the product of one matrix, and the gates of
+    the recurrence that of another, whose rows go key head by key head; else each of the four has a matrix.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    norm: NormSpec
+    joined: bool = False
+
+    @property
+    def key_size(self) -> int:
+        """Of the keys of all heads, and of the queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Of the values of all heads, and of their gate."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v side by side."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of what a sequence's recurrence has come to, in float32."""
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        """Of the last inputs of a sequence's convolution, in the model's dtype."""
+        return self.kernel_size - 1, self.channels
 
 
 @dataclass(frozen=True)
@@ -69,7 +117,7 @@ class LayerSpec:
     `norm` stands before what each of them reads, after what it adds, or at both places.
     """
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | DeltaNetSpec
     mlp: MlpSpec
     norm: NormSpec
     norm_before: bool = True
@@ -88,6 +136,17 @@ LAYER_NAMES = {
     "mixer.q_norm": "self_attn.q_norm.weight",
     "mixer.k_norm": "self_attn.k_norm.weight",
     "mixer.o": "self_attn.o_proj.weight",
+    "delta.qkv": "linear_attn.in_proj_qkv.weight",
+    "delta.z": "linear_attn.in_proj_z.weight",
+    "delta.b": "linear_attn.in_proj_b.weight",
+    "delta.a": "linear_attn.in_proj_a.weight",
+    "delta.qkvz": "linear_attn.in_proj_qkvz.weight",
+    "delta.ba": "linear_attn.in_proj_ba.weight",
+    "delta.convolution": "linear_attn.conv1d.weight",
+    "delta.decay": "linear_attn.A_log",
+    "delta.bias": "linear_attn.dt_bias",
+    "delta.norm": "linear_attn.norm.weight",
+    "delta.o": "linear_attn.out_proj.weight",
     "mlp_norm.before": "post_attention_layernorm.weight",
     "mlp.gate": "mlp.gate_proj.weight",
     "mlp.up": "mlp.up_proj.weight",
@@ -100,7 +159,9 @@ class DecoderSpec:
     """A decoder, and the names of its weights in a checkpoint.
 
     `dtype`: the checkpoint's own. `embed_scale`: multiplies embeddings, rounded to their dtype. `norm`: after the last
-    layer. `names`: of a layer's weights by role, without `model.layers.N.`.
+    layer. `names`: of a layer's weights by role, without `model.layers.N.`. `renamed`: how names in a checkpoint may
+    begin, and which beginning that stands for. `others`: how the names of a checkpoint's other parts begin, which are
+    not of the decoder.
     """
 
     architecture: str
@@ -114,6 +175,20 @@ class DecoderSpec:
     embed_scale: float = 1.0
     tie_word_embeddings: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    @property
+    def attentions(self) -> list[AttentionSpec]:
+        """The mixers of the layers that have a KV cache."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+
+    def own_name(self, name: str) -> str | None:
+        """What the tensor that a checkpoint calls `name` is called here; None if it is of another part."""
+        if name.startswith(self.others):
+            return None
+        beginning = next((other for other in self.renamed if name.startswith(other)), "")
+        return self.renamed.get(beginning, "") + name.removeprefix(beginning)
 
     def __hash__(self) -> int:
         # Of a few fields, as each module of an aligned model looks its backend up by it.

@@ -70,6 +70,12 @@ class FakeStats:
     blocks_in_use: int = 0
     blocks_cached: int = 0
     blocks_empty: int = 0
+    shortened_hits: int = 0
+    checkpoints_skipped: int = 0
+    checkpoints_evicted: int = 0
+    checkpoints_restored: int = 0
+    checkpoints_ready: int = 0
+    checkpoints_reserved: int = 0
     checksums: dict[str, int] = field(default_factory=dict)
     """Of the live weights."""
 

@@ -48,7 +48,7 @@ KERNELS = {
     "families": {"families", "specs"},
     "transfer": set(),
     "reference": SPEC | {"layer"},
-    "cpu": SPEC | {"cpu", "reference"},
+    "cpu": SPEC | {"cpu", "layer", "reference"},
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
@@ -64,9 +64,12 @@ ENGINE = {
     "outputs.open_requests": OUTPUTS,
     "cache.memory": set(),
     "cache.prefix_cache": set(),
+    "cache.states": {"cache.prefix_cache"},
     "scheduling.sequence": {"outputs", "cache.prefix_cache"},
     "scheduling.lanes": {"outputs", "scheduling.sequence"},
-    "scheduling.scheduler": {"outputs", "cache.prefix_cache", "scheduling.lanes", "scheduling.sequence"},
+    "scheduling.recurrent": {"cache.prefix_cache", "cache.states", "scheduling.lanes", "scheduling.sequence"},
+    "scheduling.scheduler": {"outputs", "cache.prefix_cache", "cache.states"}
+    | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence")},
     "models": {"models"},
     "running.draws": OUTPUTS,
     "running.step": OUTPUTS | {"scheduling.lanes", "scheduling.sequence", "running.draws"},
@@ -74,7 +77,8 @@ ENGINE = {
     "running.model_runner": {"cache.memory", "models", "running.step"},
     "running.graphs": {"running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.memory", "models"},
-    "running.loading": {"config", "models", "running.weights"},
+    "running.planner": {"config"},
+    "running.loading": {"config", "models", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
 }
@@ -107,6 +111,7 @@ RUNS_AN_ENGINE = {
     "rollout.tools.verify",
     "rollout.tools.verify_premises",
     "rollout.tools.bench",
+    "rollout.tools.plan",
 }
 LIGHT = (
     "trueroll.errors",

@@ -45,8 +45,27 @@ _FAMILIES |= {
     "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM, _WINDOW | _MINISTRAL),
     "qwen3_window": (*_FAMILIES["qwen3"][:2], _FAMILIES["qwen3"][2] | _QWEN_WINDOW),
 }
+_DELTA_NET: dict[str, Any] = dict(
+    head_dim=16,
+    num_hidden_layers=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_conv_kernel_dim=4,
+)
+_FAMILIES |= {
+    "qwen3_5": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, _DELTA_NET),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        transformers.Qwen3NextForCausalLM,
+        _DELTA_NET | dict(num_experts=4, mlp_only_layers=[0, 1, 2, 3]),
+    ),
+}
+HYBRID = ("qwen3_5", "qwen3_next")
 # Each differs from the others in what its layers compute; those not here differ in their settings alone.
 WINDOWED = ("gemma3", "mistral", "olmo3", "qwen2_window")
+_ZERO_CENTERED = ("Gemma", "Qwen3_5", "Qwen3Next")
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 
 
@@ -65,7 +84,7 @@ def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
     """Save a transformers model with other weights, and a tokenizer, into `folder`, and return it."""
     _spread_weights(model)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    _make_tokenizer(model.config.vocab_size).save_pretrained(folder)
+    _make_tokenizer(model.config.get_text_config().vocab_size).save_pretrained(folder)
     return folder
 
 
@@ -75,7 +94,7 @@ def _spread_weights(model: torch.nn.Module) -> None:
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 1.5, generator=generator)
-            if "Gemma" in type(model).__name__:
+            if type(model).__name__.startswith(_ZERO_CENTERED) and not name.endswith("linear_attn.norm.weight"):
                 weight.sub_(1.0)  # its norms multiply by 1 + w
         else:
             weight.normal_(std=_spread(name, weight), generator=generator)
@@ -86,7 +105,7 @@ def _spread(name: str, weight: torch.Tensor) -> float:
         return 0.5
     if "embed_tokens" in name:
         return 0.3
-    return 2 * weight.shape[1] ** -0.5
+    return 2 * weight[0].numel() ** -0.5
 
 
 def _make_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:

@@ -26,10 +26,13 @@ _CANNOT_MOVE = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
-    """The size of an arena in which `build(empty)`, which asks for its tensors with `empty(*shape)`, finds room."""
+    """The size of an arena in which `build(empty)`, which asks for its tensors with `empty(*shape)`, finds room.
+
+    `dtype`: of tensors for which `empty` is told no other.
+    """
     total = 0
 
-    def empty(*shape: int) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         nonlocal total
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         total += _aligned(tensor.nbytes)

@@ -25,7 +25,7 @@ import hashlib
 import secrets
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -61,10 +61,17 @@ class Chain:
 class PrefixCache:
     """Allocates blocks and finds those that hold a known prefix. `num_blocks` blocks of `block_size` tokens each.
 
-    With `enabled` false nothing is ever published, so that nothing is ever found.
+    With `enabled` false nothing is ever published, so that nothing is ever found. `forget` is told of entries that can
+    be found no more.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enabled: bool = True,
+        forget: Callable[[Iterable[Entry]], object] = lambda entries: None,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enabled = enabled
@@ -77,6 +84,7 @@ class PrefixCache:
         self._index: dict[bytes, Entry] = {}
         self._published: dict[int, Entry] = {}
         self._claims: dict[bytes, Chain] = {}
+        self._forget = forget
 
     @property
     def num_free(self) -> int:
@@ -186,6 +194,7 @@ class PrefixCache:
         self._key = secrets.token_bytes(32)
         self._empty.extend(reversed(self._cached))
         self._cached.clear()
+        self._forget([*self._index.values()])
         self._index.clear()
         self._published.clear()
         self._claims.clear()
@@ -233,7 +242,7 @@ class PrefixCache:
 
     def _unpublish(self, block: int) -> None:
         """Takes the block's place in the index from it; another one has it."""
-        del self._published[block]
+        self._forget([self._published.pop(block)])
         if block in self._cached:
             del self._cached[block]
             self._empty.append(block)
@@ -243,7 +252,9 @@ class PrefixCache:
             block = self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self._index[self._published.pop(block).hash]
+            entry = self._published.pop(block)
+            del self._index[entry.hash]
+            self._forget([entry])
             self.evictions += 1
         self._references[block] = 1
         return block

@@ -1,7 +1,7 @@
-"""A decoder: the weights of a `DecoderSpec` and its forward pass over a paged cache.
+"""A decoder: the weights of a `DecoderSpec` and its forward pass over the memory of its layers.
 
 Owns the weights' layout, each as its backend wants it, under the names of the checkpoint (`checkpoint_tensors`); their
-memory is given to it. Owns no KV cache and keeps no state between calls. Knows no family.
+memory is given to it. Owns no memory of sequences and keeps no state between calls. Knows no family.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...kernels.contract import AttentionBatch, Backend, Weight
+from ...kernels.contract import AttentionBatch, Backend, Memory, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding
 from ...kernels.specs import DecoderSpec
 
@@ -24,15 +24,17 @@ Empty: TypeAlias = Callable[..., Tensor]
 class ModelInput:
     """M tokens of a mixed batch.
 
-    `token_ids`, `positions`, `slots`: int64 [M]. `kv_caches`: for each layer keys and values [blocks, block_size,
-    kv_heads, head_dim]; the KV of the M tokens is written to `slots` before it is attended to.
+    `token_ids`, `positions`, `slots`: int64 [M]. `memories`: what each layer remembers, as its mixer does. The keys and
+    values of the M tokens are written to `slots` of caches before they are attended to. `states`: which states the same
+    sequences as in `batch` go on from, and where they leave theirs; None if no layer has any.
     """
 
     token_ids: Tensor
     positions: Tensor
     slots: Tensor
     batch: AttentionBatch
-    kv_caches: Sequence[tuple[Tensor, Tensor]]
+    memories: Sequence[Memory]
+    states: StateBatch | None = None
 
 
 class ModelOutput(NamedTuple):
@@ -89,5 +91,5 @@ class Decoder:
             for inv_freq, rotation in zip(self._inv_freqs, spec.rotations, strict=True)
         ]
         x = scale_embedding(ops.embedding(tokens.token_ids, self.embed), spec.embed_scale)
-        x = ops.layers(x, self.layers, rotations, tokens.kv_caches, tokens.slots, tokens.batch)
+        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.slots, tokens.batch, tokens.states)
         return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {})

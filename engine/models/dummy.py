@@ -14,7 +14,7 @@ import torch
 from trueroll.errors import ModelError
 
 from ...kernels.contract import Weight
-from ...kernels.specs import NormSpec
+from ...kernels.specs import DecoderSpec
 from .files import local_path
 
 CONFIG_FILE = "config.json"
@@ -37,16 +37,18 @@ def find_config(name: str) -> Path:
     return folder
 
 
-def fill_randomly(weights: Mapping[str, Weight], norm: NormSpec, device: torch.device) -> None:
-    """Overwrites weights, by their Hugging Face names: those of norms, all of which are like `norm`, so that they
-    multiply by 1, the others with normally distributed numbers of mean 0.
+def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torch.device) -> None:
+    """Overwrites weights of a decoder, by their Hugging Face names: those of norms so that they multiply by 1, the
+    others with normally distributed numbers of mean 0.
 
     Their standard deviation is 1 / sqrt(size of the last axis), so that a product of rows of unit variance has unit
     variance. They are drawn on `device`, one tensor at a time.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():
-        values = torch.full(weight.shape, float(not norm.zero_centered), dtype=weight.dtype, device=device)
+        # All norms are like the last one, but for those of delta nets.
+        zero_centered = spec.norm.zero_centered and not name.endswith(spec.names["delta.norm"])
+        values = torch.full(weight.shape, float(not zero_centered), dtype=weight.dtype, device=device)
         if not name.endswith("norm.weight"):
             values.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
         weight.copy_(values)

@@ -34,7 +34,7 @@ def find_eos_tokens(folder: Path, config: dict[str, Any], vocab_size: int) -> tu
     generation = folder / "generation_config.json"
     files = {
         generation: _read_ids(generation, _read_optional(generation, MAX_SETTINGS_BYTES), vocab_size),
-        folder / "config.json": _read_ids(folder / "config.json", config, vocab_size),
+        folder / "config.json": _read_config_ids(folder / "config.json", config, vocab_size),
         folder / _TOKENIZER: _tokenizer_ids(folder, vocab_size),
     }
     sources: dict[int, list[str]] = {}
@@ -59,6 +59,13 @@ def _log_sources(folder: Path, sources: dict[int, list[str]]) -> None:
 
 def _read_optional(path: Path, max_bytes: int) -> dict[str, Any]:
     return read_json(path, max_bytes) if os.path.lexists(path) else {}
+
+
+def _read_config_ids(path: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
+    """Those of a decoder's settings, and those of its part where they are nested."""
+    text = config.get("text_config")
+    nested = _read_ids(path, text, vocab_size) if isinstance(text, dict) else []
+    return list(dict.fromkeys([*_read_ids(path, config, vocab_size), *nested]))
 
 
 def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,19 +41,20 @@ _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
 
 
 class _Found(NamedTuple):
-    """A tensor as the header of its file has it."""
+    """A tensor as the header of its file has it, where it is called `name`."""
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
 class Checkpoint(NamedTuple):
-    """What is to be copied. `files`: for each file the names of its tensors. `dtypes`: how many tensors are stored in
-    each.
+    """What is to be copied. `files`: for each file the names of its tensors, there and in the decoder. `dtypes`: how
+    many tensors are stored in each.
     """
 
-    files: dict[Path, list[str]]
+    files: dict[Path, list[tuple[str, str]]]
     dtypes: Counter[torch.dtype]
 
 
@@ -100,7 +101,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint into `destinations[its name]`, converting dtype and device.
+    """Copy each tensor of a checkpoint into `destinations[its name in the decoder]`, converting dtype and device.
 
     Raise ModelError if a file can no longer be read.
     """
@@ -112,30 +113,37 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
                 _copy_some(opened, left, destinations)
 
 
-def _copy_some(opened: Any, names: list[str], destinations: Mapping[str, Weight]) -> None:
+def _copy_some(opened: Any, names: list[tuple[str, str]], destinations: Mapping[str, Weight]) -> None:
     """Copies tensors, and takes their names off the list, until _MAX_OPEN_BYTES were read."""
     num_bytes = 0
     while names and num_bytes < _MAX_OPEN_BYTES:
-        name = names.pop()
+        name, own_name = names.pop()
         tensor = opened.get_tensor(name)
-        destinations[name].copy_(tensor)
+        destinations[own_name].copy_(tensor)
         num_bytes += tensor.nbytes
 
 
-def check_checkpoint(folder: Path, expected: Mapping[str, Weight], ignored: Collection[str]) -> Checkpoint:
+def check_checkpoint(
+    folder: Path,
+    expected: Mapping[str, Weight],
+    ignored: Collection[str],
+    own_name: Callable[[str], str | None] = str,
+) -> Checkpoint:
     """The tensors `expected` of the folder's safetensors files. Reads nothing but headers, and of `expected` uses only
-    the shapes. Names in `ignored` may be in a file and are left out.
+    the shapes. Names in `ignored` may be in a file and are left out. `own_name(name)`: what a file's tensor is called
+    in `expected` and `ignored`; None if it is left out.
 
     Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
     files, or of another shape or kind of numbers than expected.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
-    found = _read_headers(files)
+    found = _read_headers(files, own_name)
     _check_tensors(folder, found, expected, ignored)
-    names: dict[Path, list[str]] = {}
+    names: dict[Path, list[tuple[str, str]]] = {}
     for name in sorted(expected):
-        names.setdefault(found[name][0].file, []).append(name)
+        [tensor] = found[name]
+        names.setdefault(tensor.file, []).append((tensor.name, name))
     return Checkpoint(names, Counter(_DTYPES[found[name][0].dtype] for name in expected))
 
 
@@ -201,14 +209,16 @@ def _incomplete(file: Path, found: object) -> ModelError:
     )
 
 
-def _read_headers(files: Sequence[Path]) -> dict[str, list[_Found]]:
-    """For each name the tensors that carry it, which should be one."""
+def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) -> dict[str, list[_Found]]:
+    """For each name in the decoder the tensors that carry it, which should be one."""
     headers: dict[str, list[_Found]] = {}
     for file in files:
         with _open(file) as checkpoint:
             for name in checkpoint.keys():
+                if (own := own_name(name)) is None:
+                    continue
                 tensor = checkpoint.get_slice(name)
-                headers.setdefault(name, []).append(_Found(file, tuple(tensor.get_shape()), tensor.get_dtype()))
+                headers.setdefault(own, []).append(_Found(name, file, tuple(tensor.get_shape()), tensor.get_dtype()))
     return headers
 
 
@@ -222,7 +232,7 @@ def _check_tensors(
     faults = {
         "missing": sorted(expected.keys() - found.keys()),
         "unknown": sorted(found.keys() - expected.keys() - set(ignored)),
-        "in more than one file": sorted(name for name, tensors in found.items() if len(tensors) > 1),
+        "there more than once": sorted(name for name, tensors in found.items() if len(tensors) > 1),
         "of the wrong shape": [
             f"{name} (expected {list(wanted)}, found {brief(list(tensor.shape))})"
             for name, (wanted, tensor) in both.items()

@@ -17,12 +17,13 @@ from trueroll.errors import ConfigError, ModelError, brief
 from ...kernels.families import describe
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec
-from ..config import EngineConfig, defaults_of
+from ..config import EngineConfig
 from ..models.decoder import Decoder, Empty
 from ..models.dummy import fill_randomly, find_config
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
 from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
+from .planner import Sizes, Storage, plan_memory
 from .weights import WeightStore
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ class EngineInfo:
     """What an engine is and what it can take; all of it fixed at start-up.
 
     `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
-    `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once the weights were
-    there.
+    `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
+    models without. `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once
+    the weights were there.
     """
 
     model: str
@@ -79,6 +81,10 @@ class EngineInfo:
     enable_prefix_caching: bool
     weight_bytes: int
     kv_bytes: int
+    live_states: int = 0
+    checkpoints: int = 0
+    state_interval: int = 0
+    state_bytes: int = 0
     warm_up_seconds: float = 0.0
 
 
@@ -107,7 +113,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored)
+    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name)
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
@@ -115,12 +121,17 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return loaded
 
 
+def outline(config: EngineConfig) -> Decoder:
+    """The model without memory that `config.model` names, as for `load_dummy`, which raises the same."""
+    return _plan(config, find_config).outline()
+
+
 def load_dummy(config: EngineConfig) -> LoadedModel:
     """A model with random weights, and its backend. `config.model` names its configuration alone, as `find_config`
     takes it. Raise what `load_model` raises.
     """
     loaded = _allocate(_plan(config, find_config))
-    fill_randomly(loaded.weights.tensors, loaded.model.spec.norm, loaded.model.device)
+    fill_randomly(loaded.weights.tensors, loaded.model.spec, loaded.model.device)
     return loaded
 
 
@@ -129,8 +140,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     model or the memory does not allow it.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded)
-    bytes_per_block = _kv_bytes_per_block(model.spec, model.dtype, config.block_size)
-    num_blocks = _num_blocks(config, max_model_len, bytes_per_block, available)
+    sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
+    plan = plan_memory(config, sizes, max_model_len, available)
     return EngineInfo(
         model=config.model,
         architecture=model.spec.architecture,
@@ -144,12 +155,16 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         eos_token_ids=loaded.eos_token_ids,
         max_model_len=max_model_len,
         block_size=config.block_size,
-        num_blocks=num_blocks,
+        num_blocks=plan.num_blocks,
+        live_states=plan.live_states,
+        checkpoints=plan.checkpoints,
+        state_interval=plan.state_interval,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         weight_bytes=model.num_bytes,
-        kv_bytes=num_blocks * bytes_per_block,
+        kv_bytes=plan.kv_bytes,
+        state_bytes=plan.state_bytes,
     )
 
 
@@ -243,24 +258,9 @@ def find_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
-    """Whether decode steps run as CUDA graphs."""
-    return config.cuda_graphs and loaded.backend.can_capture
-
-
-def _num_blocks(config: EngineConfig, max_model_len: int, bytes_per_block: int, available: int) -> int:
-    fraction = config.kv_memory_fraction or defaults_of(config.device).kv_memory_fraction
-    budget = int(available * fraction) if config.kv_memory is None else config.kv_memory
-    num_blocks = config.num_blocks or budget // bytes_per_block
-    if num_blocks == 0:
-        raise ConfigError(f"kv_memory: expected at least one block = {bytes_per_block} bytes, found {budget} bytes")
-    if num_blocks * bytes_per_block > available:
-        raise ConfigError(
-            f"num_blocks, kv_memory: expected at most the {available} bytes that are available, found {num_blocks} "
-            f"blocks of {bytes_per_block} bytes"
-        )
-    if any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
-        return num_blocks
-    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    """Whether decode steps run as CUDA graphs, which know nothing of recurrent states."""
+    has_states = len(loaded.model.spec.attentions) < len(loaded.model.spec.layers)
+    return config.cuda_graphs and loaded.backend.can_capture and not has_states
 
 
 def available_memory(device: torch.device) -> int:
@@ -268,12 +268,6 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
-
-
-def _kv_bytes_per_block(spec: DecoderSpec, dtype: torch.dtype, block_size: int) -> int:
-    """Keys and values of all layers."""
-    sizes = (layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in spec.layers)
-    return 2 * block_size * sum(sizes) * dtype.itemsize
 
 
 def _device(name: str) -> torch.device:

@@ -39,8 +39,9 @@ class Step:
 
     `token_ids`, `positions`, `slots` [M]: the tokens, and where in the cache their KV goes. `unseen` [U, 2]: the places
     of tokens that are not known yet, and for each the row of what the step before draws. `query_starts` (N + 1),
-    `context_lens` (N), `block_tables` [N, max_blocks]: those of `AttentionBatch`. `block_copies` [C, 2]: source and
-    destination of each block that is copied before anything is computed.
+    `context_lens` (N), `block_tables` [N, max_blocks]: those of `AttentionBatch`. `states` [2, N]: `reads` and `writes`
+    of `StateBatch`, for a model with recurrent layers. `block_copies` [C, 2]: source and destination of each block that
+    is copied before anything is computed.
     """
 
     token_ids: np.ndarray
@@ -50,6 +51,7 @@ class Step:
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     block_tables: np.ndarray
+    states: np.ndarray
     block_copies: np.ndarray
     draws: Draws
     scores: Sequence[ScoredRows]
@@ -105,6 +107,7 @@ def plan_step(
         query_starts=[0, *ends.tolist()],
         context_lens=chunks.ends.tolist(),
         block_tables=tables,
+        states=np.stack((lanes.source[chunks.lanes], lanes.target[chunks.lanes])),
         block_copies=np.array([(source, to) for to, source in block_copies.items()], np.int64).reshape(-1, 2),
         draws=_draws(chunks, lanes, purposes, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in purposes.scores],

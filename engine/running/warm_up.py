@@ -60,10 +60,10 @@ def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> in
 
 
 class _Computation:
-    """What steps compute with a model, on a KV cache of one block."""
+    """What steps compute with a model, on a KV cache of one block and one slot of recurrent state."""
 
     def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
-        self.runner, self.sampler = ModelRunner(model, 1, config.block_size), Sampler(model.ops, model.head)
+        self.runner, self.sampler = ModelRunner(model, 1, config.block_size, 1), Sampler(model.ops, model.head)
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, max_model_len
 
     @torch.inference_mode()
@@ -79,7 +79,7 @@ class _Computation:
         """Hidden states of a decode beside a part of a prompt."""
         lens, zeros = ([1, rows - 1] if rows > 1 else [1]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
-        return self.runner.forward(zeros, zeros, zeros, batch)
+        return self.runner.forward(zeros, zeros, zeros, batch, self._zeros(2, len(lens)))
 
     def heads(self, hidden: Tensor) -> None:
         """All ways from hidden states to tokens and log-probs."""
@@ -92,7 +92,7 @@ class _Computation:
         """Decodes in the form that graphs hold."""
         zeros, lens = self._zeros(rows), [self._max_model_len] * rows
         batch = AttentionBatch(range(rows + 1), lens, self._tables(rows, self._max_model_len), zeros + 1)
-        self.runner.forward(zeros, zeros, zeros, batch)
+        self.runner.forward(zeros, zeros, zeros, batch, self._zeros(2, rows))
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)

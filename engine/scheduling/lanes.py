@@ -21,10 +21,10 @@ _FEWEST_BLOCKS = 16
 class Lanes:
     """Up to `capacity` running sequences; the place of each is `sequence.lane`. Columns, int64 [capacity]:
 
-    `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`: what they are of a
-    sequence. `last_token`: the last one that is seen. `tables` [capacity, blocks]: their block tables, filled up with
-    zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has tokens; `samples`,
-    `draws`: that sample and its `DRAW`.
+    `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`, `source`, `target`:
+    what they are of a sequence. `last_token`: the last one that is seen. `tables` [capacity, blocks]: their block
+    tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has
+    tokens; `samples`, `draws`: that sample and its `DRAW`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -34,6 +34,7 @@ class Lanes:
         self.unseen_row = np.zeros(capacity, np.int64)
         self.num_blocks = np.zeros(capacity, np.int64)
         self.last_token = np.zeros(capacity, np.int64)
+        self.source, self.target = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         self.tables = np.zeros((capacity, _FEWEST_BLOCKS), np.int64)
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
@@ -117,6 +118,8 @@ class Lanes:
             num_prompt_tokens=sequence.num_prompt_tokens,
             unseen_row=-1 if sequence.unseen_row is None else sequence.unseen_row,
             last_token=sequence.tokens[-1],
+            source=sequence.source,
+            target=sequence.target,
             is_decoding=sample is not None,
             samples=sample,
         )

@@ -27,8 +27,10 @@ import numpy as np
 from trueroll.errors import InvalidRequestError
 
 from ..cache.prefix_cache import Entry, PrefixCache
+from ..cache.states import StateSlots
 from ..outputs.open_requests import OpenSample
 from .lanes import Lanes
+from .recurrent import NO_CHECKPOINTS, Intervals, RecurrentStates
 from .sequence import Chunks, Generation, Sequence
 
 # To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
@@ -47,12 +49,14 @@ class Admission(Enum):
 class SchedulerStats:
     """Lifetime counters.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `preemptions`: how often a
+    `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens
+    that were found, and computed all the same for want of a checkpoint of their state. `preemptions`: how often a
     running sequence gave its blocks to an older one; `recomputed`: how often one lost them to `recompute_running`.
     """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    shortened_hits: int = 0
     computed_tokens: int = 0
     computed_prompt_tokens: int = 0
     preemptions: int = 0
@@ -77,13 +81,24 @@ class _Plan:
 
 
 class Scheduler:
-    """Plans steps for any number of sequences, at most `max_num_seqs` running, `max_num_batched_tokens` per step."""
+    """Plans steps for any number of sequences, at most `max_num_seqs` running, `max_num_batched_tokens` per step.
 
-    def __init__(self, cache: PrefixCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    `slots`: of the recurrent states of a model that has such; `intervals`: where their checkpoints lie.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        slots: StateSlots | None = None,
+        intervals: Intervals = NO_CHECKPOINTS,
+    ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lanes = Lanes(max_num_seqs)
+        self.states = RecurrentStates(slots, self.lanes, cache.block_size, intervals) if slots is not None else None
         self.running: list[Sequence] = []  # sorted, as `_ready` is
         self._running_lanes: np.ndarray | None = None  # of `running`, until that changes
         self._ready: list[Sequence] = []
@@ -148,6 +163,8 @@ class Scheduler:
         for sequence, end in zip(chunks.sequences, chunks.ends.tolist(), strict=True):
             sequence.num_computed = end
         self.lanes.num_computed[chunks.lanes] = chunks.ends
+        if self.states is not None:
+            self.states.advance(chunks)
         of_prompts = np.minimum(chunks.ends, self.lanes.num_prompt_tokens[chunks.lanes]) - chunks.starts
         self.stats.computed_tokens += int((chunks.ends - chunks.starts).sum())
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
@@ -160,6 +177,8 @@ class Scheduler:
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
             if sequence.table:
                 self.cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
+        if self.states is not None:
+            self.states.publish(chunks, self.cache.epoch)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed,
@@ -176,7 +195,8 @@ class Scheduler:
         num_full = parent.num_computed // self.cache.block_size
         shared, partial = parent.table[:num_full], parent.table[num_full:]
         has_room = len(self.running) < self.max_num_seqs and self.cache.can_allocate((), len(partial))
-        if not parent.table or not has_room:
+        has_room = has_room and len(parent.table) > 0
+        if not has_room or (self.states is not None and not self.states.fork(parent, child)):
             self.add(child)
             return child
         fresh = self.cache.allocate((), len(partial))
@@ -218,6 +238,8 @@ class Scheduler:
         if any(sequence.table for sequence in self.waiting):
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.cache.check_integrity(sequence.table for sequence in self.running)
+        if self.states is not None:
+            self.states.check_integrity(self.running)
         self.lanes.check(self.running)
 
     def _decode(self, lanes: np.ndarray, plan: _Plan) -> np.ndarray:
@@ -225,6 +247,8 @@ class Scheduler:
         Returns the lanes if not: each then has to be looked at alone.
         """
         lanes = lanes[: plan.budget]
+        if self.states is not None and self.states.cuts_decodes(lanes):
+            return lanes
         lacking = lanes[self.lanes.num_computed[lanes] == self.lanes.num_blocks[lanes] * self.cache.block_size]
         if len(lacking) > self.cache.num_free:
             return lanes
@@ -237,7 +261,11 @@ class Scheduler:
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
         size = self._reserve(sequence, min(sequence.num_uncomputed, plan.budget), plan)
         if size > 0:
-            plan.add(sequence.lane, size)
+            plan.add(sequence.lane, self._cut(sequence, size))
+
+    def _cut(self, sequence: Sequence, size: int) -> int:
+        """As much of a chunk as is computed in this step."""
+        return size if self.states is None else self.states.cut(sequence, size)
 
     def _reserve(self, sequence: Sequence, size: int, plan: _Plan) -> int:
         """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
@@ -280,6 +308,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.cache.unclaim(sequence.chain)
         self.cache.release(sequence.table)
+        if self.states is not None:
+            self.states.release(sequence)
         sequence.table, sequence.num_computed = array("q"), 0
 
     def _admit_waiting(self, plan: _Plan) -> None:
@@ -296,12 +326,16 @@ class Scheduler:
 
     def _take_back(self) -> None:
         """Lets those be looked at again for whom there is nothing to wait for any more."""
-        over = [key for key in self._aside if not self.cache.is_claimed(key)]
+        over = [key for key in self._aside if not self._is_under_way(key)]
         for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
             sequence.claim = None
             self._ready.append(sequence)
         if over:
             self._ready.sort(key=_order)
+
+    def _is_under_way(self, key: bytes) -> bool:
+        """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
+        return self.cache.is_claimed(key) or (self.states is not None and self.states.is_branch(key))
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> Admission:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
@@ -315,9 +349,21 @@ class Scheduler:
         if claim is not None:
             self._set_aside(sequence, claim)
             return Admission.WAIT_FOR_PREFIX
-        if not cache.can_allocate(hits, cache.blocks_for(sequence.num_tokens) - len(hits)):
+        resumed = hits if self.states is None else self.states.deepest(hits)
+        if self.states is not None:
+            branch = self.states.branch_under_way(sequence, len(resumed), len(hits))
+            if branch is not None:
+                self._set_aside(sequence, branch)
+                return Admission.WAIT_FOR_PREFIX
+        if not cache.can_allocate(resumed, cache.blocks_for(sequence.num_tokens) - len(resumed)):
             return Admission.WAIT_FOR_BLOCKS
-        self._start(sequence, hits, plan)
+        if self.states is not None:
+            if not self.states.begin(sequence, resumed):
+                return Admission.WAIT_FOR_BLOCKS
+            if len(resumed) < len(hits):
+                self.states.expect_branch(sequence, len(hits))
+        self._start(sequence, resumed, plan)
+        self.stats.shortened_hits += (len(hits) - len(resumed)) * cache.block_size
         return Admission.ADMITTED
 
     def _set_aside(self, sequence: Sequence, claim: bytes) -> None:
@@ -339,7 +385,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
             self.stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0
             self.stats.prefix_hits += sequence.num_computed
-        plan.add(sequence.lane, size)
+        plan.add(sequence.lane, self._cut(sequence, size))
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..specs import LayerSpec
+from ..specs import AttentionSpec, LayerSpec
 
 MOST_HEAD_DIM = 512
 
@@ -29,7 +29,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
         return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
-    for head_dim in sorted({layer.mixer.head_dim for layer in layers}):
+    for head_dim in [layer.mixer.head_dim for layer in layers if isinstance(layer.mixer, AttentionSpec)]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             expected = f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}"
             return f"native CPU kernels expect {expected}, found {head_dim}"

@@ -5,22 +5,36 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, get_num_threads
 
-from ..contract import AttentionBatch, AttentionWeights, Layer, Rotation, TokenStatistics, Wanted
+from ..contract import (
+    AttentionBatch,
+    AttentionWeights,
+    Backend,
+    DeltaNetWeights,
+    Layer,
+    Memory,
+    Rotation,
+    StateBatch,
+    TokenStatistics,
+    Wanted,
+)
+from ..layer import project, run_layers
 from ..reference import prepare as prepare
 from ..reference import rope as rope
-from ..specs import Activation, AttentionSpec, NormSpec
+from ..specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
 from .library import load_library
-from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, qkv_tensors
+from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, is_packed, qkv_tensors
 
 _library = load_library()
+_SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
@@ -32,8 +46,8 @@ def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedW
     return PackedWeight.new(rows, columns, empty)
 
 
-def new_layers(layers: Sequence[Layer]) -> PackedLayers:
-    return PackedLayers(layers)
+def new_layers(layers: Sequence[Layer]) -> PackedLayers | tuple[Layer, ...]:
+    return PackedLayers(layers) if all(is_packed(layer.spec) for layer in layers) else tuple(layers)
 
 
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
@@ -97,9 +111,13 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
+    if spec.output_gate and spec.qk_norm_over_heads:
+        q, k, v = project(_SELF, x, spec, weights, rotation)
+        write_kv(k, v, k_cache, v_cache, slots)
+        return q
     x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
-    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim, dtype=x.dtype)
+    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim * (2 if spec.output_gate else 1), dtype=x.dtype)
     tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(weights)]
     pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(
@@ -137,29 +155,66 @@ def paged_attention(
     return out
 
 
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    sequences = _sequences(batch)
+    _library.convolve(
+        *(*_rows(x), weight.data_ptr(), weight.shape[2], tails.data_ptr()),
+        *(len(batch.reads), *(column.data_ptr() for column in sequences), out.data_ptr()),
+    )
+    return out
+
+
+def delta_rule(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    spec: DeltaNetSpec,
+    weights: DeltaNetWeights,
+    states: Tensor,
+    batch: StateBatch,
+) -> Tensor:
+    inputs = [tensor.contiguous() for tensor in (qkv, b, a, weights.decay, weights.bias)]
+    out = torch.empty(len(qkv), spec.num_value_heads, spec.value_head_dim, dtype=qkv.dtype)
+    sequences = _sequences(batch)
+    _library.delta_rule(
+        *(get_num_threads(), _is_bfloat16(qkv), *(tensor.data_ptr() for tensor in inputs)),
+        *(spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, states.data_ptr()),
+        *(len(batch.reads), *(column.data_ptr() for column in sequences), out.data_ptr()),
+    )
+    return out
+
+
+def _sequences(batch: StateBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch.starts, batch.reads.contiguous(), batch.writes.contiguous()
+
+
 def layers(
     x: Tensor,
-    layers: PackedLayers,
+    layers: PackedLayers | tuple[Layer, ...],
     rotations: Sequence[Rotation],
-    kv_caches: Sequence[tuple[Tensor, Tensor]],
+    memories: Sequence[Memory],
     slots: Tensor,
     batch: AttentionBatch,
+    states: StateBatch | None = None,
 ) -> Tensor:
-    if len(kv_caches) != len(layers):
-        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(kv_caches)}; pass one for each")
+    if not isinstance(layers, PackedLayers):
+        return run_layers(_SELF, x, layers, rotations, memories, slots, batch, states)
+    if len(memories) != len(layers):
+        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(memories)}; pass one for each")
     if not layers:
         return x
     x, slots, tables = x.contiguous(), slots.contiguous(), batch.block_tables.contiguous()
     turns = [part.contiguous() for rotation in rotations for part in rotation]
     starts, lens = batch.tensors
-    weights, caches, turned = layers.addresses(), _addresses(chain(*kv_caches)), _addresses(turns)
-    width = max(layer.mixer.q.shape[0] for layer in layers)
+    weights, caches, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
+    width = max(cast(AttentionWeights, layer.mixer).q.shape[0] for layer in layers)
     intermediate = max(layer.mlp.gate.shape[0] for layer in layers)
     sizes = (width, width, x.shape[1], intermediate, x.shape[1])
     buffers = [torch.empty(len(x), size, dtype=x.dtype) for size in sizes]
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(caches), len(layers)),
-        *(_address(turned), slots.data_ptr(), kv_caches[0][0].shape[1]),
+        *(_address(turned), slots.data_ptr(), memories[0][0].shape[1]),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
         *(buffer.data_ptr() for buffer in buffers),
     )

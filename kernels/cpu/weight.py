@@ -21,7 +21,7 @@ from .library import load_library
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as `Activation` in native/common.h
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}  # as `Activation` in native/common.h
 
 
 class PackedWeight:
@@ -111,6 +111,11 @@ class PackedLayers(tuple[Layer, ...]):
         return addresses
 
 
+def is_packed(spec: LayerSpec) -> bool:
+    """Whether `PackedLayers` may hold such a layer; a run of layers with others is computed op by op."""
+    return isinstance(spec.mixer, AttentionSpec) and not spec.mixer.output_gate
+
+
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
     """What `QkvPointers` in native/api.cpp points to, in its order."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
@@ -122,12 +127,14 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
-    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, spec.rotation
+    pairs = (spec.head_dim if spec.rotated is None else spec.rotated) // 2
+    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, spec.rotation, pairs, spec.output_gate
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """What `LayerPointers` points to, in its order."""
-    mixer = *_norm_tensors(layer.mixer_norms), *qkv_tensors(layer.mixer), _panels(layer.mixer.o)
+    attention = cast(AttentionWeights, layer.mixer)
+    mixer = *_norm_tensors(layer.mixer_norms), *qkv_tensors(attention), _panels(attention.o)
     mlp = _panels(layer.mlp.gate), _panels(layer.mlp.up), _panels(layer.mlp.down)
     return *mixer, *_norm_tensors(layer.mlp_norms), *mlp
 
@@ -139,7 +146,7 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 def _layer_numbers(spec: LayerSpec) -> tuple[float, ...]:
     """What `LayerNumbers` holds, in its order."""
     mlp = spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation]
-    return *attention_numbers(spec.mixer), *mlp, *_norm_numbers(spec.norm)
+    return *attention_numbers(cast(AttentionSpec, spec.mixer)), *mlp, *_norm_numbers(spec.norm)
 
 
 def _norm_numbers(norm: NormSpec | None) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from trueroll.errors import ModelError, brief, said
 
 from ..specs import AttentionSpec, DecoderSpec, LayerSpec, RotationSpec
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 # Of sizes: several times those of any decoder that was published, and their products stay far below 2**63.
 _MOST = {
@@ -35,6 +35,13 @@ _MOST = {
     "max_position_embeddings": 2**24,
     "sliding_window": 2**31,
     "sliding_window_pattern": 2**10,
+    "full_attention_interval": 2**10,
+    "linear_num_key_heads": 2**12,
+    "linear_num_value_heads": 2**12,
+    "linear_key_head_dim": 2**12,
+    "linear_value_head_dim": 2**12,
+    "linear_conv_kernel_dim": 2**10,
+    "decoder_sparse_step": 2**10,
 }
 # Of a number that scales scores: so that neither it nor its inverse is beyond float32.
 _MOST_SCALAR = 2.0**30
@@ -93,23 +100,36 @@ class Settings(PreTrainedConfig):
     query_pre_attn_scalar: float | int | None = validated_field(_check_scalar, default=None)
     attn_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
     final_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
+    full_attention_interval: int = _size("full_attention_interval", default=4)
+    linear_num_key_heads: int = _size("linear_num_key_heads", default=16)
+    linear_num_value_heads: int = _size("linear_num_value_heads", default=32)
+    linear_key_head_dim: int = _size("linear_key_head_dim", default=128)
+    linear_value_head_dim: int = _size("linear_value_head_dim", default=128)
+    linear_conv_kernel_dim: int = _size("linear_conv_kernel_dim", default=4)
+    num_experts: int = 512
+    decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
+    mlp_only_layers: list[int] | None = None
+    # Text has one position on all three axes, whichever pairs of a head each axis turns.
+    ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     def __post_init__(self, **others: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**others)
 
-    def windows(self: Any, window: int | None) -> list[int | None]:
-        """For each layer `window` or none, as `layer_types` say.
-
-        Raise ModelError unless they name one known type for each layer, and for a window that is missing.
-        """
+    def types(self: Any, other: str) -> list[str]:
+        """For each layer FULL or `other`, as `layer_types` say. Raise ModelError unless they do so for each."""
         types = self.layer_types or []
-        if len(types) != self.num_hidden_layers or not {*types} <= {FULL, SLIDING}:
+        if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
-                f"expected {self.num_hidden_layers} layer_types of {FULL} or {SLIDING} in config.json, found "
+                f"expected {self.num_hidden_layers} layer_types of {FULL} or {other} in config.json, found "
                 f"{brief(types)}; serve another model"
             )
+        return types
+
+    def windows(self: Any, window: int | None) -> list[int | None]:
+        """For each layer `window` or none, as `types` say. Raise ModelError for a window that is missing too."""
+        types = self.types(SLIDING)
         if SLIDING in types and window is None:
             raise ModelError("expected a sliding_window in config.json, found none; correct the file")
         return [window if kind == SLIDING else None for kind in types]
@@ -164,7 +184,8 @@ class Settings(PreTrainedConfig):
             inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](self, torch.device("cpu"), **of_type)
             return inv_freq, math.fsum([scale])  # takes numbers alone, and none beyond a float
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.int64).float() / self.head_dim
+        size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
 
 
@@ -187,12 +208,12 @@ def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[st
         raise _broken(error) from error
 
 
-def fill_layer_types(raw: dict[str, Any], is_sliding: Callable[[int], bool]) -> dict[str, Any]:
-    """`raw` with `layer_types`; those of a file without them follow from the layers' numbers."""
+def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
+    """`raw` with `layer_types`; those of a file without them follow from the layers' numbers: FULL, or `other`."""
     count = raw.get("num_hidden_layers")
     # The count was not checked yet.
     if raw.get("layer_types") is None and isinstance(count, int) and count <= _MOST["num_hidden_layers"]:
-        raw["layer_types"] = [SLIDING if is_sliding(i) else FULL for i in range(count)]
+        raw["layer_types"] = [other if is_other(i) else FULL for i in range(count)]
     return raw
 
 
@@ -219,15 +240,20 @@ def _broken(error: Exception) -> ModelError:
 def expect(settings: Any, **others: Any) -> None:
     """Raise ModelError unless `settings` ask for what is served. `others`: what further ones have to be, or these
     in place of none."""
+    whole = others.pop("partial_rotary_factor", 1.0)
     faults = {
         "attention_bias": (bool(settings.attention_bias), False),
         "mlp_bias": (bool(settings.mlp_bias), False),
-        "partial_rotary_factor": (_rotated_part(settings.rope_parameters), 1.0),
+        "partial_rotary_factor": (_rotated_part(settings.rope_parameters), whole),
         "use_bidirectional_attention": (bool(settings.use_bidirectional_attention), False),
         "attn_logit_softcapping": (settings.attn_logit_softcapping, None),
         "final_logit_softcapping": (settings.final_logit_softcapping, None),
         "head_dim % 2": (settings.head_dim % 2, 0),
         "num_attention_heads % num_key_value_heads": (settings.num_attention_heads % settings.num_key_value_heads, 0),
+        "linear_num_value_heads % linear_num_key_heads": (
+            settings.linear_num_value_heads % settings.linear_num_key_heads,
+            0,
+        ),
         **{name: (getattr(settings, name), wanted) for name, wanted in others.items()},
     }
     for name, (found, wanted) in faults.items():

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..specs import LayerSpec
+from ..specs import AttentionSpec, LayerSpec
 
 MOST_HEAD_DIM = 256
 MOST_GROUP = 64  # heads that share a key-value head: they are rows of one tile
@@ -30,6 +30,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
     for mixer in (layer.mixer for layer in layers):
+        if not isinstance(mixer, AttentionSpec):
+            return "Triton kernels expect attention in every layer, found a gated delta net; use the backend reference"
         if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
             expected = f"an even head size up to {MOST_HEAD_DIM}"
             return f"Triton kernels expect {expected}, found {mixer.head_dim}; use the backend reference"

@@ -391,6 +391,8 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
     slope = gate
     if ACTIVATION == "gelu_tanh":
         slope = gate * (_GELU_SLOPE + _GELU_CUBIC * (gate * gate))
+    if ACTIVATION == "sigmoid":
+        gate = 1.0
     return gate / (1.0 + tl.exp(-slope)) * up
 
 

@@ -52,7 +52,10 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """x [M, heads, D] rotated by (cosines, sines), both float32 [M, D / 2]: [M, heads, D]."""
+    """x [M, heads, D] rotated by (cosines, sines), both float32 [M, P], the rest as it is: [M, heads, D]."""
+    turned = 2 * rotation[0].shape[1]
+    if turned < x.shape[2]:
+        return torch.cat((rope(x[..., :turned], rotation), x[..., turned:]), dim=2)
     x, cosines, sines = aligned(x), aligned(rotation[0]), aligned(rotation[1])
     out = torch.empty_like(x)
     rows, heads, size = x.shape

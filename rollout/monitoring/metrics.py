@@ -258,12 +258,18 @@ _ENGINE_COUNTERS = (
     ("recomputed_sequences", "recomputed", "Sequences computed anew after a commit or a sleep."),
     ("deferred_admissions", "deferred_admissions", "Steps waited for a prefix that another request computed."),
     ("evictions", "evictions", "Cached blocks that were reused."),
+    ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens computed again for want of a checkpoint."),
+    ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of states that found no place."),
+    ("checkpoints_evicted", "checkpoints_evicted", "Checkpoints of states that gave their place away."),
+    ("checkpoints_restored", "checkpoints_restored", "Sequences that went on from a checkpoint of states."),
 )
 
 
 def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("trueroll_blocks", "Blocks of the KV cache.", labels=["state"])
     yield _fill(blocks, {state: engine[f"blocks_{state}"] for state in ("in_use", "cached", "empty")})
+    checkpoints = GaugeMetricFamily("trueroll_checkpoints", "Checkpoints of recurrent states.", labels=["state"])
+    yield _fill(checkpoints, {state: engine[f"checkpoints_{state}"] for state in ("ready", "reserved")})
 
 
 def _duration_metrics(timings: Timings) -> Iterator[Metric]:

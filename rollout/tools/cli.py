@@ -268,7 +268,7 @@ def bench(
         typer.Option(
             metavar="CONFIG",
             help="Instead of MODEL: random weights for a config.json, a folder that holds one, or one of "
-            "qwen2.5-7b, qwen3-0.6b.",
+            "qwen2.5-7b, qwen3-0.6b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
         ),
     ] = None,
     workload: Annotated[
@@ -313,6 +313,36 @@ def bench(
         dummy_weights=dummy_weights is not None,
     )
     run_bench(config, plan, Console())
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, a folder that holds one, or a name.")],
+    memory: Annotated[float, typer.Option(help="GiB of a device for weights, caches and all else.")] = 80.0,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Samples that run at the same time.")] = 256,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt with its new tokens.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = ENGINE["block_size"],
+    state_interval: Annotated[int | None, typer.Option(help="Tokens between checkpoints of recurrent states.")] = None,
+    kv_bytes: Annotated[int | None, typer.Option(min=1, max=4, help="Of an element of keys and values.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that share a model.")] = 1,
+    dtype: DtypeOption = ENGINE["dtype"],
+) -> None:
+    """Show how a worker would share a device's memory, and what other intervals of checkpoints would give."""
+    from rich.console import Console
+
+    from .plan import plan as show
+
+    config = EngineConfig(
+        model=model,
+        dtype=dtype,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=8192,
+        state_interval=state_interval,
+        kv_memory_fraction=1.0,
+    )
+    show(config, int(memory * 2**30), kv_bytes, ranks, Console())
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:

@@ -40,6 +40,8 @@ class _Shown(BaseModel):
 class _Model(_Shown):
     model: str
     backend: str
+    live_states: int
+    checkpoints: int
 
 
 class _Service(_Shown):
@@ -56,6 +58,9 @@ class _Engine(_Shown):
     blocks_in_use: int
     blocks_cached: int
     blocks_empty: int
+    shortened_hits: int
+    checkpoints_ready: int
+    checkpoints_restored: int
     samples_finished: dict[str, int]
 
 
@@ -135,7 +140,10 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
     yield "state", _state(health)
     yield "requests", _numbers({**health.requests, "finished": service.finished, "failed": service.failed})
     if now.engine and before.engine and before.health.instance == health.instance:
-        yield from _engine_rows(now.engine, _Rates(before.engine, now.engine, now.seconds - before.seconds))
+        rates = _Rates(before.engine, now.engine, now.seconds - before.seconds)
+        yield from _engine_rows(now.engine, rates)
+        if now.model and now.model.live_states:
+            yield "checkpoints", _checkpoints(now.model, now.engine)
     yield "memory", _memory(health)
     if health.push is not None:
         yield "push", _push(health.push)
@@ -166,6 +174,12 @@ class _Rates:
 
     def share(self, part: str, whole: str) -> str:
         return _percent(self.growth(part), self.growth(whole))
+
+
+def _checkpoints(model: _Model, engine: _Engine) -> str:
+    """Of recurrent states."""
+    restored, shortened = f"{engine.checkpoints_restored:,} restored", f"{engine.shortened_hits:,} tokens"
+    return f"{engine.checkpoints_ready:,} of {model.checkpoints:,}  {restored}  hits shortened by {shortened}"
 
 
 def _ever(engine: _Engine) -> str:

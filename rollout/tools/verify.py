@@ -39,6 +39,7 @@ from .verify_subjects import (
 )
 
 MAX_NUM_SEQS = 64
+CHECKPOINTS = 64  # enough for the prompts of any cell, even where there are few blocks
 
 R = TypeVar("R", bound=Request)
 Key: TypeAlias = tuple[str, int]
@@ -69,6 +70,17 @@ CELLS = (
     Cell(cache="off", others=31, budget=64, is_starved=True, threads=1),
     Cell(is_score=True, budget=64),
     Cell(is_score=True, others=31, block_size=8),
+)
+# For models with recurrent layers as well.
+STATE_CELLS = (
+    Cell(cache="warm", interval=16, states="hit"),
+    Cell(cache="warm", others=10, interval=16, budget=64, states="hit"),
+    Cell(num_reread=9, block_size=8, interval=64, states="hit shortened"),
+    Cell(cache="warm", interval=16, checkpoints=1, states="skipped"),
+    Cell(cache="warm", others=10, interval=16, checkpoints=3, states="evicted"),
+    Cell(cache="warm", others=1, checkpoints=0),
+    Cell(cache="warm", interval=16, states="lost in a sleep"),
+    Cell(others=10, interval=16, budget=64, states="lost under way"),
 )
 
 
@@ -105,7 +117,7 @@ class CellResult:
 
 
 def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Iterator[CellResult]:
-    """The baseline's result, then one for each of CELLS.
+    """The baseline's result, then one for each of CELLS, and of STATE_CELLS if the model has recurrent layers.
 
     `loaded` is the model of `config`, from which dtype, device and backend are taken as well. Raise ConfigError if the
     model cannot take `sizes.num_positions` tokens.
@@ -114,10 +126,20 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Itera
     runs, premises = lab.run(Cell(), {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
     yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
-    for cell in CELLS:
+    for cell in cells_of(loaded):
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
         yield compare(cell, pieces, baseline, premises)
+
+
+def cells_of(loaded: LoadedModel) -> Sequence[Cell]:
+    """Those of a model."""
+    return CELLS + STATE_CELLS if has_states(loaded) else CELLS
+
+
+def has_states(loaded: LoadedModel) -> bool:
+    """Whether a model has recurrent layers."""
+    return len(loaded.model.spec.attentions) < len(loaded.model.spec.layers)
 
 
 class _Lab:
@@ -134,7 +156,7 @@ class _Lab:
         with _thread_count(cell.threads):
             engine = Engine(self._engine_config(cell), self.loaded)
             runs = list(self._runs(engine, cell, baseline))
-            return runs, check_premises(cell, runs, torch.get_num_threads())
+            return runs, check_premises(cell, runs, torch.get_num_threads(), cuts=has_states(self.loaded))
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
         # Room for all prompts and one more block for each request: they start together and outgrow it.
@@ -151,6 +173,9 @@ class _Lab:
             max_num_seqs=min(MAX_NUM_SEQS, cell.budget),
             max_num_batched_tokens=cell.budget,
             enable_prefix_caching=cell.cache != "off",
+            state_interval=cell.interval,
+            state_budget=CHECKPOINTS if cell.checkpoints is None else cell.checkpoints,
+            decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
@@ -181,7 +206,10 @@ class _Lab:
         if cell.cache == "warm":
             first = dict(n=1, max_tokens=1, min_tokens=0)
             run_together(engine, [with_params(request, **first) for request in reversed(batch)])
-        return run_together(engine, batch)
+        if cell.states == "lost in a sleep":
+            engine.sleep(1, ["kv_cache"], "drain")
+            engine.wake_up(["kv_cache"])
+        return run_together(engine, batch, lose_all_after=8 if cell.states == "lost under way" else None)
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()
@@ -200,14 +228,18 @@ def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
         yield list(requests[start : start + others + 1])
 
 
-def run_together(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Serves all requests at once, to the end."""
+def run_together(engine: Engine, requests: Sequence[Request], lose_all_after: int | None = None) -> Run:
+    """Serves all requests at once, to the end. After `lose_all_after` steps all that runs is computed anew, as after a
+    commit of weights.
+    """
     outputs, history = [], [engine.stats()]
     for request in requests:
         engine.add(request)
     while engine.has_unfinished:
         outputs += engine.step()
         history.append(engine.stats())
+        if len(history) - 1 == lose_all_after:
+            outputs += engine.interrupt("recompute")
     engine.check_integrity()
     return Run(requests, outputs, history)
 
@@ -275,7 +307,8 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     """
     loaded = load_model(config)
     matrix = run_matrix(config, loaded, sizes)
-    results = list(track(matrix, "verifying", total=len(CELLS) + 1, console=console, transient=True))
+    total = len(cells_of(loaded)) + 1
+    results = list(track(matrix, "verifying", total=total, console=console, transient=True))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
     if loaded.backend.note:

@@ -23,7 +23,8 @@ class Cell:
 
     `others`: requests that are served along with each one. `budget`: tokens in a step. `num_reread`: so many decoded
     tokens are read again as part of a prompt. `is_starved`: too few KV blocks for all who run. `is_score`: log-probs of
-    given tokens are computed. `threads` None: as found.
+    given tokens are computed. `threads` None: as found. Of models with recurrent layers: `interval` and `checkpoints`,
+    the engine's `state_interval` and `state_budget`; `states`, what has to become of checkpoints.
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -34,6 +35,9 @@ class Cell:
     is_starved: bool = False
     is_score: bool = False
     threads: int | None = None
+    interval: int | None = None
+    checkpoints: int | None = None
+    states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep", "lost under way"] = ""
 
     @property
     def name(self) -> str:
@@ -57,6 +61,8 @@ class Cell:
             yield "preempted"
         if self.threads is not None:
             yield f"{self.threads} thread{'s' * (self.threads > 1)}"
+        if self.states:
+            yield f"checkpoint {self.states}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,10 @@ class Run:
     def hits(self) -> int:
         """Prompt tokens that were not computed for whatever reason."""
         return self.history[-1].prefix_hits - self.history[0].prefix_hits
+
+    def growth(self, counter: str) -> int:
+        """Of one of the engine's counters."""
+        return getattr(self.history[-1], counter) - getattr(self.history[0], counter)
 
     @property
     def preemptions(self) -> int:
@@ -129,13 +139,25 @@ class Premise:
     holds: bool
 
 
-def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int) -> list[Premise]:
-    """All premises of a cell whose `runs` were seen with `num_threads` threads set."""
+_STATE_COUNTERS = {
+    "hit": "checkpoints_restored",
+    "hit shortened": "shortened_hits",
+    "skipped": "checkpoints_skipped",
+    "evicted": "checkpoints_evicted",
+    "lost under way": "recomputed",
+}
+
+
+def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool = False) -> list[Premise]:
+    """All premises of a cell whose `runs` were seen with `num_threads` threads set. `cuts`: chunks are cut at
+    checkpoints too.
+    """
     preemptions = sum(run.preemptions for run in runs)
     return [
         _finish_premise(runs),
         _reuse_premise(cell, runs),
-        _chunk_premise(cell, runs),
+        _chunk_premise(cell, runs, cuts),
+        *_state_premises(cell, runs),
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
@@ -209,17 +231,30 @@ def _finish_premise(runs: Sequence[Run]) -> Premise:
 
 
 def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
+    reused = sum(run.reused for run in runs)
+    if cell.states == "hit shortened":
+        return Premise("reused", reused, reused > 0)
+    if cell.checkpoints == 0 or cell.states == "lost in a sleep":
+        return Premise("reused", reused, reused == 0)
     if cell.num_reread:
         decoded = [run.reused - (run.longest - cell.num_reread) for run in runs]
         return Premise("reread", sum(decoded), min(decoded) > 0)
     if cell.cache == "off":
         hits = sum(run.hits for run in runs)
         return Premise("reused", hits, hits == 0)
-    reused = sum(run.reused for run in runs)
     return Premise("reused", reused, (reused > 0) == (cell.cache == "warm"))
 
 
-def _chunk_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
+def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
+    """What became of checkpoints of states."""
+    counter = _STATE_COUNTERS.get(cell.states)
+    if counter is None:
+        return []
+    seen = sum(run.growth(counter) for run in runs)
+    return [Premise(f"checkpoint {cell.states}", seen, seen > 0)]
+
+
+def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
     """Into how many chunks prompts were cut; exactly as the budget says where one sample runs alone.
 
     A sample of a group that waits its turn computes the end of its prompt anew, and a warm cache leaves little to cut.
@@ -228,7 +263,7 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
     expected = [-(-run.longest // cell.budget) for run in runs]
     holds = all(prompt + decoded <= cell.budget for run in runs for prompt, decoded in run.steps)
     if not cell.num_reread and cell.cache != "warm":
-        exact = [cell.others == 0 and run.largest_group == 1 for run in runs]
+        exact = [cell.others == 0 and run.largest_group == 1 and not cuts for run in runs]
         holds &= all(
             found == least if is_exact else found >= least
             for found, least, is_exact in zip(chunks, expected, exact, strict=True)

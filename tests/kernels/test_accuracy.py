@@ -84,7 +84,7 @@ def test_rmsnorm_of_extremes(served: Served) -> None:
         check(served.ops.rmsnorm(x, ones, NormSpec(1e-6)), expected, 1, 16, expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "sigmoid"])
 def test_activation(served: Served, activation: Activation) -> None:
     special = [0.0, 1e-3, -1e-3, 20.0, -20.0, 87.0, -87.0, 89.0, -88.0, 104.0, -104.0, 6e4, -6e4]
     gate = torch.cat((torch.tensor(special), randn(50) * 4)).to(served.dtype)
@@ -92,7 +92,8 @@ def test_activation(served: Served, activation: Activation) -> None:
     slope = gate.double()
     if activation == "gelu_tanh":
         slope = 2 * math.sqrt(2 / math.pi) * (slope + 0.044715 * slope**3)
-    expected = gate.double() / (1 + torch.exp(-slope)) * up.double()
+    numerator = 1.0 if activation == "sigmoid" else gate.double()
+    expected = numerator / (1 + torch.exp(-slope)) * up.double()
     # The cubic has an error of its own, by which the exponential is wrong in proportion.
     size = expected.abs() * (1 + slope.abs().clamp(max=110) if activation == "gelu_tanh" else 1)
     check(served.ops.gate_mul(gate, up, activation), expected, 1, 8, size)

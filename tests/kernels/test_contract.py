@@ -79,8 +79,8 @@ def gate_mul(n: int, activation: Activation, served: Served) -> RowOp:
     return RowOp(lambda gate, up: served.ops.gate_mul(gate, up, activation), rows)
 
 
-def rope(size: int, served: Served) -> RowOp:
-    rows = (randn(ROWS, 3, size, dtype=served.dtype), *served.ops.rotation(torch.arange(ROWS), randn(size // 2), 1.2))
+def rope(size: int, turned: int, served: Served) -> RowOp:
+    rows = (randn(ROWS, 3, size, dtype=served.dtype), *served.ops.rotation(torch.arange(ROWS), randn(turned // 2), 1.2))
     return RowOp(lambda x, cosines, sines: served.ops.rope(x, (cosines, sines)), rows)
 
 
@@ -212,7 +212,9 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"linear_add {n}x{k}": partial(linear_add, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
     **{f"gate_mul silu {n}": partial(gate_mul, n, "silu") for n in (7, 130, 1001)},
     "gate_mul gelu_tanh 130": partial(gate_mul, 130, "gelu_tanh"),
-    **{f"rope {size}": partial(rope, size) for size in (16, 80, 128)},
+    "gate_mul sigmoid 130": partial(gate_mul, 130, "sigmoid"),
+    **{f"rope {size}": partial(rope, size, size) for size in (16, 80, 128)},
+    "rope 20 of 80": partial(rope, 80, 20),
     **{f"gate_up silu {n}x{k}": partial(gate_up, n, k, "silu") for n, k in ((7, 40), (130, 577), (1001, 64))},
     "gate_up gelu_tanh 130x577": partial(gate_up, 130, 577, "gelu_tanh"),
     "qkv 16": partial(qkv, layer_spec(4, 2, 16)),
@@ -222,6 +224,7 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     "qkv 128 biases norms": partial(qkv, layer_spec(2, 1, 128, qkv_bias=True, qk_norm=NORM)),
     "qkv 256 zero-centered norms": partial(qkv, layer_spec(4, 2, 256, qk_norm=ZERO_CENTERED)),
     "qkv 80 norms over heads": partial(qkv, layer_spec(3, 3, 80, qk_norm=NORM, qk_norm_over_heads=True)),
+    "qkv 80 a gate and a part": partial(qkv, layer_spec(3, 1, 80, qk_norm=NORM, output_gate=True, rotated=16)),
     "write_kv": write_kv,
     "layers 64": partial(layers, layer_spec(6, 2, 64)),
     "layers 80 biases norms": partial(layers, layer_spec(3, 3, 80, qkv_bias=True, qk_norm=NORM)),
@@ -247,9 +250,16 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
 # What an interpreter is quick enough for: each op in one dtype, with this many rows. `layers` only calls the others.
 INTERPRETED_ROWS = 20
 INTERPRETED = (
-    *("linear 513x130 bias", "linear_add 17x33", "gate_mul silu 130", "rope 80", "gate_up gelu_tanh 130x577"),
+    *(
+        "linear 513x130 bias",
+        "linear_add 17x33",
+        "gate_mul silu 130",
+        "rope 80",
+        "rope 20 of 80",
+        "gate_up gelu_tanh 130x577",
+    ),
     *("qkv 128 biases norms", "write_kv", "rmsnorm 577 zero-centered", "embedding", "lm_head 1001", "next_tokens 1001"),
-    *("qkv 80 norms over heads", "gate_up silu 130x577"),
+    *("qkv 80 a gate and a part", "qkv 80 norms over heads", "gate_up silu 130x577"),
     *("rotation", "log_probs 512", "token_statistics 1001", "filter_logits 1001", "sample 1001"),
 )
 

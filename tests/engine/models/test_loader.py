@@ -109,7 +109,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
     first, second = _split(_tensors())
     _save_shards(tmp_path, first, second | {"k": first["k"]})
     destinations = _destinations()
-    with pytest.raises(ModelError, match="1 in more than one file: k;"):
+    with pytest.raises(ModelError, match="1 there more than once: k;"):
         load_checkpoint(tmp_path, destinations, ignored=())
     _assert_untouched(destinations)
 

@@ -157,7 +157,7 @@ class Driver:
         assert self.cache.num_free == self.cache.num_blocks - len(used)
         for sequence in self.scheduler.running:
             self.check_whole(sequence)
-            assert len(sequence.table) == self.cache.blocks_for(sequence.num_computed)
+            self.check_blocks(sequence, sequence.num_computed)
             if sequence.chain.epoch == self.cache.epoch:
                 assert len(sequence.chain.entries) == sequence.num_computed // self.cache.block_size
         waiting = self.scheduler.waiting
@@ -167,6 +167,9 @@ class Driver:
 
     def check_whole(self, sequence: Sequence) -> None:
         assert self._held(sequence, sequence.num_computed) == self.holds.get(sequence, [])[: sequence.num_computed]
+
+    def check_blocks(self, sequence: Sequence, end: int) -> None:
+        assert len(sequence.table) == self.cache.blocks_for(end)
 
     def _held(self, sequence: Sequence, end: int) -> list[Content | None]:
         size, copies = self.cache.block_size, self.scheduler._block_copies
@@ -192,7 +195,7 @@ class Driver:
             sequence = chunk.sequence
             assert sequence in self.scheduler.running
             assert sequence.num_computed == chunk.start < chunk.end <= sequence.num_tokens
-            assert len(sequence.table) == self.cache.blocks_for(chunk.end)
+            self.check_blocks(sequence, chunk.end)
 
     def _check_preemptions(self, before: list[Sequence], preemptions: int) -> None:
         """The newest of those that ran are preempted, and nothing is admitted in their place."""

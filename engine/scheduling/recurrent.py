@@ -1,0 +1,205 @@
+"""Which slot of recurrent state each running sequence reads and writes, and where checkpoints are taken.
+
+A running sequence has a slot of its own, `sequence.slot`. It reads `sequence.source`: its own after a step, none if it
+begins, a checkpoint's or a parent's if it goes on from there. It writes `sequence.target`: its own, or one reserved for
+a checkpoint. It holds a reference to each, and a step under way holds one to the checkpoint that it writes.
+
+Checkpoints lie at absolute positions, all of them borders of blocks, and chunks are cut there:
+
+- every `interval` tokens of what is computed in chunks: a prompt, or all tokens after a preemption;
+- at the last border of blocks within a prompt that the prompt can be resumed from when it comes again;
+- where the tokens end that a sequence found in the cache but had to compute for want of a checkpoint: prompts branch
+  there, and those that come meanwhile wait for this one as they wait for a prefix that is being computed;
+- every `decode_interval` tokens while decoding.
+
+A checkpoint for which there is no slot is skipped: nothing waits for it, and where a chunk is cut changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels.contract import NO_SLOT
+from ..cache.prefix_cache import Entry
+from ..cache.states import StateSlots
+from .lanes import Lanes
+from .sequence import Chunks, Sequence
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Tokens from checkpoint to checkpoint, multiples of the block size; 0: none. `prompts`: while chunks are computed.
+    `decodes`: while decoding.
+    """
+
+    prompts: int
+    decodes: int
+
+
+NO_CHECKPOINTS = Intervals(0, 0)
+
+
+class RecurrentStates:
+    """The slots of running sequences, and the checkpoints that their steps take."""
+
+    def __init__(self, slots: StateSlots, lanes: Lanes, block_size: int, intervals: Intervals) -> None:
+        self.slots = slots
+        self._lanes = lanes
+        self._block_size = block_size
+        self._intervals = intervals
+        self._branches: dict[bytes, Sequence] = {}  # by the last block before them: who takes the checkpoint there
+        self._pending: dict[tuple[Sequence, int], int] = {}  # of steps under way: sequence and position -> slot
+
+    def deepest(self, hits: list[Entry]) -> list[Entry]:
+        """As much of a run of entries as ends at a checkpoint."""
+        for count in range(len(hits), 0, -1):
+            if self.slots.is_ready(hits[count - 1]):
+                return hits[:count]
+        return []
+
+    def begin(self, sequence: Sequence, hits: list[Entry]) -> bool:
+        """Gives a sequence that is about to run a slot, and the state at the end of `hits`. False, with nothing
+        changed, if there is no slot.
+        """
+        # First what is restored, so that taking a slot cannot evict it.
+        source = self.slots.restore(hits[-1]) if hits else NO_SLOT
+        own = self.slots.take()
+        if own is None:
+            self._drop(source)
+            return False
+        sequence.slot = sequence.target = own
+        sequence.source = source
+        return True
+
+    def branch_under_way(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
+        """Of the blocks that a sequence would have to compute though they are cached, the last one at whose end another
+        sequence is about to take a checkpoint.
+        """
+        keys = sequence.chain.hashes[num_resumed:num_hits]
+        return next((key for key in reversed(keys) if key in self._branches), None)
+
+    def expect_branch(self, sequence: Sequence, num_hits: int) -> None:
+        """Lets a sequence that begins take a checkpoint at the end of the blocks that it found in the cache."""
+        if self.slots.budget:
+            sequence.branch = num_hits * self._block_size
+            self._branches.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
+
+    def is_branch(self, key: bytes) -> bool:
+        """Whether a sequence is about to take a checkpoint at the end of this block."""
+        return key in self._branches
+
+    def _leave_branch(self, sequence: Sequence) -> None:
+        if sequence.branch:
+            key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
+            if self._branches.get(key) is sequence:
+                del self._branches[key]
+            sequence.branch = 0
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Lets a child go on from its parent's state, which stays as it is from now on. False if there is no slot."""
+        if self.slots.num_available < 1 + (parent.source == parent.slot):
+            return False
+        if parent.source == parent.slot:
+            parent.slot = parent.target = self._taken()
+            self._lanes.repeat(parent)
+        child.slot = child.target = self._taken()
+        child.source = self.slots.share(parent.source)
+        return True
+
+    def cut(self, sequence: Sequence, size: int) -> int:
+        """As much of the next `size` tokens as ends at the next checkpoint, for which a slot is then reserved."""
+        place = self._next(sequence) if self.slots.budget else 0
+        if place == 0 or sequence.num_computed + size < place:
+            return size
+        reserved = self.slots.reserve()
+        if reserved is None:
+            if sequence.num_computed + size >= sequence.branch:
+                self._leave_branch(sequence)
+            return size
+        sequence.target = reserved
+        self._lanes.repeat(sequence)
+        return place - sequence.num_computed
+
+    def cuts_decodes(self, lanes: np.ndarray) -> bool:
+        """Whether the next token of the sequence of one of these lanes ends at a checkpoint of decodes."""
+        interval = self._intervals.decodes if self.slots.budget else 0
+        return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Takes back what `cut` reserved for a step that is not computed."""
+        if sequence.target != sequence.slot:
+            self.slots.cancel(sequence.target)
+            sequence.target = sequence.slot
+
+    def advance(self, chunks: Chunks) -> None:
+        """Records that a step leaves the states of `chunks` in their targets: the next one goes on from there."""
+        lanes = chunks.lanes
+        moved = np.flatnonzero(self._lanes.source[lanes] != self._lanes.target[lanes])
+        for sequence, _, end in chunks.take(moved):
+            if sequence.source != sequence.slot:
+                self._drop(sequence.source)
+            if sequence.target != sequence.slot:
+                self._pending[sequence, end] = sequence.target
+                self.slots.share(sequence.target)
+            sequence.source, sequence.target = sequence.target, sequence.slot
+            self._lanes.repeat(sequence)
+
+    def publish(self, chunks: Chunks, epoch: int) -> None:
+        """Makes the checkpoints ready at which `chunks` end, now that these are published; those of an earlier epoch,
+        and of sequences that lost their blocks since, are dropped.
+        """
+        if not self._pending:
+            return
+        for sequence, _, end in chunks:
+            slot = self._pending.pop((sequence, end), None)
+            if slot is None:
+                continue
+            if end == sequence.branch:
+                self._leave_branch(sequence)
+            if sequence.table and sequence.chain.epoch == epoch:
+                self.slots.make_ready(sequence.chain.entries[end // self._block_size - 1], slot)
+            else:
+                self.slots.cancel(slot)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes its slots from a sequence that runs no longer."""
+        if sequence.slot == NO_SLOT:
+            return
+        self._leave_branch(sequence)
+        self.cancel(sequence)
+        if sequence.source != sequence.slot:
+            self._drop(sequence.source)
+        self.slots.release(sequence.slot)
+        sequence.slot = sequence.source = sequence.target = NO_SLOT
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        """Raise RuntimeError unless each slot is accounted for."""
+        held = [slot for s in running for slot in {s.slot, s.source, s.target} - {NO_SLOT}]
+        self.slots.check_integrity([*held, *self._pending.values()])
+
+    def _next(self, sequence: Sequence) -> int:
+        """Where the next checkpoint of a sequence lies; 0 if there is none within its tokens."""
+        start, last = sequence.num_computed, sequence.num_tokens - 1
+        if sequence.num_uncomputed == 1:
+            return _multiple(self._intervals.decodes, start, last + 1)
+        border = (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
+        places = _multiple(self._intervals.prompts, start, last), border, sequence.branch
+        return min((place for place in places if place > start), default=0)
+
+    def _taken(self) -> int:
+        slot = self.slots.take()
+        assert slot is not None
+        return slot
+
+    def _drop(self, slot: int) -> None:
+        if slot != NO_SLOT:
+            self.slots.release(slot)
+
+
+def _multiple(interval: int, start: int, last: int) -> int:
+    """The first multiple of an interval in (start, last]; 0 if there is none."""
+    place = (start // interval + 1) * interval if interval else 0
+    return place if place <= last else 0

@@ -1,0 +1,98 @@
+"""How memory is shared, by numbers that others published, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory
+from trueroll.errors import ConfigError
+from trueroll.kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
+
+MIB = 2**20
+NORM = NormSpec(1e-6)
+ATTENTION = AttentionSpec(24, 4, 256, 1.0)
+DELTA = DeltaNetSpec(16, 48, 128, 128, 4, NORM)
+DENSE, HYBRID = Sizes(16, 1000, 0), Sizes(16, 1000, 5000)
+
+
+def decoder(mixers: list[AttentionSpec | DeltaNetSpec]) -> DecoderSpec:
+    layers = tuple(LayerSpec(mixer, MlpSpec(17408), NORM) for mixer in mixers)
+    return DecoderSpec("made up", torch.bfloat16, 248320, 5120, 262144, layers, (), NORM)
+
+
+def plan(sizes: Sizes, available: int = 1_000_000, max_model_len: int = 1600, **settings: object) -> MemoryPlan:
+    values = dict(model="m", kv_memory_fraction=1.0, max_num_seqs=4) | settings
+    return plan_memory(EngineConfig(**values), sizes, max_model_len, available)
+
+
+def test_published_figures_of_qwen3_5_27b_on_two_ranks() -> None:
+    """LMDeploy's, with 8-bit keys and values, bfloat16 states, and tails that keep one more input."""
+    spec = decoder(([replace(DELTA, kernel_size=5)] * 3 + [ATTENTION]) * 16)
+    sizes = Sizes.of(spec, Storage(kv=1, tail=2, state=2, kv_head=4, ranks=2), 64)
+    assert sizes.block == 1.015625 * MIB and sizes.state == 37.875 * MIB
+    found = [sizes.cached_tokens(8480 * MIB, blocks * 64) for blocks in (2, 64, 128)]
+    assert found == pytest.approx([27_200, 337_600, 413_952], rel=0.005)
+
+
+def test_sizes_are_those_that_a_worker_stores() -> None:
+    sizes = Sizes.of(decoder([DELTA, ATTENTION]), Storage.of(torch.bfloat16), 16)
+    assert sizes.block == 16 * 2 * 4 * 256 * 2
+    assert sizes.state == 48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2
+
+
+def test_checkpoints_take_no_more_than_the_blocks_between_them() -> None:
+    assert HYBRID.interval == 8 * 16, "8 blocks are the first power of two that 5,000 bytes fit into"
+    found = plan(HYBRID)
+    assert found.state_interval == 128
+    assert found.checkpoints == found.num_blocks // 8
+    assert found.checkpoints * HYBRID.state <= found.kv_bytes
+    assert 990_000 < found.kv_bytes + found.state_bytes <= 1_000_000
+
+
+def test_live_states_are_one_for_each_sequence_and_spare_ones() -> None:
+    assert plan(HYBRID).live_states == 5
+    assert plan(HYBRID, max_num_seqs=32).live_states == 36
+
+
+def test_a_model_without_states_has_blocks_alone() -> None:
+    assert plan(DENSE) == MemoryPlan(DENSE, 1000)
+
+
+def test_settings_are_kept() -> None:
+    found = plan(HYBRID, state_interval=64, state_budget=7)
+    assert (found.state_interval, found.checkpoints) == (64, 7)
+    assert found.num_blocks == (1_000_000 - 12 * 5000) // 1000
+    assert plan(HYBRID, state_budget=0).checkpoints == plan(HYBRID, enable_prefix_caching=False).checkpoints == 0
+    given = plan(HYBRID, kv_memory_fraction=None, num_blocks=40)
+    assert (given.num_blocks, given.checkpoints) == (40, 5)
+
+
+def test_by_default_there_are_no_more_blocks_than_sequences_can_have() -> None:
+    assert plan(DENSE, available=10**9, kv_memory_fraction=None).num_blocks == 4 * 100
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        (
+            dict(kv_memory_fraction=None, kv_memory=25_500),
+            "at least one block = 1000 bytes beside 5 live states of 5000",
+        ),
+        (dict(max_num_seqs=400), "450 live states of 5000 bytes, found 1000000 bytes; raise it, or lower max_num_seqs"),
+        (dict(kv_memory_fraction=None, num_blocks=990), "990 blocks of 1000 bytes and 128 states of 5000 bytes; lower"),
+        (dict(state_budget=500), "at least one block"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(HYBRID, **settings)
+
+
+@pytest.mark.parametrize("name", ["state_interval", "decode_state_interval"])
+def test_an_interval_that_is_no_multiple_of_a_block_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected a multiple of block_size = 16, .* found 24"):
+        EngineConfig(model="m", **{name: 24})

@@ -1,0 +1,258 @@
+"""Recurrent states under the scheduler: the driver writes down what every slot would hold, and checks each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.cache.states import StateSlots
+from trueroll.engine.scheduling.recurrent import Intervals
+from trueroll.engine.scheduling.scheduler import Scheduler
+from trueroll.engine.scheduling.sequence import Chunks, Sequence
+from trueroll.kernels.contract import NO_SLOT
+
+from .test_scheduler import PROFILE, Content, Driver, SchedulerMachine
+
+Prompt = list[int]
+EVERY_4 = Intervals(4, 0)
+
+
+class HybridDriver(Driver):
+    """A driver of a model with recurrent layers; `states` is what each slot holds: the last token that went into it."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 2,
+        max_num_seqs: int = 5,
+        budget: int = 64,
+        num_slots: int = 12,
+        checkpoints: int = 6,
+        intervals: Intervals = EVERY_4,
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_num_seqs, budget)
+        self.slots = StateSlots(num_slots, checkpoints)
+        self.cache = PrefixCache(num_blocks, block_size, forget=self.slots.forget)
+        self.scheduler = Scheduler(self.cache, max_num_seqs, budget, self.slots, intervals)
+        self.states: list[Content | None] = [None] * num_slots
+
+    def check_blocks(self, sequence: Sequence, end: int) -> None:
+        """A chunk that was cut at a checkpoint leaves blocks for the next one."""
+        assert len(sequence.table) >= self.cache.blocks_for(end)
+
+    def _write(self, chunks: Chunks) -> None:
+        written = [chunk.sequence.target for chunk in chunks]
+        assert len(set(written)) == len(written), "no slot is written twice"
+        for chunk in chunks:
+            sequence = chunk.sequence
+            others = {other.sequence.target for other in chunks if other.sequence is not sequence}
+            assert sequence.source not in others, "what one sequence reads no other writes"
+            before = self.holds[sequence][chunk.start - 1] if chunk.start else None
+            found = None if sequence.source == NO_SLOT else self.states[sequence.source]
+            assert found == before, "the state is that of the tokens before"
+            self.seen["restored"] += sequence.source not in (sequence.slot, NO_SLOT)
+        super()._write(chunks)
+        for chunk in chunks:
+            self.states[chunk.sequence.target] = self.holds[chunk.sequence][chunk.end - 1]
+            self.seen["checkpoint"] += chunk.sequence.target != chunk.sequence.slot
+
+    def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
+        """Sequences may wait for a slot; those that run never do."""
+        assert bool(chunks) == bool(self.open)
+        assert {sequence for sequence in before[:1] if sequence.table} <= {chunk.sequence for chunk in chunks}
+
+    def checkpoints(self) -> list[int]:
+        """How many tokens the prefixes have that checkpoints hold, ascending."""
+        self.check()
+        found = []
+        for entry in self.slots._ready:
+            found.append(0)
+            while entry is not None:
+                found[-1] += self.cache.block_size
+                entry = entry.parent
+        return sorted(found)
+
+
+def run(driver: HybridDriver, prompt: Prompt, lengths: list[int]) -> Sequence:
+    sequence = driver.add(prompt, lengths)
+    driver.drain()
+    return sequence
+
+
+PROMPT = [0, 1, 1, 0, 1, 0, 0, 0, 1, 1, 0]
+
+
+def test_checkpoints_lie_at_the_interval_and_at_the_last_border_of_a_prompt() -> None:
+    driver = HybridDriver()
+    run(driver, PROMPT, [3])
+    assert driver.checkpoints() == [4, 8, 10]
+
+
+def test_a_prompt_that_comes_again_goes_on_from_its_last_border() -> None:
+    driver = HybridDriver()
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 0
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 10
+    assert driver.slots.stats.restored == 1 and driver.scheduler.stats.shortened_hits == 0
+
+
+def test_a_hit_ends_at_the_deepest_checkpoint() -> None:
+    driver = HybridDriver(intervals=Intervals(8, 0))
+    run(driver, PROMPT, [1])
+    assert driver.checkpoints() == [8, 10]
+    other = [*PROMPT[:6], 1, 1]
+    assert run(driver, other, [1]).num_cached_tokens == 0, "6 tokens are known, but no state of them"
+    assert driver.scheduler.stats.shortened_hits == 6
+    assert run(driver, [*PROMPT[:9], 0, 1, 1], [1]).num_cached_tokens == 8
+
+
+def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> None:
+    driver = HybridDriver(intervals=Intervals(0, 0))
+    cached = [run(driver, [*PROMPT[:8], *[own] * 5], [1]).num_cached_tokens for own in (2, 3, 4)]
+    assert cached == [0, 0, 8]
+    assert driver.scheduler.states is not None and not driver.scheduler.states._branches
+
+
+def test_prompts_that_come_together_compute_what_they_share_twice() -> None:
+    """Once to find that it is shared, and once for the checkpoint."""
+    driver = HybridDriver(intervals=Intervals(0, 0), max_num_seqs=8, budget=200, num_slots=20)
+    group = [driver.add([*PROMPT * 2, *[own] * 5], [1]) for own in (2, 3, 4, 5, 6)]
+    driver.drain()
+    assert [sequence.num_cached_tokens for sequence in group] == [0, 0, 22, 22, 22]
+
+
+def test_who_waits_for_a_branch_goes_on_if_the_sequence_that_takes_it_is_gone() -> None:
+    driver = HybridDriver(intervals=Intervals(0, 0), budget=4)
+    common = PROMPT[:8]
+    run(driver, [*common, 0, 0, 0], [1])
+    first, second = (driver.add([*common, *tail], [1]) for tail in ([1, 1, 1], [1, 0, 1]))
+    driver.step()
+    assert first.branch == 8 and not second.table
+    driver.abort(driver.open[0])
+    driver.step()
+    assert second.table and second.branch == 8
+    driver.drain()
+
+
+def test_decodes_take_checkpoints_if_asked_to() -> None:
+    driver = HybridDriver(intervals=Intervals(0, 4))
+    sequence = run(driver, PROMPT, [8])
+    assert driver.checkpoints() == [10, 12, 16]
+    again = driver.add([*sequence.tokens], [1])
+    driver.drain()
+    assert again.num_cached_tokens == 16, "a next turn"
+
+
+def test_without_a_budget_nothing_is_reused_and_all_is_computed() -> None:
+    driver = HybridDriver(num_slots=5, checkpoints=0)
+    run(driver, PROMPT, [2, 2])
+    assert run(driver, PROMPT, [2]).num_cached_tokens == 0
+    assert driver.seen["checkpoint"] == 0 and driver.slots.stats.skipped == 0
+
+
+def test_the_oldest_checkpoint_gives_way_to_a_new_one() -> None:
+    driver = HybridDriver(checkpoints=2)
+    run(driver, PROMPT, [1])
+    assert driver.checkpoints() == [8, 10]
+    assert driver.slots.stats.evicted == 1 and driver.slots.stats.skipped == 0
+
+
+def test_a_checkpoint_without_a_place_is_skipped() -> None:
+    driver = HybridDriver(checkpoints=1)
+    sequence = run(driver, PROMPT, [1])
+    assert driver.checkpoints() == [4], "which the next step goes on from, so that it cannot give way"
+    assert driver.slots.stats.skipped == 1 and sequence.num_cached_tokens == 0
+
+
+def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
+    driver = HybridDriver()
+    run(driver, PROMPT, [1])
+    both = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1])]
+    chunks = driver.step()
+    assert len({chunk.sequence.slot for chunk in chunks}) == 2 and driver.slots.stats.restored == 2
+    driver.drain()
+    assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
+
+
+def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read() -> None:
+    driver = HybridDriver(budget=4)
+    run(driver, PROMPT, [1])
+    sequence = driver.add([*PROMPT[:10], 1, 0, 1, 0], [1])
+    driver.scheduler.schedule()
+    assert sequence.source != NO_SLOT
+    driver.cache.invalidate()
+    assert driver.slots.num_ready == 0
+    driver.scheduler.check_integrity()
+
+
+def test_a_group_parts_from_a_restored_prompt() -> None:
+    driver = HybridDriver()
+    run(driver, PROMPT, [1])
+    group = driver.add(PROMPT, [4, 5, 6])
+    driver.step()
+    assert group.num_cached_tokens == 10
+    sources = {sequence.source for sequence in driver.scheduler.running}
+    assert len(driver.scheduler.running) == 3 and len(sources) == 1, "all go on from one state"
+    assert not sources & {sequence.slot for sequence in driver.scheduler.running}
+    driver.drain()
+
+
+def test_samples_for_which_there_is_no_slot_wait() -> None:
+    driver = HybridDriver(num_slots=4, checkpoints=1)
+    driver.add(PROMPT, [4, 4, 4, 4])
+    driver.step_until(lambda: len(driver.scheduler.running) > 1)
+    assert driver.seen["fork that waits"] > 0
+    driver.drain()
+
+
+def test_a_prompt_shorter_than_a_block_has_no_checkpoint() -> None:
+    driver = HybridDriver(block_size=16, intervals=Intervals(16, 0))
+    run(driver, PROMPT, [2])
+    assert driver.checkpoints() == []
+
+
+def test_weights_that_change_between_reserve_and_ready_leave_no_checkpoint() -> None:
+    driver = HybridDriver()
+    sequence = driver.add(PROMPT, [1])
+    chunks = driver.scheduler.schedule()
+    assert sequence.target != sequence.slot and driver.slots.num_reserved == 1
+    driver.scheduler.advance(chunks)
+    driver.cache.invalidate()
+    driver.scheduler.publish(chunks)
+    assert driver.slots.num_reserved == 0 and driver.slots.num_ready == 0
+    driver.scheduler.recompute_running()
+    driver.scheduler.check_integrity()
+
+
+class HybridMachine(SchedulerMachine):
+    """Requests in any order over far too few blocks and slots."""
+
+    seen: Counter[str] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = HybridDriver(
+            num_blocks=8, max_num_seqs=5, budget=7, num_slots=8, checkpoints=2, intervals=Intervals(4, 2)
+        )
+
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=5, max_size=10))
+    def add_again(self, prompt: Prompt) -> None:
+        self.driver.add(prompt[:4] * 2, [2])
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert isinstance(self.driver, HybridDriver)
+        stats = self.driver.slots.stats
+        self.seen.update({"evicted": stats.evicted, "skipped": stats.skipped})
+        self.seen["shortened"] += self.driver.scheduler.stats.shortened_hits
+
+
+EVENTS = {"preempted", "hit", "restored", "checkpoint", "evicted", "skipped", "shortened", "fork that waits"}
+
+
+def test_requests_in_any_order_all_finish_and_read_their_own_states() -> None:
+    HybridMachine.seen.clear()
+    run_state_machine_as_test(HybridMachine, settings=PROFILE)
+    assert {event for event, count in HybridMachine.seen.items() if count} >= EVENTS
