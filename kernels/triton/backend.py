@@ -37,6 +37,8 @@ from .products import linear as linear
 from .products import linear_add as linear_add
 from .products import lm_head as lm_head
 from .products import qkv_parts
+from .recurrence import convolve as convolve
+from .recurrence import delta_rule as delta_rule
 from .rows import gate_mul as gate_mul
 from .rows import qkv_epilogue
 from .rows import rmsnorm as rmsnorm

@@ -24,7 +24,7 @@ Chunk = tuple[int, int, int]
 
 
 def serves(implementation: Implementation) -> bool:
-    return implementation.backend != "triton"
+    return True
 
 
 @pytest.fixture(params=[served for served in SERVED if serves(served[0])], ids=served_id)
