@@ -3,10 +3,10 @@
 In products tokens lie on the N side of every matrix instruction, weights on its M side. An instruction takes 16 columns
 of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is always
 the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either. Attention has one
-tile, whatever the number of rows.
+tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other.
 
-`launch` pins the settings of the compiler that change bits; `products`, `attention`, `rows` and `head` hold the
-kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's
+`launch` pins the settings of the compiler that change bits; `products`, `attention`, `recurrence`, `rows` and `head`
+hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's
 interpreter, for tests.
 """
 
@@ -20,6 +20,7 @@ import torch
 from ..specs import AttentionSpec, LayerSpec
 
 MOST_HEAD_DIM = 256
+MOST_KEY_HEAD_DIM = 256  # of a delta net: a program holds whole columns of its state
 MOST_GROUP = 64  # heads that share a key-value head: they are rows of one tile
 LEAST_CAPABILITY = (8, 0)
 
@@ -31,7 +32,10 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
     for mixer in (layer.mixer for layer in layers):
         if not isinstance(mixer, AttentionSpec):
-            return "Triton kernels expect attention in every layer, found a gated delta net; use the backend reference"
+            if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
+                expected = f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements"
+                return f"Triton kernels expect {expected}, found {mixer.key_head_dim}; use the backend reference"
+            continue
         if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
             expected = f"an even head size up to {MOST_HEAD_DIM}"
             return f"Triton kernels expect {expected}, found {mixer.head_dim}; use the backend reference"

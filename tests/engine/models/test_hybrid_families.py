@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -348,9 +349,14 @@ def test_an_engine_refuses_what_it_cannot_keep_yet(hybrid_model: Path) -> None:
 
 def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
     *_, delta_net, attention = describe(read_config(hybrid_model)).layers
-    with pytest.raises(ConfigError, match="expect attention in every layer, found a gated delta net"):
-        select_backend("triton", CPU, torch.bfloat16, [attention, delta_net])
-    assert select_backend("triton", CPU, torch.bfloat16, [attention]).name == "triton"
+    assert isinstance(delta_net.mixer, DeltaNetSpec)
+    for size, served in ((256, True), (257, False)):
+        layers = [attention, replace(delta_net, mixer=replace(delta_net.mixer, key_head_dim=size))]
+        if served:
+            assert select_backend("triton", CPU, torch.bfloat16, layers).name == "triton"
+            continue
+        with pytest.raises(ConfigError, match="expect keys of a gated delta net with up to 256 elements, found 257; use"):
+            select_backend("triton", CPU, torch.bfloat16, layers)
 
 
 def test_random_weights_give_finite_logits(hybrid_model: Path) -> None:
