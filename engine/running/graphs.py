@@ -53,9 +53,7 @@ class CudaCapture:
 class _Inputs:
     """The inputs of a graph of `size` rows, all of them padding at first."""
 
-    def __init__(
-        self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int, spare_state: int
-    ) -> None:
+    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int, spare_state: int) -> None:
         self._runner = runner
         device, block_size = runner.model.device, runner.block_size
 

@@ -6,8 +6,8 @@ the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depe
 tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other.
 
 `launch` pins the settings of the compiler that change bits; `products`, `attention`, `recurrence`, `rows` and `head`
-hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's
-interpreter, for tests.
+hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in
+Triton's interpreter, for tests.
 """
 
 from __future__ import annotations

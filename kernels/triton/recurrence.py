@@ -95,9 +95,7 @@ def _places(batch: StateBatch) -> _Places:
 
 
 @lru_cache(maxsize=1)
-def _list_places(
-    starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None
-) -> _Places | None:
+def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> _Places | None:
     """Those of a batch, made once for all layers; None if every sequence has one row. They are on their way on
     `stream`, so no other may read them.
 
@@ -265,4 +263,3 @@ def _unit(x):
 @device_function
 def _softplus(x):
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
-

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = dict(
     eos_token_id=2,
 )
 T = TypeVar("T")
-_WRITES_TO_CACHES = ("qkv", "write_kv", "layers")
+_WRITES_TO_MEMORIES = ("qkv", "write_kv", "convolve", "delta_rule", "layers")
 
 
 def sized(real: T, rehearsed: T) -> T:
@@ -59,7 +59,7 @@ class Moved:
             there = move(args, DEVICE)
             result = move(getattr(self._ops, name)(*there, **options), torch.device("cpu"))
             for ours, theirs in zip(args, there, strict=True):
-                if name in _WRITES_TO_CACHES:
+                if name in _WRITES_TO_MEMORIES:
                     copy_back(ours, theirs)
             return result
 

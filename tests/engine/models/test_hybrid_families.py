@@ -355,7 +355,9 @@ def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
         if served:
             assert select_backend("triton", CPU, torch.bfloat16, layers).name == "triton"
             continue
-        with pytest.raises(ConfigError, match="expect keys of a gated delta net with up to 256 elements, found 257; use"):
+        with pytest.raises(
+            ConfigError, match="expect keys of a gated delta net with up to 256 elements, found 257; use"
+        ):
             select_backend("triton", CPU, torch.bfloat16, layers)
 
 
