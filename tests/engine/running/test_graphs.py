@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,9 +62,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A delta net and an attention."""
+    """A delta net, with few columns for an interpreter, and an attention."""
     folder, layers = tmp_path_factory.mktemp("graphs") / "hybrid", ["linear_attention", "full_attention"]
-    return make_tiny_model("qwen3_5", folder, "bfloat16", num_hidden_layers=2, layer_types=layers, vocab_size=64)
+    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, vocab_size=64)
+    sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    return make_tiny_model("qwen3_5", folder, "bfloat16", num_hidden_layers=2, layer_types=layers, **sizes)
 
 
 @pytest.fixture
@@ -234,6 +237,22 @@ def test_rows_of_a_hybrid_go_on_from_their_states(make_engine: MakeEngine, log: 
     engine = make_engine(True, **settings)
     assert serve(engine, requests) == expected and log.count("replay") > 10
     assert serve(engine, requests) == expected and engine.stats().checkpoints_restored > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_hybrid_goes_on_from_a_checkpoint_as_if_it_had_begun(
+    make_engine: MakeEngine, log: list[str], hybrid: Path, backend: str
+) -> None:
+    """One that another prompt left."""
+    settings = dict(folder=hybrid, backend=backend, max_num_seqs=1, state_interval=4)
+    shared, request = prompt(5), generate("r", np.concatenate((prompt(5), prompt(2, seed=1))), max_tokens=3)
+    expected = serve(make_engine(False, **settings), [request])
+    assert log == []
+    engine = make_engine(True, **settings)
+    serve(engine, [generate("before", shared, max_tokens=1)])
+    assert engine.stats().checkpoints_restored == 0
+    assert serve(engine, [request]) == expected
+    assert engine.stats().checkpoints_restored == 1 and log.count("replay") > 3
 
 
 def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None:
