@@ -162,7 +162,11 @@ def requests() -> list[Request]:
 
 ONE_LAYER: dict[str, Any] = dict(num_hidden_layers=1)
 HYBRID: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=32,
     num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     layer_types=["linear_attention", "full_attention"],
     linear_num_key_heads=1,
     linear_num_value_heads=1,
@@ -184,7 +188,8 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
 
     monkeypatch.setattr(backend, "compile_all", lambda forms, device: prepared.extend(forms))
     folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, **sizes)
-    engine = engine_of(folder, backend="triton", num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17)
+    settings = dict(num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17, state_interval=64)
+    engine = engine_of(folder, backend="triton", **settings)
     assert len(set(prepared)) == len(prepared) > 12
     del events[:]
     for module in KERNELS:
