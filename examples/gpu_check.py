@@ -112,6 +112,9 @@ PARTS: dict[str, tuple[Promise, ...]] = {
             ),
         ),
     ),
+    "hybrids": (
+        Promise("decodes, graphs and the matrix have the same bits with gated delta nets", 400, ("test_hybrids.py",)),
+    ),
     "weights": (
         Promise("a commit during a step changes no sample of another version", 130, COMMITS),
         Promise("the same with expandable segments", 130, COMMITS, settings=EXPANDABLE),

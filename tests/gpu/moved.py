@@ -40,10 +40,10 @@ def sized(real: T, rehearsed: T) -> T:
     return rehearsed if IS_REHEARSAL else real
 
 
-def cut_config(name: str, folder: Path) -> Path:
-    """The folder with a shipped configuration cut to two layers, or to one small one in a rehearsal."""
+def cut_config(name: str, folder: Path, **changes: Any) -> Path:
+    """The folder with a shipped configuration cut to two layers, or to one small one in a rehearsal; then changed."""
     config = json.loads((find_config(name) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL)))
+    (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL) | changes))
     return folder
 
 
