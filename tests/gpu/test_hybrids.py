@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import LoadedModel, load_model
 
+from ..engine.drive import bits
 from . import test_decode as decode
 from .moved import cut_config, sized
 from .test_decode import loaded as loaded  # a fixture
@@ -29,7 +31,16 @@ def config(tmp_path: Path) -> EngineConfig:
 def test_decode_has_the_bits_of_prefill_and_of_graphs(
     config: EngineConfig, loaded: LoadedModel, one_step_ahead: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode.test_decode_has_the_bits_of_prefill_and_of_graphs(config, loaded, one_step_ahead, monkeypatch)
+    asked = decode.requests()
+    with_graphs = Engine(config, loaded)
+    expected, sizes = decode.serve(with_graphs, asked, monkeypatch)
+    assert sizes[0] == decode.ALIVE[0] and with_graphs._graphs is not None
+    assert with_graphs.stats().checkpoints_restored > 0
+    without = Engine(config.model_copy(update={"cuda_graphs": False}), loaded)
+    found, _ = decode.serve(without, asked, monkeypatch)
+    assert decode.differing(found, expected) == [] and without._graphs is None
+    scores = decode.score_bits(without, asked, expected)
+    assert [key for key, sample in expected.items() if bits(sample)[1] != scores[key]] == []
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
