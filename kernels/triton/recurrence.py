@@ -28,13 +28,14 @@ from torch import Tensor
 from ..contract import L2_EPS, DeltaNetWeights, StateBatch
 from ..specs import DeltaNetSpec
 from ..transfer import current_stream, to_device
+from . import MOST_KERNEL_SIZE
 from .head import log1p
 from .launch import aligned, device_function, exact_jit, launch
 from .products import gate_mul_tile
 
 COLUMNS = 8
 # Rows and channels of a program, and its warps: of a convolution in which every sequence has one row, and of others.
-SINGLE, SEVERAL = (1, 512, 2), (16, 128, 4)
+SINGLE, SEVERAL = (1, 512, 2), (MOST_KERNEL_SIZE - 1, 128, 4)
 _L2_EPS = tl.constexpr(L2_EPS)
 
 

@@ -347,18 +347,22 @@ def test_an_engine_refuses_what_it_cannot_keep_yet(hybrid_model: Path) -> None:
             load(EngineConfig(model=str(hybrid_model)))
 
 
-def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
-    *_, delta_net, attention = describe(read_config(hybrid_model)).layers
+@pytest.mark.parametrize(
+    ("field", "most", "expected"),
+    [
+        ("key_head_dim", 256, "keys of a gated delta net with up to 256 elements"),
+        ("kernel_size", 17, "a convolution of up to 17 tokens"),
+    ],
+)
+def test_triton_says_what_it_cannot_compute(tiny_qwen3_5: Path, field: str, most: int, expected: str) -> None:
+    *_, delta_net, attention = describe(read_config(tiny_qwen3_5)).layers
     assert isinstance(delta_net.mixer, DeltaNetSpec)
-    for size, served in ((256, True), (257, False)):
-        layers = [attention, replace(delta_net, mixer=replace(delta_net.mixer, key_head_dim=size))]
-        if served:
-            assert select_backend("triton", CPU, torch.bfloat16, layers).name == "triton"
-            continue
-        with pytest.raises(
-            ConfigError, match="expect keys of a gated delta net with up to 256 elements, found 257; use"
-        ):
-            select_backend("triton", CPU, torch.bfloat16, layers)
+    fits, does_not = (
+        [attention, replace(delta_net, mixer=replace(delta_net.mixer, **{field: size}))] for size in (most, most + 1)
+    )
+    assert select_backend("triton", CPU, torch.bfloat16, fits).name == "triton"
+    with pytest.raises(ConfigError, match=f"expect {expected}, found {most + 1}; use the backend reference"):
+        select_backend("triton", CPU, torch.bfloat16, does_not)
 
 
 def test_random_weights_give_finite_logits(hybrid_model: Path) -> None:
