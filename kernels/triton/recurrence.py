@@ -5,9 +5,9 @@ for prompts and decodes, so that it does not matter where a chunk ends.
 
 - The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of its state, which depend on no
   others. It holds that part of the state in registers while the sequence's tokens pass, and loads a token while it
-  computes the one before. Sums over keys add the second half of the terms to the first until one is left, whatever the
-  layout. One warp has 8 columns: few programs would leave most of a GPU idle where a single prompt is computed, and 8
-  float32 are the least that memory reads at once.
+  computes the one before. There is one tile, of one warp, so a sum over keys has the order of that tile's layout.
+  Fewer programs, with more columns, would leave most of a GPU idle where a single prompt is computed; and 8 float32 are
+  the least that memory reads at once.
 - The convolution: a program takes some rows of one sequence and some channels, each element by itself, from the oldest
   token on. That of a sequence's first rows, which alone reads the old tail, also writes the new one.
 
@@ -89,10 +89,9 @@ def delta_rule(
 
 
 def _places(batch: StateBatch) -> _Places:
-    device = batch.reads.device
-    return _list_places(tuple(batch.query_starts), device, current_stream(device)) or _Places(
-        False, batch.reads, batch.reads
-    )
+    device, unread = batch.reads.device, aligned(batch.reads)
+    listed = _list_places(tuple(batch.query_starts), device, current_stream(device))
+    return listed or _Places(False, unread, unread)
 
 
 @lru_cache(maxsize=1)

@@ -68,6 +68,16 @@ def test_both_forms_have_the_same_bits_and_the_state_is_float32(dtype: torch.dty
     assert (several[3] - expected[3]).abs().max() <= bound
 
 
+def test_slots_may_stand_anywhere_in_memory() -> None:
+    rows, weights = rows_of(1, torch.bfloat16), make_weights(SPEC, torch.bfloat16)
+    reads, writes = torch.tensor([9, 1, 9, 3])[1::2].split(1)
+    assert reads.data_ptr() % 16 and writes.data_ptr() % 16
+    found, expected = (randn(4, *SPEC.state_shape) for _ in range(2))
+    recurrence.delta_rule(*rows, SPEC, weights, found, StateBatch([0, 1], reads, writes))
+    recurrence.delta_rule(*rows, SPEC, weights, expected, batch_of([0, 1], [1], [3]))
+    assert same_bits(found, expected) and not same_bits(found[3], found[1])
+
+
 def test_a_state_decays_as_its_gate_says() -> None:
     """Without a key nothing is added. Exponents are wrong by a share of what they are, softplus by one of 1."""
     a = (
