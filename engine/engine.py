@@ -195,13 +195,13 @@ class Engine:
         started, loaded = time.monotonic(), self._loaded
         available = warm_up(config, loaded, find_max_model_len(config, loaded))
         info = engine_info(config, loaded, available)
-        spare_blocks = 1 if uses_graphs(config, loaded) else 0  # for the padding of graphs
+        spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
         num_slots = info.live_states + info.checkpoints
-        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size, num_slots)
+        self._runner = ModelRunner(loaded.model, info.num_blocks + spare, config.block_size, num_slots + spare)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
-            parts = self._runner, self._sampler, info.num_blocks
+            parts = self._runner, self._sampler, info.num_blocks, num_slots
             self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
             self._graphs.capture()
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)

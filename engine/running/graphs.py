@@ -5,7 +5,7 @@ other those of plain draws from the hidden states, at the addresses they had whe
 each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
 otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
 contract of the ops changes no bit of the others. Padding reads and writes `spare_block`, a block of the KV cache that
-no sequence has.
+no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no sequence has either.
 
 Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
 these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import GREEDY, AttentionBatch, Wanted
+from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Wanted
 from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -53,7 +53,7 @@ class CudaCapture:
 class _Inputs:
     """The inputs of a graph of `size` rows, all of them padding at first."""
 
-    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int) -> None:
+    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int, spare_state: int) -> None:
         self._runner = runner
         device, block_size = runner.model.device, runner.block_size
 
@@ -66,6 +66,8 @@ class _Inputs:
         self.slots = column(self._spare_slot)
         self.lens = column(1)
         self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
+        self._spare_states = torch.tensor([[NO_SLOT], [spare_state]], device=device)
+        self.states = self._spare_states.repeat(1, size)
         rows = torch.arange(size, device=device)
         ones = torch.ones(size, dtype=torch.float32, device=device)
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
@@ -80,7 +82,8 @@ class _Inputs:
     def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
-        positions, slots, lens = runner.to_device(np.stack((step.positions, step.slots, step.context_lens)))
+        columns = runner.to_device(np.vstack((step.positions, step.slots, step.context_lens, step.states)))
+        positions, slots, lens = columns[:3]
         tables = runner.to_device(step.block_tables)
         self.token_ids[:count] = runner.token_ids(step, drawn)
         self.positions[:count] = positions
@@ -88,6 +91,7 @@ class _Inputs:
         self.lens[:count], self.lens[count:] = lens, 1
         self.tables[:count, : tables.shape[1]] = tables
         self.tables[count:, 0] = self._spare_block
+        self.states[:, :count], self.states[:, count:] = columns[3:], self._spare_states
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,13 @@ class DecodeGraphs:
         runner: ModelRunner,
         sampler: Sampler,
         spare_block: int,
+        spare_state: int,
         max_num_seqs: int,
         max_model_len: int,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._runner, self._sampler = runner, sampler
-        self._spare_block, self._max_model_len = spare_block, max_model_len
+        self._spare, self._max_model_len = (spare_block, spare_state), max_model_len
         self._sizes = [1 << i for i in range(_exponent(max_num_seqs) + 1)]
         self._new_capture = new_capture
         self._graphs: dict[int, _Graphs] = {}
@@ -166,7 +171,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graphs:
-        inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)
+        inputs = _Inputs(self._runner, size, self._max_model_len, *self._spare)
         forward = _Graph(*capture(lambda: [self._forward(inputs)]))
         [hidden] = forward.outputs
         return _Graphs(inputs, forward, _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted))))
@@ -174,7 +179,8 @@ class DecodeGraphs:
     def _forward(self, inputs: _Inputs) -> Tensor:
         size = len(inputs.lens)
         batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
-        return self._runner.forward(inputs.token_ids, inputs.positions, inputs.slots, batch)
+        tokens = inputs.token_ids, inputs.positions, inputs.slots
+        return self._runner.forward(*tokens, batch, inputs.states)
 
 
 def _exponent(count: int) -> int:

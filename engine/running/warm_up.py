@@ -113,7 +113,7 @@ def _outline(loaded: LoadedModel) -> Decoder:
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """The bytes that are free while memory is held for all graphs and for the largest step."""
     computation = _Computation(loaded.model, config, max_model_len)
-    graphs = DecodeGraphs(computation.runner, computation.sampler, 0, config.max_num_seqs, max_model_len)
+    graphs = DecodeGraphs(computation.runner, computation.sampler, 0, 0, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
         graphs.capture()  # first, since it gives back what torch keeps of other memory
     computation.heads(computation.hidden(config.max_num_batched_tokens)[:HEAD_ROWS])

@@ -20,6 +20,9 @@ SPECS = {
     "real heads": DeltaNetSpec(2, 4, 128, 128, 4, NormSpec(1e-6)),
 }
 
+THIN = DeltaNetSpec(1, 2, 7, 5, 3, NormSpec(1e-6))
+"""For an interpreter, whose time goes with tokens and heads."""
+
 
 def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
     """Some heads forget at once, others remember nearly all."""

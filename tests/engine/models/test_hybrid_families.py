@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -338,11 +339,22 @@ def test_what_it_does_not_compute_is_refused(
         describe(raw | change)
 
 
-def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
-    *_, delta_net, attention = describe(read_config(hybrid_model)).layers
-    with pytest.raises(ConfigError, match="expect attention in every layer, found a gated delta net"):
-        select_backend("triton", CPU, torch.bfloat16, [attention, delta_net])
-    assert select_backend("triton", CPU, torch.bfloat16, [attention]).name == "triton"
+@pytest.mark.parametrize(
+    ("field", "most", "expected"),
+    [
+        ("key_head_dim", 256, "keys of a gated delta net with up to 256 elements"),
+        ("kernel_size", 17, "a convolution of up to 17 tokens"),
+    ],
+)
+def test_triton_says_what_it_cannot_compute(tiny_qwen3_5: Path, field: str, most: int, expected: str) -> None:
+    *_, delta_net, attention = describe(read_config(tiny_qwen3_5)).layers
+    assert isinstance(delta_net.mixer, DeltaNetSpec)
+    fits, does_not = (
+        [attention, replace(delta_net, mixer=replace(delta_net.mixer, **{field: size}))] for size in (most, most + 1)
+    )
+    assert select_backend("triton", CPU, torch.bfloat16, fits).name == "triton"
+    with pytest.raises(ConfigError, match=f"expect {expected}, found {most + 1}; use the backend reference"):
+        select_backend("triton", CPU, torch.bfloat16, does_not)
 
 
 def test_random_weights_give_finite_logits(hybrid_model: Path) -> None:
