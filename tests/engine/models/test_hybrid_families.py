@@ -207,6 +207,22 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.d
         assert torch.equal(found[row, 1 : len(ids)], expected) and torch.equal(packed[row][1:], expected)
 
 
+def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
+    """In the interpreter, so a thin model and few tokens; with gradients, which are torch's."""
+    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, hidden_size=32)
+    sizes |= dict(intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    layers = dict(layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1])
+    folder = make_tiny_model("qwen3_next", tmp_path, **sizes, **layers)
+    ours, rows = Hybrid(folder, torch.bfloat16, "triton"), [prompt(9), prompt(3, seed=1)]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    align(model, "triton")
+    packed = token_log_probs(model, torch.cat(rows), lengths=[9, 3])
+    for found, ids in zip(packed.detach().split([9, 3]), rows, strict=True):
+        assert torch.equal(found[1:], ours.log_probs(ids))
+    packed.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
 def test_masters_under_autocast_have_the_bits_of_bfloat16(hybrid_model: Path, backend: str) -> None:
     model, ids = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32), prompt(70)
     align(model, backend)
