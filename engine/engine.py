@@ -169,7 +169,8 @@ class Engine:
         info = self.info
         self._slots = StateSlots(info.live_states + info.checkpoints, info.checkpoints)
         forget = self._slots.forget
-        self._cache = PrefixCache(info.num_blocks, config.block_size, config.enable_prefix_caching, forget)
+        num_blocks = dict(zip(self._loaded.model.spec.windows, info.blocks_by_window, strict=True))
+        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
         self._scheduler = Scheduler(
             self._cache,
             config.max_num_seqs,
@@ -197,11 +198,12 @@ class Engine:
         info = engine_info(config, loaded, available)
         spare_blocks = 1 if uses_graphs(config, loaded) else 0  # for the padding of graphs
         num_slots = info.live_states + info.checkpoints
-        self._runner = ModelRunner(loaded.model, info.num_blocks + spare_blocks, config.block_size, num_slots)
+        num_blocks = [count + spare_blocks for count in info.blocks_by_window]
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, num_slots)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
-            parts = self._runner, self._sampler, info.num_blocks
+            parts = self._runner, self._sampler, info.blocks_by_window
             self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
             self._graphs.capture()
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)

@@ -104,7 +104,7 @@ class Load:
 
     def __init__(self, spare: int = 0, cached_blocks: int = 0) -> None:
         own_blocks = (RUNNING + spare) * (PREFIX + BLOCK_SIZE + STEPS + 2 * BLOCK_SIZE) // BLOCK_SIZE
-        self.cache = PrefixCache(cached_blocks + own_blocks, BLOCK_SIZE)
+        self.cache = PrefixCache({None: cached_blocks + own_blocks}, BLOCK_SIZE)
         self.scheduler = Scheduler(self.cache, RUNNING + spare, (RUNNING + spare) * (PREFIX + BLOCK_SIZE))
         self.random = random.Random(0)
         self.arrivals = 0

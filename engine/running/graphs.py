@@ -4,8 +4,8 @@ There are two graphs for each number of rows, which is a power of two: one holds
 other those of plain draws from the hidden states, at the addresses they had when they were captured. A step in which
 each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
 otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
-contract of the ops changes no bit of the others. Padding reads and writes `spare_block`, a block of the KV cache that
-no sequence has.
+contract of the ops changes no bit of the others. Padding reads and writes `spare_blocks`, a block of the KV cache for
+each window that no sequence has.
 
 Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
 these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import GREEDY, AttentionBatch, Wanted
+from ...kernels.contract import GREEDY, AttentionBatch, Pages, Wanted
 from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -53,19 +53,20 @@ class CudaCapture:
 class _Inputs:
     """The inputs of a graph of `size` rows, all of them padding at first."""
 
-    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int) -> None:
+    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int]) -> None:
         self._runner = runner
         device, block_size = runner.model.device, runner.block_size
 
         def column(value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.int64, device=device)
 
-        self._spare_block, self._spare_slot = spare_block, spare_block * block_size
+        self._spare_blocks = spare_blocks
         self.token_ids = column(0)
         self.positions = column(0)
-        self.slots = column(self._spare_slot)
         self.lens = column(1)
-        self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
+        width = -(-max_model_len // block_size)
+        self.slots = [column(spare * block_size) for spare in spare_blocks]
+        self.tables = [torch.full((size, width), spare, device=device) for spare in spare_blocks]
         rows = torch.arange(size, device=device)
         ones = torch.ones(size, dtype=torch.float32, device=device)
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
@@ -80,14 +81,15 @@ class _Inputs:
     def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
-        positions, slots, lens = runner.to_device(np.stack((step.positions, step.slots, step.context_lens)))
-        tables = runner.to_device(step.block_tables)
+        positions, lens, *slots = runner.to_device(np.stack((step.positions, step.context_lens, *step.slots)))
         self.token_ids[:count] = runner.token_ids(step, drawn)
         self.positions[:count] = positions
-        self.slots[:count], self.slots[count:] = slots, self._spare_slot
         self.lens[:count], self.lens[count:] = lens, 1
-        self.tables[:count, : tables.shape[1]] = tables
-        self.tables[count:, 0] = self._spare_block
+        for i, spare in enumerate(self._spare_blocks):
+            tables = runner.to_device(step.block_tables[i])
+            self.slots[i][:count], self.slots[i][count:] = slots[i], spare * runner.block_size
+            self.tables[i][:count, : tables.shape[1]] = tables
+            self.tables[i][count:, 0] = spare
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,13 @@ class DecodeGraphs:
         self,
         runner: ModelRunner,
         sampler: Sampler,
-        spare_block: int,
+        spare_blocks: Sequence[int],
         max_num_seqs: int,
         max_model_len: int,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._runner, self._sampler = runner, sampler
-        self._spare_block, self._max_model_len = spare_block, max_model_len
+        self._spare_blocks, self._max_model_len = spare_blocks, max_model_len
         self._sizes = [1 << i for i in range(_exponent(max_num_seqs) + 1)]
         self._new_capture = new_capture
         self._graphs: dict[int, _Graphs] = {}
@@ -166,15 +168,19 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graphs:
-        inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_block)
+        inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_blocks)
         forward = _Graph(*capture(lambda: [self._forward(inputs)]))
         [hidden] = forward.outputs
         return _Graphs(inputs, forward, _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted))))
 
     def _forward(self, inputs: _Inputs) -> Tensor:
         size = len(inputs.lens)
-        batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
-        return self._runner.forward(inputs.token_ids, inputs.positions, inputs.slots, batch)
+        starts, most = range(size + 1), [self._max_model_len] * size
+        pages = [
+            Pages(slots, AttentionBatch(starts, most, tables, inputs.lens))
+            for slots, tables in zip(inputs.slots, inputs.tables, strict=True)
+        ]
+        return self._runner.forward(inputs.token_ids, inputs.positions, pages)
 
 
 def _exponent(count: int) -> int:

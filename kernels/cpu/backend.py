@@ -13,7 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, get_num_threads
 
-from ..contract import AttentionBatch, AttentionWeights, Layer, Memory, Rotation, StateBatch, TokenStatistics, Wanted
+from ..contract import (
+    AttentionBatch,
+    AttentionWeights,
+    Layer,
+    Memory,
+    Pages,
+    Rotation,
+    StateBatch,
+    TokenStatistics,
+    Wanted,
+)
 from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import Activation, AttentionSpec, NormSpec
@@ -142,29 +152,39 @@ def layers(
     layers: PackedLayers,
     rotations: Sequence[Rotation],
     memories: Sequence[Memory],
-    slots: Tensor,
-    batch: AttentionBatch,
+    pages: Sequence[Pages],
     states: StateBatch | None = None,
 ) -> Tensor:
-    if len(memories) != len(layers):
-        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(memories)}; pass one for each")
+    if not len(memories) == len(pages) == len(layers):
+        raise ValueError(
+            f"layers: expected {len(layers)} pairs of caches, and pages, found {len(memories)} and {len(pages)}; pass "
+            "one for each"
+        )
     if not layers:
         return x
-    x, slots, tables = x.contiguous(), slots.contiguous(), batch.block_tables.contiguous()
+    x, numbers = x.contiguous(), {id(page): _PageNumbers(page) for page in pages}
     turns = [part.contiguous() for rotation in rotations for part in rotation]
-    starts, lens = batch.tensors
+    starts, lens = pages[0].batch.tensors
     weights, caches, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
+    paged = array("Q", chain.from_iterable(numbers[id(page)].pointers for page in pages))
     width = max(cast(AttentionWeights, layer.mixer).q.shape[0] for layer in layers)
     intermediate = max(layer.mlp.gate.shape[0] for layer in layers)
     sizes = (width, width, x.shape[1], intermediate, x.shape[1])
     buffers = [torch.empty(len(x), size, dtype=x.dtype) for size in sizes]
     _library.layers(
-        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(caches), len(layers)),
-        *(_address(turned), slots.data_ptr(), memories[0][0].shape[1]),
-        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
+        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(caches), _address(paged), len(layers)),
+        *(_address(turned), memories[0][0].shape[1], lens.shape[0], starts.data_ptr(), lens.data_ptr()),
         *(buffer.data_ptr() for buffer in buffers),
     )
     return buffers[-1]
+
+
+class _PageNumbers:
+    """What `PagePointers` in native/api.cpp holds, which is there as long as this is."""
+
+    def __init__(self, page: Pages) -> None:
+        self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()
+        self.pointers = self._slots.data_ptr(), self._tables.data_ptr(), self._tables.shape[1]
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.contract import GREEDY, SAMPLE, AttentionBatch, Backend, Layer, Norms, Rotation, Wanted, Weight
+from trueroll.kernels.contract import (
+    GREEDY,
+    SAMPLE,
+    AttentionBatch,
+    Backend,
+    Layer,
+    Norms,
+    Pages,
+    Rotation,
+    Wanted,
+    Weight,
+)
 from trueroll.kernels.layer import project
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, LayerSpec
@@ -97,7 +108,8 @@ class Step:
     def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The hidden states after the layers, and what their caches hold then."""
         caches = [(keys.clone(), values.clone()) for keys, values in self.caches]
-        out = compute(self.x, self.layers, self.rotations, caches, self.slots, self.batch)
+        pages = [Pages(self.slots, self.batch)] * len(self.layers)
+        out = compute(self.x, self.layers, self.rotations, caches, pages)
         return out, [cache for pair in caches for cache in pair]
 
 
@@ -119,8 +131,8 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
 
 def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
     """Every op by itself, in the order of the definition."""
-    rotations, kv_caches, slots, batch = rest
-    for layer, caches in zip(layers, kv_caches, strict=True):
+    rotations, kv_caches, pages = rest
+    for layer, caches, (slots, batch) in zip(layers, kv_caches, pages, strict=True):
         spec, (before, after), mlp = layer.spec, (layer.mixer_norms, layer.mlp_norms), layer.mlp
         hidden = x if before.before is None else ops.rmsnorm(x, before.before, spec.norm)
         q, k, v = project(ops, hidden, spec.mixer, layer.mixer, rotations[spec.mixer.rotation])

@@ -243,22 +243,28 @@ AttentionArgs<T> attention_args(
     return args;
 }
 
+// Where a layer keeps the keys and values of a step's tokens; the same for all layers of a group.
+struct PagePointers {
+    const int64_t *slots, *tables;
+    int64_t max_blocks;
+};
+
 // What all layers of a run have in common, and the memory for what passes from step to step.
 struct LayerRun {
     long count, k;
     const RotationPointers* rotations;
-    const int64_t* slots;
-    long block_size;
-    Batch batch;
+    long block_size, sequences;
+    const int64_t *query_starts, *context_lens;
     void *q, *attended, *middle, *active, *out;
 };
 
 template <class T>
 LayerArgs<T> layer_args(
     const LayerRun& run, const void* x, const LayerNumbers& numbers, const LayerPointers& from,
-    const CachePointers& caches
+    const CachePointers& caches, const PagePointers& pages
 ) {
     const AttentionNumbers& mixer = numbers.mixer;
+    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
     const Sizes sizes = sizes_of(mixer, run.block_size);
     const long k = run.k, width = sizes.heads * sizes.head_dim, n = static_cast<long>(numbers.intermediate);
     const RotationPointers& rotation = run.rotations[static_cast<size_t>(mixer.rotation)];
@@ -273,8 +279,8 @@ LayerArgs<T> layer_args(
     const Matrix<T> o = {as<T>(from.o), k, width}, down = {as<T>(from.down), k, n};
     const Matrix<T> gate = {as<T>(from.gate), n, k}, up = {as<T>(from.up), n, k};
     return {
-        qkv_args(before_mixer, mixer, from.qkv, caches, rotation, run.slots, run.block_size, run.q),
-        attention_args<T>(run.q, caches, sizes, run.batch, scoring, run.attended),
+        qkv_args(before_mixer, mixer, from.qkv, caches, rotation, pages.slots, run.block_size, run.q),
+        attention_args<T>(run.q, caches, sizes, batch, scoring, run.attended),
         {input<T>(run.attended, run.count, width), o, nullptr, as<const T>(x), as<T>(run.middle)},
         norm(from.mixer_norms[1]),
         {before_mlp, gate, up, static_cast<Activation>(static_cast<int>(numbers.activation)), as<T>(run.active)},
@@ -353,7 +359,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 8; }
+EXPORT long trueroll_interface() { return 9; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -467,24 +473,25 @@ EXPORT void trueroll_attention(
     });
 }
 
-// One layer after the other, each with its numbers, weights and caches. Memory for what passes from step to step:
+// One layer after the other, each with its numbers, weights, caches and pages. Memory for what passes from step to step:
 // `middle` [count, k], and as the largest layer needs `q` and `attended` [count, heads * head_dim] and `active` [count,
 // intermediate].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
-    const LayerPointers* weights, const CachePointers* caches, long num_layers, const RotationPointers* rotations,
-    const int64_t* slots, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, void* q, void* attended, void* middle, void* active, void* out
+    const LayerPointers* weights, const CachePointers* caches, const PagePointers* pages, long num_layers,
+    const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
+    const int64_t* context_lens, void* q, void* attended, void* middle, void* active, void* out
 ) {
     const Call call(threads);
-    const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
-    const LayerRun run = {count, k, rotations, slots, block_size, batch, q, attended, middle, active, out};
+    const LayerRun run = {
+        count, k, rotations, block_size, sequences, query_starts, context_lens, q, attended, middle, active, out
+    };
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         std::vector<LayerArgs<T>> args;
         args.reserve(static_cast<size_t>(num_layers));
         for (long i = 0; i < num_layers; ++i)
-            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], caches[i]));
+            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], caches[i], pages[i]));
         chosen->ops(type).layers(args.data(), num_layers);
     });
 }

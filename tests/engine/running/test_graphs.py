@@ -207,11 +207,13 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
     graphs = engine._graphs._graphs[4]
     inputs = graphs.inputs
-    assert inputs.slots[3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[2], "premise: three rows of four were filled"
-    caches = [cache for pair in engine._runner.kv_caches for cache in pair]
+    assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], (
+        "premise: three rows of four were filled"
+    )
+    caches = [cache for pair in engine._runner.memories for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
-        for column in (inputs.slots, inputs.tables):
+        for column in (*inputs.slots, *inputs.tables):
             column.copy_(torch.full_like(column, int(column[3].flatten()[0])))
         graphs.forward.replay()
     for cache, was in zip(caches, before, strict=True):

@@ -35,7 +35,8 @@ class HybridDriver(Driver):
     ) -> None:
         super().__init__(num_blocks, block_size, max_num_seqs, budget)
         self.slots = StateSlots(num_slots, checkpoints)
-        self.cache = PrefixCache(num_blocks, block_size, forget=self.slots.forget)
+        self.cache = PrefixCache({None: num_blocks}, block_size, forget=self.slots.forget)
+        self.kv = self._no_kv()
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget, self.slots, intervals)
         self.states: list[Content | None] = [None] * num_slots
 

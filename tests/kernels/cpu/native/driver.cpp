@@ -40,8 +40,8 @@ void trueroll_attention(
     const int64_t*, long, float, long, float, void*
 );
 void trueroll_layers(
-    long, int, const void*, long, long, const double*, const void*, const void*, long, const void*, const int64_t*,
-    long, long, const int64_t*, const int64_t*, const int64_t*, long, void*, void*, void*, void*, void*
+    long, int, const void*, long, long, const double*, const void*, const void*, const void*, long, const void*, long,
+    long, const int64_t*, const int64_t*, void*, void*, void*, void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -111,6 +111,11 @@ class Digest {
 
   private:
     uint64_t hash_ = 0xCBF29CE484222325u;
+};
+
+struct Pages {
+    const int64_t *slots, *tables;
+    int64_t max_blocks;
 };
 
 struct Run {
@@ -285,11 +290,14 @@ struct Run {
             layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
             caches.insert(caches.end(), {keys.data(), values.data()});
         }
+        // A table for each layer, so that one that names blocks beyond its own is found.
+        const std::vector<int64_t> copied = tables;
+        const Pages pages[2] = {{fresh.data(), tables.data(), max_blocks}, {fresh.data(), copied.data(), max_blocks}};
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), 2, turns.data(),
-            fresh.data(), block_size, sequences, starts.data(), lens.data(), tables.data(), max_blocks, q.data(),
-            out.data(), middle.data(), active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2,
+            turns.data(), block_size, sequences, starts.data(), lens.data(), q.data(), out.data(), middle.data(),
+            active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
