@@ -1,7 +1,7 @@
 """Whether trueroll keeps its promises on a GPU, and how fast it is there: `python3 examples/gpu_check.py [PART ...]`.
 
-Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but Triton's
-kernels, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
+Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but by
+Triton, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
 docs/gpu.md has the command that makes it. The folder `--out` gets `site`, with these packages and links to the
 checkout, and for each part a log and the figures of `gpu_report.py`, whose tables are printed too.
 
@@ -255,8 +255,11 @@ def lay_out(site: Path, wheels: Path | None) -> None:
     (metadata := site / f"trueroll-{version}.dist-info").mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: trueroll\nVersion: {version}\n")
     if wheels is not None:
+        if not (files := sorted(map(str, wheels.glob("*.whl")))):
+            sys.exit(f"gpu_check: --wheels: expected a folder of wheels, found none in {wheels}; docs/gpu.md makes it")
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
-        subprocess.run([*pip, *sorted(map(str, wheels.glob("*.whl")))], check=True)
+        if subprocess.run([*pip, *files]).returncode:
+            sys.exit("gpu_check: --wheels: expected wheels that pip can install here, found others; see docs/gpu.md")
 
 
 def unmet(site: Path) -> list[str]:
@@ -293,17 +296,22 @@ def read_arguments() -> argparse.Namespace:
 
 def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
     """Those on the machine and on the parts; on the machine alone, if its is not fine."""
-    yield (machine := check.judge(MACHINE, "machine"))
-    if machine.is_fine:
-        for part in parts:
-            (check.out / f"{part}.log").unlink(missing_ok=True)
-            yield from (check.judge(promise, part) for promise in PARTS[part])
+    for part, promises in {"machine": (MACHINE,), **{part: PARTS[part] for part in parts}}.items():
+        (check.out / f"{part}.log").unlink(missing_ok=True)
+        for promise in promises:
+            yield (verdict := check.judge(promise, part))
+            if promise is MACHINE and not verdict.is_fine:
+                return
 
 
 def main() -> None:
     arguments = read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_check: terminated"))  # so that `run` ends what it started
     check = Check(arguments.out.resolve(), arguments.rehearse)
-    lay_out(check.site, arguments.wheels)
+    try:
+        lay_out(check.site, arguments.wheels)
+    except OSError as error:
+        sys.exit(f"gpu_check: --out: expected a folder that can be written, found that {error}; name another one")
     if missing := unmet(check.site):
         sys.exit(
             f"gpu_check: expected packages that neither this interpreter nor the wheels have: {', '.join(missing)}; "

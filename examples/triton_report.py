@@ -1,4 +1,4 @@
-"""What the compiler makes of the Triton kernels, with no GPU: `python examples/triton_report.py [--json | --model]`.
+"""What the compiler makes of the Triton kernels, without a GPU: `python examples/triton_report.py [--json | ...]`.
 
 Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on tensors without
 memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes
@@ -325,26 +325,26 @@ Job: TypeAlias = tuple[int, Launch]
 JOBS: list[Job] = []
 
 
-def jobs_of(launches: list[Launch]) -> list[Job]:
+def jobs_of(launches: Sequence[Launch]) -> list[Job]:
     """All launches for all targets."""
     return [(capability, launch) for launch in launches for capability in CAPABILITIES]
 
 
-def jobs_of_all_models() -> list[Job]:
-    """All launches for the target that tiles were chosen for, and `some` of them for the others."""
-    launches = record(MODELS)
-    chosen = some(launches)
-    return [job for job in jobs_of(launches) if job[0] == TUNED_FOR or job[1] in chosen]
+def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
+    """`some` of the launches for all targets, and those of one model for the target that tiles were chosen for."""
+    chosen, whole = set(some(launches)), set(modelled)
+    return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
 
 
-def some(launches: list[Launch]) -> list[Launch]:
-    """As many as show of each kernel every tile, every value of each constant and every type of each argument."""
-    seen: set[Any] = set()
+def some(launches: Sequence[Launch]) -> list[Launch]:
+    """Few that show of each kernel every tile, every value of each constant and every type of each argument: one after
+    the other that which shows most that none before it does.
+    """
+    missing = set().union(*map(shown_by, launches))
     chosen = []
-    for launch in launches:
-        if not (shown := shown_by(launch)) <= seen:
-            seen |= shown
-            chosen.append(launch)
+    while missing:
+        chosen.append(max(launches, key=lambda launch: len(shown_by(launch) & missing)))
+        missing -= shown_by(chosen[-1])
     return chosen
 
 
@@ -493,17 +493,20 @@ def main() -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help=f"print every launch of every model for sm_{TUNED_FOR}, and some for the others, as JSON; not a table of "
-        "one model",
+        help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
+        f"and for sm_{TUNED_FOR} all of one model",
     )
+    parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
         "--model", action="store_true", help="print what a model of an H200 makes of the layers of one model"
     )
     options = parser.parse_args()
     if options.model:
         print_model(MODELS[MODELLED])
-    elif options.json:
-        print(json.dumps([asdict(compiled) for compiled in compile_all(jobs_of_all_models())]))
+    elif options.json or options.all:
+        launches = record(MODELS)
+        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record([MODELLED]))
+        print(json.dumps([asdict(compiled) for compiled in compile_all(jobs)]))
     else:
         print_table(compile_all(jobs_of(record([MODELLED]))))
 

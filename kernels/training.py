@@ -68,7 +68,7 @@ class Arithmetic(NamedTuple):
 
 
 def align(model: Any, backend: str = "auto") -> None:
-    """Make a transformers model of a family that a worker serves compute with the ops of `backend`: `auto` (the fastest
+    """Make a transformers model of one of the families compute with the ops of `backend`: `auto` (the fastest
     that serves it), `cpu`, `triton` or `reference`.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
@@ -86,7 +86,7 @@ def align(model: Any, backend: str = "auto") -> None:
 
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
-    if not _has_parts(model) or not any(_is_aligned(module) for module, *_ in _parts(model)):
+    if not _is_decoder(model) or not any(_is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
         )
@@ -376,8 +376,13 @@ def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Se
         )
 
 
-def _has_parts(model: Any) -> bool:
+def _is_of_family(model: Any) -> bool:
     return type(model).__name__ in families()
+
+
+def _is_decoder(model: Any) -> bool:
+    """Whether it is one that `_parts` finds its way in."""
+    return _is_of_family(model) and hasattr(model.model, "embed_tokens")
 
 
 def _is_aligned(module: nn.Module) -> bool:
@@ -392,7 +397,7 @@ def _check_linear(name: str, module: nn.Module) -> None:
 
 
 def _check_aligned(model: Any) -> None:
-    if not _has_parts(model) or not all(_is_aligned(module) for module, *_ in _parts(model)):
+    if not _is_decoder(model) or not all(_is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
             "pass the model without a wrapper"
@@ -401,10 +406,15 @@ def _check_aligned(model: Any) -> None:
 
 def _check_model(model: Any) -> DecoderSpec:
     """What the model computes. Raise AlignmentError unless the ops compute it too."""
-    if not _has_parts(model):
+    if not _is_of_family(model):
         names = ", ".join(sorted(families()))
         raise AlignmentError(
             f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
+        )
+    if not _is_decoder(model):
+        raise AlignmentError(
+            f"model: expected a decoder alone, found {type(model).__name__}, which has more; load its text with "
+            "AutoModelForCausalLM"
         )
     if any(_is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")

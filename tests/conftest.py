@@ -23,7 +23,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton_interpreter  # noqa: E402, I001
 from conversion import convert_smollm2  # noqa: E402
-from tiny import FAMILIES, WINDOWED, make_tiny_model  # noqa: E402
+from tiny import FAMILIES, HYBRID, WINDOWED, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
@@ -68,6 +68,12 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("qwen3", tmp_path_factory.mktemp("models") / "tiny-qwen3")
 
 
+@pytest.fixture(scope="session")
+def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid: three of four layers are recurrent."""
+    return make_tiny_model("qwen3_5", tmp_path_factory.mktemp("models") / "tiny-qwen3_5")
+
+
 @pytest.fixture(params=FAMILIES)
 def tiny_model(request: pytest.FixtureRequest) -> Path:
     """The folder of each family's tiny float32 model, one after the other."""
@@ -85,6 +91,19 @@ def windowed_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
 def windowed_model(request: pytest.FixtureRequest, windowed_models: dict[str, Path]) -> Path:
     """Those folders, one after the other."""
     return windowed_models[request.param]
+
+
+@pytest.fixture(scope="session")
+def hybrid_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of the tiny float32 model of each family with gated delta nets."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(family, folder / f"tiny-{family}") for family in HYBRID}
+
+
+@pytest.fixture(params=HYBRID)
+def hybrid_model(request: pytest.FixtureRequest, hybrid_models: dict[str, Path]) -> Path:
+    """Those folders, one after the other."""
+    return hybrid_models[request.param]
 
 
 @pytest.fixture(params=FAMILIES + WINDOWED)

@@ -48,7 +48,7 @@ KERNELS = {
     "families": {"families", "specs"},
     "transfer": set(),
     "reference": SPEC | {"layer"},
-    "cpu": SPEC | {"cpu", "reference"},
+    "cpu": SPEC | {"cpu", "layer", "reference"},
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,

@@ -190,7 +190,7 @@ def _blocks_in(room: int, config: EngineConfig, sizes: Sizes, interval: int, max
 def _checkpoints(config: EngineConfig, num_blocks: int, interval: int) -> int:
     if not _has_checkpoints(config, interval):
         return 0
-    return config.state_budget if config.state_budget is not None else -(-num_blocks * config.block_size // interval)
+    return config.state_budget if config.state_budget is not None else num_blocks * config.block_size // interval
 
 
 def _has_checkpoints(config: EngineConfig, interval: int) -> bool:

@@ -35,13 +35,19 @@ def is_needed(device: torch.device) -> bool:
 def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """Compiles kernels, and returns how many bytes are available for the KV cache.
 
-    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights.
+    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights, or if compiled
+    kernels cannot be kept.
     """
     device = loaded.model.device
     if not is_needed(device):
         return available_memory(device)
     ops, forms = loaded.backend.ops, _Computation(_outline(loaded), config, max_model_len)
-    ops.prepare(forms, config.max_num_batched_tokens, device)
+    try:
+        ops.prepare(forms, config.max_num_batched_tokens, device)
+    except OSError as error:
+        raise ConfigError(
+            f"TRITON_CACHE_DIR: expected a folder that compiled kernels can be written to, found: {error}; name another"
+        ) from error
     try:
         return _rehearse(config, loaded, max_model_len)
     except torch.OutOfMemoryError as error:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..outputs.draw_records import DRAW
+from ..outputs.open_requests import OpenSample
 from .sequence import Generation, Sequence
 
 _FEWEST_BLOCKS = 16
@@ -62,11 +63,8 @@ class Lanes:
         for name, value in self._values(sequence).items():
             getattr(self, name)[lane] = value
         self.add_blocks(sequence)
-        match sequence.purpose:
-            case Generation([sample]) if sequence.num_decoded > 0:
-                self.is_decoding[lane], self.samples[lane], self.draws[lane] = True, sample, sample.draw
-            case _:
-                self.is_decoding[lane] = False
+        if (sample := self.samples[lane]) is not None:
+            self.draws[lane] = sample.draw
 
     def add_blocks(self, sequence: Sequence) -> None:
         """Repeats the blocks that a sequence with a lane got."""
@@ -114,6 +112,7 @@ class Lanes:
             raise RuntimeError(f"lanes: expected {len(running)} lanes in use, as many as sequences run")
 
     def _values(self, sequence: Sequence) -> dict[str, Any]:
+        sample = _sample_of(sequence)
         return dict(
             num_tokens=sequence.num_tokens,
             num_computed=sequence.num_computed,
@@ -122,6 +121,8 @@ class Lanes:
             last_token=sequence.tokens[-1],
             source=sequence.source,
             target=sequence.target,
+            is_decoding=sample is not None,
+            samples=sample,
         )
 
 
@@ -129,3 +130,11 @@ def _wider(rows: np.ndarray, width: int) -> np.ndarray:
     wider = np.zeros((len(rows), width), np.int64)
     wider[:, : rows.shape[1]] = rows
     return wider
+
+
+def _sample_of(sequence: Sequence) -> OpenSample | None:
+    """The one that it is of, if that has tokens."""
+    match sequence.purpose:
+        case Generation([sample]) if sequence.num_decoded > 0:
+            return sample
+    return None

@@ -8,6 +8,8 @@ Checkpoints lie at absolute positions, all of them borders of blocks, and chunks
 
 - every `interval` tokens of what is computed in chunks: a prompt, or all tokens after a preemption;
 - at the last border of blocks within a prompt that the prompt can be resumed from when it comes again;
+- where the tokens end that a sequence found in the cache but had to compute for want of a checkpoint: prompts branch
+  there, and those that come meanwhile wait for this one as they wait for a prefix that is being computed;
 - every `decode_interval` tokens while decoding.
 
 A checkpoint for which there is no slot is skipped: nothing waits for it, and where a chunk is cut changes no bit.
@@ -48,6 +50,7 @@ class RecurrentStates:
         self._lanes = lanes
         self._block_size = block_size
         self._intervals = intervals
+        self._branches: dict[bytes, Sequence] = {}  # by the last block before them: who takes the checkpoint there
         self._pending: dict[tuple[Sequence, int], int] = {}  # of steps under way: sequence and position -> slot
 
     def begin(self, sequence: Sequence, hits: list[Entry]) -> bool:
@@ -63,6 +66,30 @@ class RecurrentStates:
         sequence.slot = sequence.target = own
         sequence.source = source
         return True
+
+    def branch_under_way(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
+        """Of the blocks that a sequence would have to compute though they are cached, the last one at whose end another
+        sequence is about to take a checkpoint.
+        """
+        keys = sequence.chain.hashes[num_resumed:num_hits]
+        return next((key for key in reversed(keys) if key in self._branches), None)
+
+    def expect_branch(self, sequence: Sequence, num_hits: int) -> None:
+        """Lets a sequence that begins take a checkpoint at the end of the blocks that it found in the cache."""
+        if self.slots.budget:
+            sequence.branch = num_hits * self._block_size
+            self._branches.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
+
+    def is_branch(self, key: bytes) -> bool:
+        """Whether a sequence is about to take a checkpoint at the end of this block."""
+        return key in self._branches
+
+    def _leave_branch(self, sequence: Sequence) -> None:
+        if sequence.branch:
+            key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
+            if self._branches.get(key) is sequence:
+                del self._branches[key]
+            sequence.branch = 0
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Lets a child go on from its parent's state, which stays as it is from now on. False if there is no slot."""
@@ -82,6 +109,8 @@ class RecurrentStates:
             return size
         reserved = self.slots.reserve()
         if reserved is None:
+            if sequence.num_computed + size >= sequence.branch:
+                self._leave_branch(sequence)
             return size
         sequence.target = reserved
         self._lanes.repeat(sequence)
@@ -121,6 +150,8 @@ class RecurrentStates:
             slot = self._pending.pop((sequence, end), None)
             if slot is None:
                 continue
+            if end == sequence.branch:
+                self._leave_branch(sequence)
             if sequence.table and sequence.chain.epoch == epoch:
                 self.slots.make_ready(sequence.chain.entries[end // self._block_size - 1], slot)
             else:
@@ -130,6 +161,7 @@ class RecurrentStates:
         """Takes its slots from a sequence that runs no longer."""
         if sequence.slot == NO_SLOT:
             return
+        self._leave_branch(sequence)
         self.cancel(sequence)
         if sequence.source != sequence.slot:
             self._drop(sequence.source)
@@ -147,8 +179,8 @@ class RecurrentStates:
         if sequence.num_uncomputed == 1:
             return _multiple(self._intervals.decodes, start, last + 1)
         border = (sequence.num_prompt_tokens - 1) // self._block_size * self._block_size
-        places = [_multiple(self._intervals.prompts, start, last), border if start < border else 0]
-        return min((place for place in places if place), default=0)
+        places = _multiple(self._intervals.prompts, start, last), border, sequence.branch
+        return min((place for place in places if place > start), default=0)
 
     def _taken(self) -> int:
         slot = self.slots.take()

@@ -330,12 +330,16 @@ class Scheduler:
 
     def _take_back(self) -> None:
         """Lets those be looked at again for whom there is nothing to wait for any more."""
-        over = [key for key in self._aside if not self.cache.is_claimed(key)]
+        over = [key for key in self._aside if not self._is_under_way(key)]
         for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
             sequence.claim = None
             self._ready.append(sequence)
         if over:
             self._ready.sort(key=_order)
+
+    def _is_under_way(self, key: bytes) -> bool:
+        """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
+        return self.cache.is_claimed(key) or (self.states is not None and self.states.is_branch(key))
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> Admission:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
@@ -350,10 +354,18 @@ class Scheduler:
             self._set_aside(sequence, claim)
             return Admission.WAIT_FOR_PREFIX
         resumed = hits if self.states is None else cache.deepest(hits, self.states.slots.is_ready)
+        if self.states is not None:
+            branch = self.states.branch_under_way(sequence, len(resumed), len(hits))
+            if branch is not None:
+                self._set_aside(sequence, branch)
+                return Admission.WAIT_FOR_PREFIX
         if not cache.can_hold(resumed, sequence.num_tokens, self.max_num_batched_tokens):
             return Admission.WAIT_FOR_BLOCKS
-        if self.states is not None and not self.states.begin(sequence, resumed):
-            return Admission.WAIT_FOR_BLOCKS
+        if self.states is not None:
+            if not self.states.begin(sequence, resumed):
+                return Admission.WAIT_FOR_BLOCKS
+            if len(resumed) < len(hits):
+                self.states.expect_branch(sequence, len(hits))
         self._start(sequence, resumed, plan)
         self.stats.shortened_hits += (len(hits) - len(resumed)) * cache.block_size
         return Admission.ADMITTED

@@ -32,8 +32,9 @@ class Sequence:
     """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`, or will have it when
     the steps under way are done.
 
-    The scheduler writes `num_computed`, `table`, `slot`, `source`, `target`, `chain`, `claim`, `num_cached_tokens` and
-    `lane`; the engine writes the rest, and has what changed repeated in the sequence's lane (`Lanes`).
+    The scheduler writes `num_computed`, `table`, `branch`, `slot`, `source`, `target`, `chain`, `claim`,
+    `num_cached_tokens` and `lane`; the engine writes the rest, and has what changed repeated in the sequence's lane
+    (`Lanes`).
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
@@ -43,6 +44,8 @@ class Sequence:
     `claim`: the hash of the block that it waits for while another sequence computes that; None if it waits for none.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     `lane`: that of a running sequence in `Lanes`; -1 of one that waits.
+    `branch`: how many of its first tokens were in the cache when it was admitted, if no checkpoint of their state was;
+    0 otherwise, or once there is one.
     `slot`, `source`, `target`: where its recurrent state lies (`recurrent`); NO_SLOT if it waits or the model has none.
     """
 
@@ -58,6 +61,7 @@ class Sequence:
     claim: bytes | None = None
     num_cached_tokens: int | None = None
     lane: int = -1
+    branch: int = 0
     slot: int = NO_SLOT
     source: int = NO_SLOT
     target: int = NO_SLOT

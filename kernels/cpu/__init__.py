@@ -29,12 +29,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
         found = str(dtype).removeprefix("torch.")
         wanted = "set dtype to bfloat16 (--dtype bfloat16) or float32"
         return f"native CPU kernels expect float32 or bfloat16, found {found}; {wanted}"
-    for mixer in (layer.mixer for layer in layers):
-        if not isinstance(mixer, AttentionSpec):
-            return "native CPU kernels expect attention in every layer, found a gated delta net"
-        if mixer.output_gate or mixer.rotated is not None:
-            return "native CPU kernels expect attention without an output gate whose heads turn as a whole, found other"
-        if mixer.head_dim % 16 or mixer.head_dim > MOST_HEAD_DIM:
+    for head_dim in [layer.mixer.head_dim for layer in layers if isinstance(layer.mixer, AttentionSpec)]:
+        if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             expected = f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}"
-            return f"native CPU kernels expect {expected}, found {mixer.head_dim}"
+            return f"native CPU kernels expect {expected}, found {head_dim}"
     return library_obstacle()

@@ -5,6 +5,7 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -16,6 +17,8 @@ from torch import Tensor, get_num_threads
 from ..contract import (
     AttentionBatch,
     AttentionWeights,
+    Backend,
+    DeltaNetWeights,
     Layer,
     Memory,
     Pages,
@@ -24,13 +27,15 @@ from ..contract import (
     TokenStatistics,
     Wanted,
 )
+from ..layer import project, run_layers
 from ..reference import prepare as prepare
 from ..reference import rope as rope
-from ..specs import Activation, AttentionSpec, NormSpec
+from ..specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
 from .library import load_library
-from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, qkv_tensors
+from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, is_packed, qkv_tensors
 
 _library = load_library()
+_SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
@@ -42,8 +47,8 @@ def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedW
     return PackedWeight.new(rows, columns, empty)
 
 
-def new_layers(layers: Sequence[Layer]) -> PackedLayers:
-    return PackedLayers(layers)
+def new_layers(layers: Sequence[Layer]) -> PackedLayers | tuple[Layer, ...]:
+    return PackedLayers(layers) if all(is_packed(layer.spec) for layer in layers) else tuple(layers)
 
 
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
@@ -107,9 +112,13 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
+    if spec.output_gate and spec.qk_norm_over_heads:
+        q, k, v = project(_SELF, x, spec, weights, rotation)
+        write_kv(k, v, k_cache, v_cache, slots)
+        return q
     x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
-    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim, dtype=x.dtype)
+    q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim * (2 if spec.output_gate else 1), dtype=x.dtype)
     tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(weights)]
     pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(
@@ -147,14 +156,50 @@ def paged_attention(
     return out
 
 
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+    x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    sequences = _sequences(batch)
+    _library.convolve(
+        *(*_rows(x), weight.data_ptr(), weight.shape[2], tails.data_ptr()),
+        *(len(batch.reads), *(column.data_ptr() for column in sequences), out.data_ptr()),
+    )
+    return out
+
+
+def delta_rule(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    spec: DeltaNetSpec,
+    weights: DeltaNetWeights,
+    states: Tensor,
+    batch: StateBatch,
+) -> Tensor:
+    inputs = [tensor.contiguous() for tensor in (qkv, b, a, weights.decay, weights.bias)]
+    out = torch.empty(len(qkv), spec.num_value_heads, spec.value_head_dim, dtype=qkv.dtype)
+    sequences = _sequences(batch)
+    _library.delta_rule(
+        *(get_num_threads(), _is_bfloat16(qkv), *(tensor.data_ptr() for tensor in inputs)),
+        *(spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, states.data_ptr()),
+        *(len(batch.reads), *(column.data_ptr() for column in sequences), out.data_ptr()),
+    )
+    return out
+
+
+def _sequences(batch: StateBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return batch.starts, batch.reads.contiguous(), batch.writes.contiguous()
+
+
 def layers(
     x: Tensor,
-    layers: PackedLayers,
+    layers: PackedLayers | tuple[Layer, ...],
     rotations: Sequence[Rotation],
     memories: Sequence[Memory],
     pages: Sequence[Pages],
     states: StateBatch | None = None,
 ) -> Tensor:
+    if not isinstance(layers, PackedLayers):
+        return run_layers(_SELF, x, layers, rotations, memories, pages, states)
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
             f"layers: expected {len(layers)} pairs of caches, and pages, found {len(memories)} and {len(pages)}; pass "

@@ -111,6 +111,11 @@ class PackedLayers(tuple[Layer, ...]):
         return addresses
 
 
+def is_packed(spec: LayerSpec) -> bool:
+    """Whether `PackedLayers` may hold such a layer; a run of layers with others is computed op by op."""
+    return isinstance(spec.mixer, AttentionSpec) and not spec.mixer.output_gate
+
+
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
     """What `QkvPointers` in native/api.cpp points to, in its order."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
@@ -122,7 +127,8 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
-    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, spec.rotation
+    pairs = (spec.head_dim if spec.rotated is None else spec.rotated) // 2
+    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, spec.rotation, pairs, spec.output_gate
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:

@@ -1,8 +1,9 @@
 """Kernels for NVIDIA GPUs, written in Triton.
 
-Tokens lie on the N side of every matrix instruction; weights, keys and values on its M side. An instruction takes 16
-columns of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M
-is always the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either.
+In products tokens lie on the N side of every matrix instruction, weights on its M side. An instruction takes 16 columns
+of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is always
+the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either. Attention has one
+tile, whatever the number of rows.
 
 `launch` pins the settings of the compiler that change bits; `products`, `attention`, `rows` and `head` hold the
 kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's
@@ -19,6 +20,7 @@ import torch
 from ..specs import AttentionSpec, LayerSpec
 
 MOST_HEAD_DIM = 256
+MOST_GROUP = 64  # heads that share a key-value head: they are rows of one tile
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -30,12 +32,12 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
     for mixer in (layer.mixer for layer in layers):
         if not isinstance(mixer, AttentionSpec):
             return "Triton kernels expect attention in every layer, found a gated delta net; use the backend reference"
-        if mixer.output_gate or mixer.rotated is not None:
-            expected = "attention without an output gate whose heads turn as a whole"
-            return f"Triton kernels expect {expected}, found other; use the backend reference"
         if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
             expected = f"an even head size up to {MOST_HEAD_DIM}"
             return f"Triton kernels expect {expected}, found {mixer.head_dim}; use the backend reference"
+        if (group := mixer.num_heads // mixer.num_kv_heads) > MOST_GROUP:
+            expected = f"up to {MOST_GROUP} heads for each key-value head"
+            return f"Triton kernels expect {expected}, found {group}; use the backend reference"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:

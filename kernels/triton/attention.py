@@ -37,9 +37,10 @@ from torch import Tensor
 
 from ..contract import AttentionBatch
 from ..transfer import current_stream, to_device
+from . import MOST_GROUP
 from .launch import aligned, device_function, exact_jit, launch
 
-ROWS = 64
+ROWS = MOST_GROUP
 # Keys of a tile, warps and stages: of heads of up to 128, and of wider ones, which take more registers.
 NARROW, WIDE = (64, 4, 3), (32, 8, 2)
 PARTITION = 512
@@ -85,9 +86,10 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
-    bfloat16 or float16, D up to 256. Scores, softmax and sums are float32; weights are rounded to the dtype before they
-    multiply values. With `batch.lens`, what is computed follows from tensors on the device alone. A block table may
-    name any block for what lies behind the windows of all queries of its sequence.
+    bfloat16 or float16, D up to 256, up to ROWS heads for each key-value head. Scores, softmax and sums are float32;
+    weights are rounded to the dtype before they multiply values. With `batch.lens`, what is computed follows from
+    tensors on the device alone. A block table may name any block for what lies behind the windows of all queries of its
+    sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     inputs = _Inputs(aligned(q), k_cache, v_cache, aligned(batch.block_tables), scale * _LOG2_E.value, window, soft_cap)

@@ -43,7 +43,6 @@ from .rows import rmsnorm as rmsnorm
 from .rows import rope as rope
 from .rows import write_kv as write_kv
 
-MANY_ROWS = 2048
 _SELF = cast(Backend, sys.modules[__name__])
 
 
@@ -74,10 +73,9 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 def _row_counts(most: int) -> list[int]:
     """Numbers of rows that need all forms which any number up to `most` needs.
 
-    A form follows from how many tiles of 16 rows are filled or, of many rows, tiles of 128.
+    How many tiles are filled changes at multiples of 16 alone. What is chosen between two of them, one of them has.
     """
-    counts = 1, *range(16, MANY_ROWS, 16), *range(MANY_ROWS, most + 128, 128)
-    return sorted({min(rows, most) for rows in counts})
+    return sorted({min(rows, most) for rows in (1, *range(16, most + 16, 16))})
 
 
 def qkv(
@@ -89,7 +87,7 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if spec.qk_norm_over_heads:
+    if spec.qk_norm_over_heads or spec.output_gate or spec.rotated is not None:
         q, k, v = project(_SELF, x, spec, weights, rotation)
         write_kv(k, v, k_cache, v_cache, slots)
         return q

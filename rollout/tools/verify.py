@@ -39,6 +39,7 @@ from .verify_subjects import (
 )
 
 MAX_NUM_SEQS = 64
+CHECKPOINTS = 64  # enough for the prompts of any cell, even where there are few blocks
 
 R = TypeVar("R", bound=Request)
 Key: TypeAlias = tuple[str, int]
@@ -173,7 +174,7 @@ class _Lab:
             max_num_batched_tokens=cell.budget,
             enable_prefix_caching=cell.cache != "off",
             state_interval=cell.interval,
-            state_budget=cell.checkpoints,
+            state_budget=CHECKPOINTS if cell.checkpoints is None else cell.checkpoints,
             decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
         )
 

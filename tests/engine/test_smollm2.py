@@ -34,7 +34,7 @@ PROMPTS = [
     "The history of Rome begins",
 ]
 NEW = 64
-NEW_ON = {"cpu": NEW, "reference": 16}
+NEW_ON = {"cpu": NEW, "reference": 8}
 """Tokens to generate: steps of the reference are slow. The log-probs of all tokens are compared on both."""
 
 

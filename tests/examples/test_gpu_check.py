@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,6 +151,7 @@ def test_a_broken_promise_is_an_error(
         with pytest.raises(SystemExit) as ended:
             check.main()
         assert ended.value.code == code and capsys.readouterr().out.splitlines()[-1] == last
+        assert (tmp_path / "out" / "machine.log").read_text().count("1 passed") == 1, "logs are those of the last run"
 
 
 def test_without_a_gpu_it_stops_at_the_machine(tmp_path: Path) -> None:
@@ -167,6 +169,53 @@ def test_a_package_that_is_missing_is_named(check: ModuleType, tmp_path: Path) -
     (tmp_path / "wanting-1.0.dist-info" / "METADATA").write_text("\n".join(metadata))
     missing, old = check.unmet(tmp_path)
     assert missing == "no-such-package>=2 (found none)" and old.startswith("torch>=99 (found 2.")
+
+
+def test_a_folder_without_wheels_or_that_cannot_be_written_is_named(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "other-1.0-cp27-none-win32.whl").touch()
+    out, inside_a_file = str(tmp_path / "out"), str(tmp_path / "file" / "out")
+    for arguments, found in (
+        (["--out", out, "--wheels", str(tmp_path / "none")], f"a folder of wheels, found none in {tmp_path / 'none'}"),
+        (["--out", out, "--wheels", str(tmp_path)], "wheels that pip can install here, found others"),
+        (["--out", inside_a_file], "a folder that can be written, found that .*Not a directory.*; name another one"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["gpu_check.py", *arguments])
+        with pytest.raises(SystemExit, match=found):
+            check.main()
+
+
+ENDED = """
+import sys
+import gpu_check
+gpu_check.TESTS = sys.argv[1]
+gpu_check.MACHINE = gpu_check.Promise("endless", 250, ("test_told.py",))
+sys.argv[1:] = ["--out", sys.argv[1]]
+gpu_check.main()
+"""
+TOLD = """
+import os, pathlib, time
+def test_it():
+    pathlib.Path(__file__).with_name("pid").write_text(f"{os.getpid()}.")
+    time.sleep(3600)
+"""
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    """As under `timeout`."""
+    (tmp_path / "test_told.py").write_text(TOLD)
+    path = os.pathsep.join((str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")))
+    ended = subprocess.Popen([sys.executable, "-P", "-c", ENDED, str(tmp_path)], env=os.environ | {"PYTHONPATH": path})
+    pid = tmp_path / "pid"
+    while not pid.exists() or not pid.read_text().endswith("."):
+        assert ended.poll() is None
+        time.sleep(0.05)
+    ended.terminate()
+    assert ended.wait() == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text().removesuffix(".")), 0)
 
 
 def test_the_checkout_is_the_package(check: ModuleType, tmp_path: Path) -> None:

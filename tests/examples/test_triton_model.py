@@ -36,6 +36,16 @@ def layers(report: ModuleType) -> list[tuple[Any, dict[str, list[Any]]]]:
     ]
 
 
+def test_few_launches_show_all_that_the_models_have(report: ModuleType) -> None:
+    launches, modelled = report.record(report.MODELS), report.record([report.MODELLED])
+    jobs = report.chosen_jobs(launches, modelled)
+    chosen = {launch for capability, launch in jobs if capability == 80}
+    assert set().union(*map(report.shown_by, chosen)) == set().union(*map(report.shown_by, launches))
+    assert len(chosen) < 0.6 * len(launches), "premise: few"
+    assert {launch for capability, launch in jobs if capability == 100} == chosen
+    assert {launch for capability, launch in jobs if capability == 90} == {*chosen, *modelled}
+
+
 def test_every_assumption_has_a_reason() -> None:
     assert {field.name for field in fields(H200)} == REASONS.keys()
 

@@ -79,13 +79,14 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "mistral": [layer_spec(4, 2, 16, window=9)] * 2,
     "gemma3": [layer_spec(4, 2, 32, window=9, rotation=1, **_GEMMA)] * 2 + [layer_spec(4, 2, 32, **_GEMMA)],
     "olmo3": [layer_spec(3, 3, 80, window=9, rotation=1, **_OLMO), layer_spec(3, 3, 80, **_OLMO)],
+    "qwen3_5": [layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)] * 2,
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 
 
 def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
     """A decoder of these layers with two rotations."""
-    size = layers[0].mixer.head_dim
+    size = layers[0].mixer.rotated or layers[0].mixer.head_dim
     rotations = [tuple((theta ** (-torch.arange(0, size, 2) / size)).tolist()) for theta in (1e4, 3e2)]
     return DecoderSpec(
         architecture="",

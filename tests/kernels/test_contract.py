@@ -225,6 +225,7 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     "qkv 128 biases norms": partial(qkv, layer_spec(2, 1, 128, qkv_bias=True, qk_norm=NORM)),
     "qkv 256 zero-centered norms": partial(qkv, layer_spec(4, 2, 256, qk_norm=ZERO_CENTERED)),
     "qkv 80 norms over heads": partial(qkv, layer_spec(3, 3, 80, qk_norm=NORM, qk_norm_over_heads=True)),
+    "qkv 80 a gate and a part": partial(qkv, layer_spec(3, 1, 80, qk_norm=NORM, output_gate=True, rotated=16)),
     "write_kv": write_kv,
     "layers 64": partial(layers, layer_spec(6, 2, 64)),
     "layers 80 biases norms": partial(layers, layer_spec(3, 3, 80, qkv_bias=True, qk_norm=NORM)),
@@ -259,7 +260,7 @@ INTERPRETED = (
         "gate_up gelu_tanh 130x577",
     ),
     *("qkv 128 biases norms", "write_kv", "rmsnorm 577 zero-centered", "embedding", "lm_head 1001", "next_tokens 1001"),
-    *("qkv 80 norms over heads", "gate_up silu 130x577"),
+    *("qkv 80 a gate and a part", "qkv 80 norms over heads", "gate_up silu 130x577"),
     *("rotation", "log_probs 512", "token_statistics 1001", "filter_logits 1001", "sample 1001"),
 )
 

@@ -56,6 +56,9 @@ WITH: dict[str, dict[str, Any]] = {
     "zero-centered norms": dict(qk_norm=ZERO_CENTERED),
     "biases": dict(qkv_bias=True),
     "biases norms over heads": dict(qkv_bias=True, qk_norm=NORM, qk_norm_over_heads=True),
+    "a gate": dict(qk_norm=ZERO_CENTERED, output_gate=True),
+    "a gate and a part that turns": dict(qkv_bias=True, output_gate=True, rotated=10),
+    "a part that turns": dict(qk_norm=NORM, rotated=8),
 }
 
 
@@ -138,7 +141,10 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         q, k, v = project(ops, hidden, spec.mixer, layer.mixer, rotations[spec.mixer.rotation])
         ops.write_kv(k, v, *caches, slots)
         mixer = spec.mixer
+        q, gate = q.tensor_split([mixer.head_dim], dim=2)
         attended = ops.paged_attention(q, *caches, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
+        if mixer.output_gate:
+            attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
         mixed = ops.linear(attended, layer.mixer.o)
         x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)

@@ -8,30 +8,23 @@ from itertools import accumulate
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from trueroll.kernels.contract import L2_EPS, NO_SLOT, DeltaNetWeights, StateBatch
-from trueroll.kernels.specs import DeltaNetSpec, NormSpec
+from trueroll.kernels.contract import NO_SLOT, DeltaNetWeights, StateBatch
+from trueroll.kernels.specs import DeltaNetSpec
 
 from .accuracy import check
 from .backends import SERVED, Implementation, Served, served_id
+from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits, strided
 
-SPECS = {
-    "small": DeltaNetSpec(1, 1, 16, 16, 4, NormSpec(1e-6)),
-    "groups": DeltaNetSpec(2, 6, 16, 32, 4, NormSpec(1e-6)),
-    "odd": DeltaNetSpec(3, 3, 7, 5, 3, NormSpec(1e-6)),
-    "no tail": DeltaNetSpec(1, 2, 24, 16, 1, NormSpec(1e-6)),
-    "real heads": DeltaNetSpec(2, 4, 128, 128, 4, NormSpec(1e-6)),
-}
 SLOTS = 9
 Chunk = tuple[int, int, int]
 """(sequence, start, end)"""
 
 
 def serves(implementation: Implementation) -> bool:
-    return implementation.backend == "reference"
+    return implementation.backend != "triton"
 
 
 @pytest.fixture(params=[served for served in SERVED if serves(served[0])], ids=served_id)
@@ -45,15 +38,6 @@ def recurrent(request: pytest.FixtureRequest) -> Iterator[Served]:
 @pytest.fixture(params=SPECS)
 def spec(request: pytest.FixtureRequest) -> DeltaNetSpec:
     return SPECS[request.param]
-
-
-def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
-    """Some heads forget at once, others remember nearly all."""
-    heads = spec.num_value_heads
-    convolution = randn(spec.channels, 1, spec.kernel_size, dtype=dtype, seed=50)
-    decay = torch.linspace(-5, 1, heads).to(dtype)
-    nothing = torch.empty(0)
-    return DeltaNetWeights((), convolution, decay, randn(heads, dtype=dtype, seed=51), nothing, nothing)
 
 
 @dataclass(frozen=True)
@@ -112,38 +96,6 @@ class Sequences:
         return out, memory.at(0)
 
 
-def exact_convolution(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """In float64, of a sequence from its beginning; and the sum of the magnitudes of its terms."""
-    size = weight.shape[2]
-    rows = F.pad(x.double().T, (size - 1, 0))
-    found = [
-        F.conv1d(rows_, weight_, groups=len(rows))
-        for rows_, weight_ in ((rows, weight.double()), (rows.abs(), weight.double().abs()))
-    ]
-    return F.silu(found[0].T), found[1].T
-
-
-def exact_recurrence(qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights) -> Tensor:
-    """In float64, token by token, as its definition reads."""
-    q, k, v = qkv.double().split([spec.key_size, spec.key_size, spec.value_size], 1)
-    q, k, v = (x.unflatten(1, (heads, -1)) for x, heads in zip((q, k, v), _heads(spec), strict=True))
-    share = spec.num_value_heads // spec.num_key_heads
-    q, k = (x.div((x.square().sum(-1, keepdim=True) + L2_EPS).sqrt()).repeat_interleave(share, 1) for x in (q, k))
-    decays = torch.exp(-weights.decay.double().exp() * F.softplus(a.double() + weights.bias.double()))
-    state, outs = torch.zeros(spec.state_shape, dtype=torch.float64), []
-    for t in range(len(qkv)):
-        state = state * decays[t, :, None, None]
-        read = torch.einsum("hkv,hk->hv", state, k[t])
-        change = b[t].double().sigmoid()[:, None] * (v[t] - read)
-        state = state + k[t, :, :, None] * change[:, None]
-        outs.append(torch.einsum("hkv,hk->hv", state, q[t]) / spec.key_head_dim**0.5)
-    return torch.stack(outs)
-
-
-def _heads(spec: DeltaNetSpec) -> tuple[int, int, int]:
-    return spec.num_key_heads, spec.num_key_heads, spec.num_value_heads
-
-
 def test_convolution(recurrent: Served, spec: DeltaNetSpec) -> None:
     sequences = Sequences.new(recurrent, spec, [30])
     [(x, _, _)], weight, memory = sequences.inputs, sequences.weights.convolution, Memory.new(spec, recurrent.dtype)
@@ -161,10 +113,12 @@ def test_recurrence(recurrent: Served, spec: DeltaNetSpec) -> None:
     found = recurrent.ops.delta_rule(*inputs, spec, weights, memory.states, batch)
     expected = exact_recurrence(*inputs, spec, weights)
     earlier = exact_recurrence(*(x[150:] for x in inputs), spec, weights)
-    assert (earlier[-1] - expected[-1]).abs().max() > 1e-3 * expected[-1].abs().max(), "old tokens are remembered"
-    # Each token rounds the state some times, by a share of what values of all tokens are; what it reads is no larger.
+    remembered = (earlier[-1] - expected[-1]).abs().max() / expected[-1].abs().max()
+    assert remembered > 1e-3
+    # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. In float32
+    # they measured 1.1 to 2.4 of the largest value over the root of K.
     size = inputs[0].double().abs().max() / spec.key_head_dim**0.5
-    check(found, expected, 1, 24 + spec.key_head_dim / 4, size.expand_as(expected))
+    check(found, expected, 1, 6, size.expand_as(expected))
 
 
 def test_keys_and_queries_of_zeros(recurrent: Served, spec: DeltaNetSpec) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tiny import make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
@@ -27,6 +30,7 @@ from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
 from trueroll.kernels.training import Arithmetic, align, aligned_with, token_log_probs, unalign
 
+from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -90,6 +94,41 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(
 def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype, backend: str) -> None:
     """The norms of heads are 16 numbers in each of up to six layers: too few to judge an error by, so joined."""
     check_errors(*map(with_joined_head_norms, three_gradients(windowed_model, dtype, backend, temperature=0.7)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_hybrid_families(
+    hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of each value head, and of head norms, are too few to judge an error by, so joined."""
+    for module in (modeling_qwen3_5, modeling_qwen3_next):
+        chunked = module.torch_chunk_gated_delta_rule
+
+        def recurrence(query: Tensor, *args: Any, chunked: Any = chunked, **kwargs: Any) -> Any:
+            return (exact_delta_rule if query.dtype == torch.float64 else chunked)(query, *args, **kwargs)
+
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", recurrence)
+    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, backend, temperature=0.7)))
+
+
+def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """What transformers computes in float32, in float64; all of [B, T, heads, ...]."""
+    share = v.shape[2] // k.shape[2]
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    q, k = (x.repeat_interleave(share, 2) for x in (q, k))
+    state, outs = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3]), []
+    for t in range(v.shape[1]):
+        state = state * g[:, t, :, None, None].double().exp()
+        change = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t]))
+        state = state + k[:, t, :, :, None] * change[:, :, None]
+        outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / k.shape[3] ** 0.5)
+    return torch.stack(outs, 1), state
+
+
+def with_joined_few(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    few = {name: gradient for name, gradient in gradients.items() if gradient.numel() <= 32}
+    large = {name: gradient for name, gradient in gradients.items() if name not in few}
+    return large | {"few": torch.cat(list(few.values()))}
 
 
 def three_gradients(
@@ -208,6 +247,54 @@ def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: floa
 
     q, k, v = (randn(sum(lens), n, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     check_gradients(lambda *args: native().attention(*args, packed, spec), definition, q, k, v)
+
+
+RECURRENT_LENS = (5, 1, 150, 7, 64, 70)
+
+
+def referenced() -> tuple[GradientOps, Packed]:
+    """The reference, and sequences of which some are padded together, and some fill chunks."""
+    packed = Packed.of(RECURRENT_LENS, torch.device("cpu"))
+    assert 2 < len(packed.groups()) < len(RECURRENT_LENS)
+    assert max(RECURRENT_LENS) > 2 * autograd._CHUNK and autograd._CHUNK in RECURRENT_LENS
+    return GradientOps(select_backend("reference", torch.device("cpu"), torch.float32, []).ops), packed
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_convolution(size: int) -> None:
+    ops, packed = referenced()
+
+    def definition(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([exact_convolution(part, weight)[0] for part in x.split(RECURRENT_LENS)])
+
+    x, weight = randn(sum(RECURRENT_LENS), 10), randn(10, 1, size, seed=1)
+    check_gradients(lambda x, weight: ops.convolve(x, weight, packed), definition, x, weight)
+
+
+@pytest.mark.parametrize("name", ["groups", "odd"])
+def test_delta_rule(name: str) -> None:
+    """Heads of which some forget at once, and some remember all of a sequence."""
+    (ops, packed), spec = referenced(), SPECS[name]
+    weights, count = make_weights(spec, torch.float32), sum(RECURRENT_LENS)
+
+    def op(qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        return ops.delta_rule(qkv, b, a, spec, replace(weights, decay=decay, bias=bias), packed)
+
+    def definition(qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, bias: Tensor) -> Tensor:
+        gates = replace(weights, decay=decay, bias=bias)
+        rows = zip(*(x.split(RECURRENT_LENS) for x in (qkv, b, a)), strict=True)
+        return torch.cat([exact_recurrence(*each, spec, gates) for each in rows])
+
+    sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
+    inputs = [randn(count, size, seed=i) for i, size in enumerate(sizes)]
+    inputs[2][100::7] += 200.0  # what a head forgets at once must not cost the rest its digits
+    check_gradients(op, definition, *inputs, weights.decay, weights.bias)
+
+
+def test_a_gate_of_the_output() -> None:
+    ops, _ = referenced()
+    inputs = randn(9, 50) * 3, randn(9, 50, seed=1)
+    check_gradients(lambda gate, x: ops.gate_mul(gate, x, "sigmoid"), lambda gate, x: torch.sigmoid(gate) * x, *inputs)
 
 
 def test_logits() -> None:

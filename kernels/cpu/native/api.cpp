@@ -150,7 +150,8 @@ static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as a
 
 // The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
 struct AttentionNumbers {
-    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation;
+    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
+        pairs, is_gated;
 };
 
 // And those of a whole layer, in the order of `_layer_numbers`.
@@ -158,7 +159,7 @@ struct LayerNumbers {
     AttentionNumbers mixer;
     double intermediate, activation, norm_eps, norm_zero_centered;
 };
-static_assert(sizeof(LayerNumbers) == 14 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 16 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -214,13 +215,15 @@ QkvArgs<T> qkv_args(
     QkvArgs<T> args = {};
     args.x = x;
     for (long part = 0; part < 3; ++part) {
-        const long rows = (part == 0 ? sizes.heads : sizes.kv_heads) * sizes.head_dim;
+        const long heads = numbers.is_gated != 0.0 ? 2 * sizes.heads : sizes.heads;
+        const long rows = (part == 0 ? heads : sizes.kv_heads) * sizes.head_dim;
         args.weights[part] = {as<T>(from.weights[part]), rows, x.columns};
         args.biases[part] = as<const T>(from.biases[part]);
     }
     for (long part = 0; part < 2; ++part)
         args.norms[part] = norm_of<T>(from.norms[part], numbers.norm_eps, numbers.norm_zero_centered);
-    args.over_heads = numbers.norm_over_heads != 0.0;
+    args.over_heads = numbers.norm_over_heads != 0.0, args.is_gated = numbers.is_gated != 0.0;
+    args.pairs = static_cast<long>(numbers.pairs);
     args.cosines = rotation.cosines, args.sines = rotation.sines, args.slots = slots;
     args.q = as<T>(q);
     args.caches = sizes.caches<T>(caches);
@@ -359,7 +362,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 9; }
+EXPORT long trueroll_interface() { return 10; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -532,6 +535,36 @@ EXPORT void trueroll_gate_mul(
         using T = decltype(type);
         const Activation function = static_cast<Activation>(activation);
         chosen->ops(type).gate_mul(as<const T>(gate), as<const T>(up), function, count, as<T>(out));
+    });
+}
+
+// SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], tails [slots, kernel - 1, k].
+EXPORT void trueroll_convolve(
+    long threads, int bfloat16, const void* x, long, long k, const void* weight, long kernel, void* tails,
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+) {
+    const Call call(threads);
+    const StateBatch batch = {sequences, starts, reads, writes};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).convolve({as<const T>(x), as<const T>(weight), k, kernel, as<T>(tails), batch, as<T>(out)});
+    });
+}
+
+// The recurrence of a gated delta net; `DeltaRuleArgs` has the shapes.
+EXPORT void trueroll_delta_rule(
+    long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
+    long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
+    const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+) {
+    const Call call(threads);
+    const StateBatch batch = {sequences, starts, reads, writes};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).delta_rule(
+            {as<const T>(qkv), as<const T>(b), as<const T>(a), as<const T>(decay), as<const T>(bias), key_heads,
+             value_heads, key_dim, value_dim, states, batch, as<T>(out)}
+        );
     });
 }
 

@@ -95,7 +95,9 @@ struct QkvArgs {
     const T* biases[3];  // or null
     Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all of them at once
     bool over_heads;
-    const float *cosines, *sines;  // [count, head_dim / 2]
+    bool is_gated;                 // each head's query has a gate behind it, in the weights and in `q`
+    long pairs;                    // of a head that turn; what lies behind them stays as it is
+    const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
     T* q;
     Caches<T> caches;
@@ -127,6 +129,37 @@ struct LayerArgs {
     GateUpArgs<T> gate_up;
     LinearArgs<T> down;
     Norm<T> after_mlp;
+};
+
+constexpr double L2_EPS = 1e-6;  // as in kernels/contract.py
+
+// As `StateBatch` there: each sequence's rows, and the slots of its state before, or -1 for none, and after them.
+struct StateBatch {
+    long sequences;
+    const int64_t *starts, *reads, *writes;
+};
+
+// `weight`: [channels, kernel]. `tails`: [slots, kernel - 1, channels].
+template <class T>
+struct ConvolveArgs {
+    const T *x, *weight;
+    long channels, kernel;
+    T* tails;
+    StateBatch batch;
+    T* out;
+};
+
+// `qkv`: [rows, channels]. `a`, `b`: [rows, value_heads]. `decay`, `bias`: [value_heads]. `states`: [slots, value_heads,
+// key_dim, value_dim]. `out`: [rows, value_heads, value_dim].
+template <class T>
+struct DeltaRuleArgs {
+    const T *qkv, *b, *a, *decay, *bias;
+    long key_heads, value_heads, key_dim, value_dim;
+    float* states;
+    StateBatch batch;
+    T* out;
+
+    long channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
 };
 
 // As in kernels/contract.py.
@@ -165,6 +198,8 @@ struct Ops {
     void (*head)(const HeadArgs<T>&);
     void (*rmsnorm)(const Input<T>&, T* out, long stride);
     void (*gate_mul)(const T* gate, const T* up, Activation activation, long count, T* out);
+    void (*convolve)(const ConvolveArgs<T>&);
+    void (*delta_rule)(const DeltaRuleArgs<T>&);
 };
 
 // Where the statistics of one row go; see `TokenStatistics` in kernels/contract.py.
@@ -218,7 +253,7 @@ class Call {
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
-    RESULTS, BOUNDS, HIDDEN, HIGHEST, NUM_PURPOSES
+    RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

@@ -19,6 +19,14 @@ inline void store(bf16* p, U x) { store_halves(p, x); }
 
 inline void store(bf16* p, F x) { store(p, to_bf16(x)); }
 
+inline float widened(float x) { return x; }
+inline float widened(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
 template <class T>
 inline F rounded(F x);
 template <>

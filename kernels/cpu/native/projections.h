@@ -198,13 +198,15 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
 // Turns one head of q (part 0) or k (1) of one row, which may be where it goes to, and writes k into the cache.
 template <class T>
 void place_head(const QkvArgs<T>& args, long part, long head, long row, const T* values, T* out) {
-    const long half = args.caches.head_dim / 2;
-    rotate(values, half, args.cosines + row * half, args.sines + row * half, out);
+    const long pairs = args.pairs, rest = args.caches.head_dim - 2 * pairs;
+    rotate(values, pairs, args.cosines + row * pairs, args.sines + row * pairs, out);
+    if (rest > 0 && out != values)
+        memcpy(out + 2 * pairs, values + 2 * pairs, static_cast<size_t>(rest) * sizeof(T));
     if (part == 1) write_key(args.caches, args.slots[row], head, out);
 }
 
-// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. `keys`: if all heads are normed
-// at once, where those of k wait for it; those of q do so in their place.
+// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. Gates are every second head of q.
+// `keys`: if all heads are normed at once, where those of k wait for it; those of q do so in their place.
 template <class T>
 void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c, T* keys) {
     const long D = args.caches.head_dim;
@@ -216,7 +218,8 @@ void finish_head(const QkvArgs<T>& args, long part, long head, long row, const f
     }
     if (part == 2) return write_value(args.caches, args.slots[row], head, values);
     T* q = args.q + row * args.weights[0].rows + head * D;
-    if (args.over_heads) {
+    const bool is_gate = part == 0 && args.is_gated && head % 2 == 1;
+    if (args.over_heads || is_gate) {
         T* out = part == 0 ? q : keys + row * args.weights[1].rows + head * D;
         memcpy(out, values, static_cast<size_t>(D) * sizeof(T));
         return;

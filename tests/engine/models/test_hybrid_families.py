@@ -15,7 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5VisionConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5VisionConfig,
+)
 
 from tiny import HYBRID, TINY, make_tiny_model, save_tiny_model
 from trueroll.engine.config import EngineConfig
@@ -24,12 +30,12 @@ from trueroll.engine.models.dummy import fill_randomly
 from trueroll.engine.models.eos import find_eos_tokens
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.engine.running.loading import load_dummy, load_model
-from trueroll.errors import ConfigError, ModelError
-from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, StateBatch
+from trueroll.errors import AlignmentError, ConfigError, ModelError
+from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch
 from trueroll.kernels.families import describe
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import AttentionSpec, DeltaNetSpec
-from trueroll.kernels.training import align, aligned_with, token_log_probs
+from trueroll.kernels.training import align, aligned_with, token_log_probs, unalign
 
 CPU = torch.device("cpu")
 BLOCK, SLOTS = 16, 6
@@ -80,7 +86,8 @@ class Hybrid:
         slots = first.repeat_interleave(torch.tensor(lens)) * BLOCK + positions
         states = StateBatch(starts, torch.tensor(reads), torch.tensor(writes))
         ids = torch.cat([ids for _, ids, _ in chunks])
-        out = self.model.forward(ModelInput(ids, positions, slots, batch, memories, states))
+        pages = [Pages(slots, batch)] * len(memories)
+        out = self.model.forward(ModelInput(ids, positions, memories, pages, states))
         return list(self.model.ops.lm_head(out.hidden, self.model.head).split(lens))
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -94,16 +101,6 @@ class Hybrid:
 
 def prompt(length: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: make_tiny_model(family, tmp_path_factory.mktemp("hybrid") / family) for family in HYBRID}
-
-
-@pytest.fixture(params=HYBRID)
-def hybrid(request: pytest.FixtureRequest, hybrids: dict[str, Path]) -> Path:
-    return hybrids[request.param]
 
 
 ODD = dict(linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=21, linear_value_head_dim=13)
@@ -139,22 +136,26 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     check_against_transformers(make_tiny_model(family, tmp_path, **overrides), 700 if name in HYBRID else 100)
 
 
+BACKENDS = ("reference", "cpu")
+
+
 def check_against_transformers(folder: Path, length: int, auto_model: Any = AutoModelForCausalLM) -> None:
     model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = prompt(length)
     with torch.no_grad():
         expected = model(ids[None], use_cache=False).logits[0]
-    found = Hybrid(folder).logits(ids)
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    for backend in BACKENDS:
+        found = Hybrid(folder, backend=backend).logits(ids)
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max(), backend
+        assert torch.equal(found.argmax(-1), expected.argmax(-1)), backend
 
 
-def test_greedy_tokens_equal_those_of_transformers(hybrid: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: str) -> None:
     """Decoded one by one, from states and tails."""
-    model, ids = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32), prompt(50)
+    model, ids = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32), prompt(50)
     model.generation_config.eos_token_id = None
     expected = model.generate(ids[None], max_new_tokens=20, do_sample=False)[0, 50:]
-    ours = Hybrid(hybrid)
+    ours = Hybrid(hybrid_model, backend=backend)
     memories = ours.memories(1)
     [logits] = ours.step(memories, [(0, ids, 0)], [NO_SLOT], [0])
     found = [logits[-1].argmax()]
@@ -165,9 +166,9 @@ def test_greedy_tokens_equal_those_of_transformers(hybrid: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunks_company_and_restored_states_change_no_bit(hybrid: Path, dtype: torch.dtype) -> None:
+def test_chunks_company_and_restored_states_change_no_bit(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
     """One sequence goes on from another's checkpoint, which stays for a third."""
-    ours, ids, other = Hybrid(hybrid, dtype), prompt(60), prompt(45, seed=1)
+    ours, ids, other = Hybrid(hybrid_model, dtype, backend), prompt(60), prompt(45, seed=1)
     expected, expected_other = ours.logits(ids), ours.logits(other)
     memories = ours.memories(3)
     found = ours.step(memories, [(0, ids[:16], 0)], [NO_SLOT], [2])
@@ -194,11 +195,11 @@ def copied_blocks(ours: Hybrid, memories: list[Memory]) -> list[tuple[int, Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_aligned_trainer_has_the_same_bits(hybrid: Path, dtype: torch.dtype) -> None:
-    model = AutoModelForCausalLM.from_pretrained(hybrid, dtype=dtype)
-    align(model)
-    assert aligned_with(model).backend == "reference"
-    rows, ours = [prompt(100), prompt(3, seed=1), prompt(70, seed=2)], Hybrid(hybrid, dtype)
+def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=dtype)
+    align(model, backend)
+    assert aligned_with(model).backend == backend
+    rows, ours = [prompt(100), prompt(3, seed=1), prompt(70, seed=2)], Hybrid(hybrid_model, dtype, backend)
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     found = token_log_probs(model, padded, mask).detach()
@@ -208,12 +209,12 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid: Path, dtype: torch.dtype) 
         assert torch.equal(found[row, 1 : len(ids)], expected) and torch.equal(packed[row][1:], expected)
 
 
-def test_masters_under_autocast_have_the_bits_of_bfloat16(hybrid: Path) -> None:
-    model, ids = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32), prompt(70)
-    align(model)
+def test_masters_under_autocast_have_the_bits_of_bfloat16(hybrid_model: Path, backend: str) -> None:
+    model, ids = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32), prompt(70)
+    align(model, backend)
     with torch.autocast("cpu", torch.bfloat16):
         found = token_log_probs(model, ids[None]).detach()
-    assert torch.equal(found[0, 1:], Hybrid(hybrid, torch.bfloat16).log_probs(ids))
+    assert torch.equal(found[0, 1:], Hybrid(hybrid_model, torch.bfloat16, backend).log_probs(ids))
 
 
 VISION = dict(
@@ -223,7 +224,7 @@ VISION = dict(
 
 def with_vision(folder: Path, **outer: Any) -> Path:
     """A checkpoint of Qwen3.5 with a vision tower and a head that predicts further tokens."""
-    text = TINY | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
+    text = TINY | outer | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
     text |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
     config = Qwen3_5Config(text_config=text, vision_config=Qwen3_5VisionConfig(**VISION).to_dict(), **outer)
     save_tiny_model(Qwen3_5ForConditionalGeneration(config), folder)
@@ -240,8 +241,22 @@ def test_the_text_of_a_checkpoint_with_vision(tmp_path: Path, tied: bool) -> Non
     assert "model.language_model.embed_tokens.weight" in names
     check_against_transformers(folder, 100, Qwen3_5ForConditionalGeneration)
     raw = read_config(folder)
+    trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names, ours = dict(trained.named_parameters()).keys(), Hybrid(folder, backend="cpu")
+    assert names == ours.model.checkpoint_tensors().keys()
+    align(trained)
+    assert torch.equal(token_log_probs(trained, prompt(50)[None]).detach()[0, 1:], ours.log_probs(prompt(50)))
     assert describe(raw).tie_word_embeddings is tied and "eos_token_id" in raw["text_config"]
     assert find_eos_tokens(folder, raw | {"eos_token_id": None}, 512) == (2,)
+
+
+def test_a_model_with_vision_is_not_aligned(tmp_path: Path) -> None:
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision(tmp_path))
+    with pytest.raises(AlignmentError, match="a decoder alone, found Qwen3_5ForConditionalGeneration, which has more"):
+        align(model)
+    for call in (unalign, aligned_with, partial(token_log_probs, input_ids=prompt(5)[None])):
+        with pytest.raises(AlignmentError, match="expected an aligned one, found a Qwen3_5ForConditionalGeneration"):
+            call(model)
 
 
 def test_names_of_a_checkpoint_are_those_of_the_decoder_or_of_its_other_parts(tmp_path: Path) -> None:
@@ -277,8 +292,6 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     raw = dict(architectures=[architecture], model_type=model_type, vocab_size=99, hidden_size=64, intermediate_size=77)
     raw |= dict(num_hidden_layers=8, num_experts=0) | PUBLISHED[model_type]
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    from transformers import AutoConfig
-
     found, config = describe(raw), AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).model
@@ -321,31 +334,28 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     ],
 )
 def test_what_it_does_not_compute_is_refused(
-    tmp_path: Path, hybrids: dict[str, Path], tiny_llama: Path, family: str, change: dict[str, Any], message: str
+    tmp_path: Path, hybrid_models: dict[str, Path], tiny_llama: Path, family: str, change: dict[str, Any], message: str
 ) -> None:
-    raw = read_config(tiny_llama if family == "llama" else hybrids[family])
+    raw = read_config(tiny_llama if family == "llama" else hybrid_models[family])
     with pytest.raises(ModelError, match=message):
         describe(raw | change)
 
 
-def test_an_engine_refuses_what_it_cannot_keep_yet(hybrid: Path) -> None:
+def test_an_engine_refuses_what_it_cannot_keep_yet(hybrid_model: Path) -> None:
     for load in (load_model, load_dummy):
         with pytest.raises(ModelError, match="attention in all 4 layers, found 3 gated delta nets, .* serve another"):
-            load(EngineConfig(model=str(hybrid)))
+            load(EngineConfig(model=str(hybrid_model)))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_other_backends_say_what_they_cannot_compute(hybrid: Path, backend: str) -> None:
-    delta_net, _, _, attention = describe(read_config(hybrid)).layers
-    for layer, message in ((delta_net, "found a gated delta net"), (attention, "without an output gate")):
-        with pytest.raises(ConfigError, match=message):
-            select_backend(backend, CPU, torch.bfloat16, [layer])
-        chosen = select_backend("auto", CPU, torch.bfloat16, [layer])
-        assert chosen.name == "reference" and message in chosen.note
+def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
+    *_, delta_net, attention = describe(read_config(hybrid_model)).layers
+    with pytest.raises(ConfigError, match="expect attention in every layer, found a gated delta net"):
+        select_backend("triton", CPU, torch.bfloat16, [attention, delta_net])
+    assert select_backend("triton", CPU, torch.bfloat16, [attention]).name == "triton"
 
 
-def test_random_weights_give_finite_logits(hybrid: Path) -> None:
-    ours = Hybrid(hybrid)
+def test_random_weights_give_finite_logits(hybrid_model: Path) -> None:
+    ours = Hybrid(hybrid_model)
     fill_randomly(ours.model.checkpoint_tensors(), ours.model.spec, CPU)
     weights = {name: weight.to_dense() for name, weight in ours.model.checkpoint_tensors().items()}
     for name, weight in weights.items():

@@ -123,6 +123,17 @@ def test_steps_that_do_not_fit_are_refused_with_what_to_lower(
         engine_of(model)
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*inputs: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/cache")
+
+    monkeypatch.setattr(backend, "compile_all", fail)
+    with pytest.raises(ConfigError, match="^TRITON_CACHE_DIR: .* found: .*Permission denied: '/cache'; name another"):
+        engine_of(model, backend="triton")
+
+
 def test_a_cpu_needs_nothing_of_it(tiny_llama: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*inputs: Any) -> None:
         pytest.fail("something was computed before the first step")

@@ -109,6 +109,34 @@ def test_a_hit_ends_at_the_deepest_checkpoint() -> None:
     assert run(driver, [*PROMPT[:9], 0, 1, 1], [1]).num_cached_tokens == 8
 
 
+def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> None:
+    driver = HybridDriver(intervals=Intervals(0, 0))
+    cached = [run(driver, [*PROMPT[:8], *[own] * 5], [1]).num_cached_tokens for own in (2, 3, 4)]
+    assert cached == [0, 0, 8]
+    assert driver.scheduler.states is not None and not driver.scheduler.states._branches
+
+
+def test_prompts_that_come_together_compute_what_they_share_twice() -> None:
+    """Once to find that it is shared, and once for the checkpoint."""
+    driver = HybridDriver(intervals=Intervals(0, 0), max_num_seqs=8, budget=200, num_slots=20)
+    group = [driver.add([*PROMPT * 2, *[own] * 5], [1]) for own in (2, 3, 4, 5, 6)]
+    driver.drain()
+    assert [sequence.num_cached_tokens for sequence in group] == [0, 0, 22, 22, 22]
+
+
+def test_who_waits_for_a_branch_goes_on_if_the_sequence_that_takes_it_is_gone() -> None:
+    driver = HybridDriver(intervals=Intervals(0, 0), budget=4)
+    common = PROMPT[:8]
+    run(driver, [*common, 0, 0, 0], [1])
+    first, second = (driver.add([*common, *tail], [1]) for tail in ([1, 1, 1], [1, 0, 1]))
+    driver.step()
+    assert first.branch == 8 and not second.table
+    driver.abort(driver.open[0])
+    driver.step()
+    assert second.table and second.branch == 8
+    driver.drain()
+
+
 def test_decodes_take_checkpoints_if_asked_to() -> None:
     driver = HybridDriver(intervals=Intervals(0, 4))
     sequence = run(driver, PROMPT, [8])

@@ -708,6 +708,15 @@ def _read_another_block(driver: Driver) -> None:
     driver.scheduler.lanes.tables[0][driver.scheduler.running[1].lane, 0] += 1
 
 
+def _draw_no_more(driver: Driver) -> None:
+    driver.scheduler.lanes.is_decoding[driver.scheduler.running[1].lane] = False
+
+
+def _draw_for_another(driver: Driver) -> None:
+    first, second = (sequence.lane for sequence in driver.scheduler.running)
+    driver.scheduler.lanes.samples[first] = driver.scheduler.lanes.samples[second]
+
+
 def _keep_a_lane(driver: Driver) -> None:
     driver.scheduler.lanes.enter(driver._sequence([1], None))
 
@@ -720,6 +729,8 @@ def _keep_a_lane(driver: Driver) -> None:
         _share_a_block_uncounted,
         _count_a_token_in_its_lane_alone,
         _read_another_block,
+        _draw_no_more,
+        _draw_for_another,
         _keep_a_lane,
     ],
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from trueroll.engine.models.smollm2 import make_folder_once
 from trueroll.kernels.cpu.library import Library
@@ -16,8 +17,13 @@ from trueroll.kernels.cpu.library import Library
 ROOT = Path(__file__).parents[3]
 
 
-def build(output: Path, flags: Sequence[str], more_sources: Sequence[Path] = ()) -> None:
-    """Compiles and links the sources of pyproject.toml, with its flags and then these.
+def build(
+    output: Path,
+    flags: Sequence[str],
+    more_sources: Sequence[Path] = (),
+    own_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Compiles and links the sources of pyproject.toml, with its flags, then these, then those of a source's name.
 
     With emulated tiles: the instruction set `amx_bf16` then runs on any machine. Objects go beside `output`.
     """
@@ -26,7 +32,7 @@ def build(output: Path, flags: Sequence[str], more_sources: Sequence[Path] = ())
 
     def compiled(source: Path) -> str:
         target = str(output.with_name(f"{source.stem}.o"))
-        _run(["g++", *flags, "-c", str(source), "-o", target])
+        _run(["g++", *flags, *own_flags.get(source.stem, ()), "-c", str(source), "-o", target])
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -41,9 +47,14 @@ def _run(command: list[str]) -> None:
 
 @cache
 def emulated_library() -> Library:
-    """The library with emulated tiles, beside the installed one. Built once for all processes of a run of the tests."""
+    """The library with emulated tiles, beside the installed one. Built once for all processes of a run of the tests.
+
+    Only the instruction set that the installed library may lack is compiled to be fast.
+    """
     folder = Path(os.environ["TRUEROLL_TEST_RUN"]) / "emulated"
-    make_folder_once(folder, lambda folder: build(folder / "emulated.so", ["-O1", "-shared"]))
+    make_folder_once(
+        folder, lambda folder: build(folder / "emulated.so", ["-O0", "-shared"], (), {"amx_bf16": ["-O2"]})
+    )
     library = Library(folder / "emulated.so")
     assert library.instruction_sets()[0] == "amx_bf16"
     return library

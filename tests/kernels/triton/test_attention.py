@@ -111,6 +111,7 @@ def test_error_is_that_of_rounding_weights_and_results(
         (torch.float16, 16, 2, 530, (1, 40, 64, 129, 512, 513), None, None),
         (torch.float16, 16, 3, 200, (1, 3, 5, 40, 64, 66, 129), 3, None),
         (torch.float16, 80, 2, 140, (63, 64, 128), None, None),
+        (torch.bfloat16, 16, 64, 70, (1, 63, 64), None, None),
         (torch.bfloat16, 80, 7, 70, (63, 64), None, None),
         (torch.float16, 128, 7, 70, (63, 64), None, None),
         (torch.bfloat16, 128, 2, 140, (63, 64, 128), None, 2.0),

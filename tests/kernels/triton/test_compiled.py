@@ -1,7 +1,8 @@
 """Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without one.
 
 `examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
-interpreter.
+interpreter. Of the forms that the models have it compiles as many as show all of this, and for sm_90 all of
+Qwen2.5-7B; `python examples/triton_report.py --all` compiles every one for every target, and no test does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SPILLS_ALLOWED = {
 
 Compiled = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits until all is compiled: about 80 seconds on two idle cores
+pytestmark = pytest.mark.timeout(900)  # the first test waits until all is compiled: about a minute on two idle cores
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +95,13 @@ def test_every_tile_of_the_tables_is_compiled_for_every_target(compiled: list[Co
 
 
 def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
-    """In every combination that the models have for the target of the tiles; fewer for the others."""
+    """For the target of the tiles also in every combination that one model has."""
     found = defaultdict(set)
     for c in compiled:
         found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
     assert found[80] == found[90] == found[100] and len(found[90]) > 100
     number = Counter(c["capability"] for c in compiled)
-    assert number[90] > 1.5 * number[80] == 1.5 * number[100], "premise: fewer"
+    assert number[90] > number[80] == number[100]
 
 
 def test_only_known_kernels_spill(compiled: list[Compiled]) -> None:
@@ -123,14 +124,16 @@ def without_columns(instruction: str) -> str:
     return re.sub(r"n\d+(?=k)", "", instruction)
 
 
-@pytest.mark.parametrize("module", ["products", "attention"])
-def test_products_keep_to_one_matrix_instruction(module: str, compiled: list[Compiled]) -> None:
-    """On sm_90 with as many columns as there are tokens, keys or elements of a head, which is what may vary."""
+@pytest.mark.parametrize(("module", "on_90"), [("products", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")])
+def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compiled: list[Compiled]) -> None:
+    """On sm_90 with as many columns as there are tokens, keys or elements of a head, which is what may vary. There
+    attention has one factor in registers.
+    """
     found = defaultdict(set)
     for c in compiled_of(module, compiled):
         found[c["capability"]].update(c["instructions"])
     assert found[80] == {"mma m16n8k16 kWidth=2"}
-    assert {without_columns(instruction) for instruction in found[90]} == {"wgmma m64k16"}
+    assert {without_columns(instruction) for instruction in found[90]} == {on_90}
     assert len(found[90]) > 1, "premise: the number of columns varies"
     assert {instruction.split()[0] for instruction in found[100]} == {"tcgen05"}
 

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from trueroll.errors import ConfigError
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.triton import obstacle
+from trueroll.kernels.triton import attention, obstacle
 from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
 
 from ..inputs import layer_spec
@@ -109,6 +109,13 @@ def test_what_the_kernels_do_not_serve(
     with pytest.raises(ConfigError, match=reason):
         select_backend("triton", torch.device("cpu"), dtype, layers)
     assert select_backend("auto", torch.device("cpu"), dtype, layers[:1]).name in ("cpu", "reference")
+
+
+def test_a_group_of_heads_fits_into_a_tile() -> None:
+    device, groups = torch.device("cpu"), [[layer_spec(2 * heads, 2)] for heads in (attention.ROWS, attention.ROWS + 1)]
+    select_backend("triton", device, torch.bfloat16, groups[0])
+    with pytest.raises(ConfigError, match="expect up to 64 heads for each key-value head, found 65; use the backend"):
+        select_backend("triton", device, torch.bfloat16, groups[1])
 
 
 @pytest.mark.parametrize(

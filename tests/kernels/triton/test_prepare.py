@@ -10,17 +10,17 @@ import torch
 from trueroll.kernels.triton import backend, products
 from trueroll.kernels.triton.launch import recording
 
-MOST = 3000
+MOST = 3072
 
 
 @pytest.mark.parametrize(
     ("hidden", "inner", "heads", "kv_heads"),
-    [(3584, 18944, 3584, 512), (1024, 3072, 2048, 1024), (576, 1536, 576, 192)],
+    [(3584, 18944, 3584, 512), (1024, 3072, 2048, 1024), (576, 1536, 576, 192), (256, 520, 256, 64)],
 )
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     hidden: int, inner: int, heads: int, kv_heads: int
 ) -> None:
-    """Those of Qwen2.5-7B, Qwen3-0.6B and SmolLM2-135M."""
+    """Those of Qwen2.5-7B, Qwen3-0.6B and SmolLM2-135M, and of a small one that has a tile for 2945 to 3008 rows."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     down, gate, o = empty(hidden, inner), empty(inner, hidden), empty(hidden, heads)
     qkv = empty(heads, hidden), empty(kv_heads, hidden), empty(kv_heads, hidden)
@@ -44,4 +44,4 @@ def test_no_more_rows_are_prepared_than_a_step_may_have() -> None:
         seen: list[int] = []
         assert backend.forms_of(seen.append, most) == []
         assert seen[0] == 1 and seen[-1] == most and seen == sorted(set(seen))
-    assert len(seen) < 200
+    assert len(seen) == 8192 // 16 + 1

@@ -9,6 +9,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,8 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
 from trueroll.engine.running.loading import LoadedModel, load_model
-from trueroll.kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
+from trueroll.kernels import reference
+from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools import verify
@@ -113,10 +115,10 @@ def depends_on_the_row_count(product: Callable[[Tensor], Tensor], columns: int) 
     return any(not torch.equal(product(x)[:1], product(x[:rows])[:1]) for rows in (1, 2, 7, 31))
 
 
-def finds_differences(config: EngineConfig, loaded: LoadedModel, ops: Any) -> bool:
+def finds_differences(config: EngineConfig, loaded: LoadedModel, ops: Any, sizes: verify.Sizes = SMALL) -> bool:
     loaded.model.ops = ops
     broken = dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, ops=ops))
-    return any(result.differences > 0 for result in verify.run_matrix(config, broken, SMALL))
+    return any(result.differences > 0 for result in verify.run_matrix(config, broken, sizes))
 
 
 @pytest.mark.parametrize("linear", [plain_linear, linear_in_halves])
@@ -182,6 +184,47 @@ def test_sampling_that_depends_on_the_company_is_found(tiny_llama: Path, op: str
         **vars(loaded.backend.ops) | {op: partial(SAMPLING_OPS[op], loaded.backend.ops)}
     )
     assert finds_differences(config, loaded, broken)
+
+
+HYBRID = dataclasses.replace(SMALL, prompt_lengths=(100, 40, 5), varied_length=40)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_bit_differs_in_any_cell_of_a_hybrid(tiny_qwen3_5: Path, dtype: str) -> None:
+    config = EngineConfig(model=str(tiny_qwen3_5), dtype=dtype, backend="reference")
+    assert failing_cells(config, HYBRID) == []
+
+
+def recurrence_with(delta_rule: Callable[..., Tensor]) -> Any:
+    """The reference backend with another recurrence."""
+    ops: Any = types.SimpleNamespace(**vars(reference) | {"delta_rule": delta_rule})
+    ops.layers = partial(run_layers, ops)
+    return ops
+
+
+def rounded_checkpoints(*args: Any) -> Tensor:
+    """States that are restored, or gone on from by several, come back from bfloat16."""
+    *_, states, batch = args
+    moved = batch.reads[(batch.reads != batch.writes) & (batch.reads != NO_SLOT)]
+    states[moved] = states[moved].bfloat16().float()
+    return reference.delta_rule(*args)
+
+
+def another_chunking(*args: Any) -> Tensor:
+    """Chunks of many tokens leave their states a bit off, as another order of sums does."""
+    *_, states, batch = args
+    out = reference.delta_rule(*args)
+    long = torch.tensor([end - start > 8 for start, end in pairwise(batch.query_starts)])
+    states[batch.writes[long]] = next_bit(states[batch.writes[long]])
+    return out
+
+
+@pytest.mark.parametrize("delta_rule", [rounded_checkpoints, another_chunking])
+def test_a_recurrence_that_depends_on_checkpoints_or_chunks_is_found(
+    tiny_qwen3_5: Path, delta_rule: Callable[..., Tensor]
+) -> None:
+    config = EngineConfig(model=str(tiny_qwen3_5), backend="reference")
+    assert finds_differences(config, load_model(config), recurrence_with(delta_rule), HYBRID)
 
 
 def make_engine(folder: Path, **settings: int | bool) -> Engine:

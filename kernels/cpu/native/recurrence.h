@@ -1,0 +1,196 @@
+// Gated delta nets: the convolution and the recurrence of each sequence, token by token. A part of kernels.h.
+
+// What a task keeps of a convolution's weights and of a tail: this many channels.
+constexpr long CHANNELS = 256;
+
+// The row that stands `back` rows before the first of a sequence, or after it: of its rows, or of the tail before them.
+template <class T>
+struct History {
+    const T *rows, *tail;
+    long stride, tail_stride, kept;
+
+    const T* at(long row) const { return row >= 0 ? rows + row * stride : tail + (kept + row) * tail_stride; }
+};
+
+// One sequence, for the n channels of a task. `taps`: [kernel][CHANNELS].
+template <class T>
+void convolve_sequence(const ConvolveArgs<T>& args, long sequence, long first, long n, const float* taps) {
+    const long C = args.channels, kept = args.kernel - 1, start = args.batch.starts[sequence];
+    const long count = args.batch.starts[sequence + 1] - start, read = args.batch.reads[sequence];
+    const size_t bytes = static_cast<size_t>(n) * sizeof(T);
+    T* before = scratch<T>(ROW, kept * CHANNELS);  // a copy: the new tail may take its place
+    for (long i = 0; i < kept; ++i)
+        if (read < 0)
+            memset(before + i * CHANNELS, 0, bytes);
+        else
+            memcpy(before + i * CHANNELS, args.tails + (read * kept + i) * C + first, bytes);
+    const History<T> x = {args.x + start * C + first, before, C, CHANNELS, kept};
+    for (long row = 0; row < count; ++row)
+        for (long i = 0; i < n; i += LANES) {
+            F out = set1(0.0f);
+            for (long j = 0; j <= kept; ++j)
+                out = fma(load(taps + j * CHANNELS + i), load(x.at(row - kept + j) + i, n - i), out);
+            store(args.out + (start + row) * C + first + i, activate<T>(Activation::SILU, out, set1(1.0f)), n - i);
+        }
+    T* after = args.tails + args.batch.writes[sequence] * kept * C + first;
+    for (long i = 0; i < kept; ++i) memcpy(after + i * C, x.at(count - kept + i), bytes);
+}
+
+template <class T>
+void convolve(const ConvolveArgs<T>& args) {
+    const long C = args.channels, kernel = args.kernel;
+    parallel(round_up(C, CHANNELS) / CHANNELS, [&](long task) {
+        const long first = task * CHANNELS, n = smaller(CHANNELS, C - first);
+        float* taps = scratch<float>(TAPS, kernel * CHANNELS);
+        for (long i = 0; i < n; ++i)
+            for (long j = 0; j < kernel; ++j) taps[j * CHANNELS + i] = widened(args.weight[(first + i) * kernel + j]);
+        for (long i = 0; i < args.batch.sequences; ++i) convolve_sequence(args, i, first, n, taps);
+    });
+}
+
+// ln(1 + e^x) = max(x, 0) + ln(1 + w), w = e^-|x|, and ln(1 + w) = -ln(1 - w / (1 + w)).
+inline F softplus(F x) {
+    const F zero = set1(0.0f), w = exp(min(x, sub(zero, x)));
+    return add(max(x, zero), exponential(div(w, add(set1(1.0f), w))));
+}
+
+// For each row by what each head's state decays, and which part of it changes: [rows][2][stride].
+struct Gates {
+    float* values;
+    long stride;
+
+    float decay(long row, long head) const { return values[row * 2 * stride + head]; }
+    float rate(long row, long head) const { return values[(row * 2 + 1) * stride + head]; }
+};
+
+template <class T>
+void fill_gates(const DeltaRuleArgs<T>& args, const Gates& gates, long rows) {
+    const F zero = set1(0.0f), one = set1(1.0f);
+    parallel(rows, [&](long row) {
+        for (long i = 0; i < args.value_heads; i += LANES) {
+            const long rest = args.value_heads - i, at = row * args.value_heads + i;
+            const F x = add(load(args.a + at, rest), load(args.bias + i, rest));
+            const F speed = mul(exp(load(args.decay + i, rest)), softplus(x));
+            store(gates.values + row * 2 * gates.stride + i, exp(sub(zero, speed)));
+            const F rate = div(one, add(one, exp(sub(zero, load(args.b + at, rest)))));
+            store(gates.values + (row * 2 + 1) * gates.stride + i, rate);
+        }
+    });
+}
+
+// n values of x over the root of the sum of their squares, times `scale`; float32, filled up with zeros to whole F.
+template <class T>
+void unit(const T* x, long n, double scale, float* out) {
+    F squares = set1(0.0f);
+    for (long i = 0; i < n; i += LANES) {
+        const F value = load(x + i, n - i);
+        squares = fma(value, value, squares);
+    }
+    const F factor = set1(static_cast<float>(scale / sqrt(static_cast<double>(sum(squares)) + L2_EPS)));
+    for (long i = 0; i < n; i += LANES) store(out + i, mul(load(x + i, n - i), factor));
+}
+
+// Columns of a state depend on no others. Their part of it stays in the first cache while `TOKENS` tokens pass; so many
+// are made ready at once.
+constexpr long COLUMNS = 2, TOKENS = 64;
+
+// Some tokens of one head: queries and keys as `unit` makes them, [tokens][2][stride].
+struct HeadTokens {
+    const float* units;
+    long stride, count, first_row, head;
+
+    const float* query(long i) const { return units + i * 2 * stride; }
+    const float* key(long i) const { return units + (i * 2 + 1) * stride; }
+};
+
+// The state's columns [column, column + n) before, or null, and after the tokens; `out`: what their queries read.
+template <class T>
+void recur_columns(
+    const DeltaRuleArgs<T>& args, const Gates& gates, const HeadTokens& tokens, long column, const float* before,
+    float* after
+) {
+    const long K = args.key_dim, V = args.value_dim;
+    long rest[COLUMNS];
+    for (long c = 0; c < COLUMNS; ++c) rest[c] = larger(0, V - column - c * LANES);
+    float* state = scratch<float>(STATE, K * COLUMNS * LANES);
+    F read[COLUMNS] = {set1(0.0f), set1(0.0f)};
+    const F decay = set1(gates.decay(tokens.first_row, tokens.head));
+    for (long k = 0; k < K; ++k)
+        for (long c = 0; c < COLUMNS; ++c) {
+            const float* from = before + k * V + column + c * LANES;
+            const F s = mul(decay, before == nullptr ? set1(0.0f) : load(from, rest[c]));
+            store(state + (k * COLUMNS + c) * LANES, s);
+            read[c] = fma(set1(tokens.key(0)[k]), s, read[c]);
+        }
+    for (long i = 0; i < tokens.count; ++i) {
+        // The state decays for the next token, and is read by its key, while it is at hand.
+        const bool is_last = i + 1 == tokens.count;
+        const float *query = tokens.query(i), *key = tokens.key(i), *next = tokens.key(is_last ? i : i + 1);
+        const long row = tokens.first_row + i;
+        const F next_decay = set1(is_last ? 1.0f : gates.decay(row + 1, tokens.head));
+        const F rate = set1(gates.rate(row, tokens.head));
+        const T* values = args.qkv + row * args.channels() + 2 * args.key_heads * K + tokens.head * V + column;
+        F change[COLUMNS], out[COLUMNS];
+        for (long c = 0; c < COLUMNS; ++c) {
+            change[c] = mul(rate, sub(load(values + c * LANES, rest[c]), read[c]));
+            out[c] = read[c] = set1(0.0f);
+        }
+        for (long k = 0; k < K; ++k) {
+            const F kk = set1(key[k]), qk = set1(query[k]), nk = set1(next[k]);
+            for (long c = 0; c < COLUMNS; ++c) {
+                float* at = state + (k * COLUMNS + c) * LANES;
+                const F s = fma(kk, change[c], load(at));
+                out[c] = fma(qk, s, out[c]);
+                const F decayed = mul(next_decay, s);
+                store(at, decayed);
+                read[c] = fma(nk, decayed, read[c]);
+            }
+        }
+        T* to = args.out + (row * args.value_heads + tokens.head) * V + column;
+        for (long c = 0; c < COLUMNS; ++c) store(to + c * LANES, out[c], rest[c]);
+    }
+    for (long k = 0; k < K; ++k)
+        for (long c = 0; c < COLUMNS; ++c)
+            store(after + k * V + column + c * LANES, load(state + (k * COLUMNS + c) * LANES), rest[c]);
+}
+
+template <class T>
+HeadTokens head_tokens(const DeltaRuleArgs<T>& args, long head, long row, long count) {
+    const long K = args.key_dim, stride = round_up(K, LANES);
+    const long key_head = head / (args.value_heads / args.key_heads);
+    float* units = scratch<float>(UNITS, TOKENS * 2 * stride);
+    for (long i = 0; i < count; ++i) {
+        const T* query = args.qkv + (row + i) * args.channels() + key_head * K;
+        unit(query, K, 1.0 / sqrt(static_cast<double>(K)), units + i * 2 * stride);
+        unit(query + args.key_heads * K, K, 1.0, units + (i * 2 + 1) * stride);
+    }
+    return {units, stride, count, row, head};
+}
+
+// One head of one sequence.
+template <class T>
+void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long head) {
+    const long size = args.key_dim * args.value_dim, end = args.batch.starts[sequence + 1];
+    const auto state = [&](long slot) { return args.states + (slot * args.value_heads + head) * size; };
+    const long read = args.batch.reads[sequence];
+    const float* before = read < 0 ? nullptr : state(read);
+    float* after = state(args.batch.writes[sequence]);
+    long row = args.batch.starts[sequence];
+    if (row == end && before == nullptr) memset(after, 0, static_cast<size_t>(size) * sizeof(float));
+    if (row == end && before != nullptr) memmove(after, before, static_cast<size_t>(size) * sizeof(float));
+    for (; row < end; row += TOKENS, before = after) {
+        const HeadTokens tokens = head_tokens(args, head, row, smaller(TOKENS, end - row));
+        for (long column = 0; column < args.value_dim; column += COLUMNS * LANES)
+            recur_columns(args, gates, tokens, column, before, after);
+    }
+}
+
+template <class T>
+void delta_rule(const DeltaRuleArgs<T>& args) {
+    const long rows = args.batch.starts[args.batch.sequences], stride = round_up(args.value_heads, LANES);
+    const Gates gates = {scratch<float>(GATES, rows * 2 * stride), stride};
+    fill_gates(args, gates, rows);
+    parallel(args.batch.sequences * args.value_heads, [&](long task) {
+        recur(args, gates, task / args.value_heads, task % args.value_heads);
+    });
+}
