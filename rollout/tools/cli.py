@@ -98,6 +98,16 @@ def serve(
             help="Tokens computed in one step; longer prompts are cut into chunks. Default: 8192 (GPU), 512 (CPU)."
         ),
     ] = ENGINE["max_num_batched_tokens"],
+    state_interval: Annotated[
+        int | None,
+        typer.Option(help="Tokens between checkpoints of recurrent states. Default: as `trueroll plan` shows."),
+    ] = ENGINE["state_interval"],
+    decode_state_interval: Annotated[
+        int, typer.Option(help="The same for tokens that are generated; 0: no checkpoints while decoding.")
+    ] = ENGINE["decode_state_interval"],
+    state_budget: Annotated[
+        int | None, typer.Option(help="Most checkpoints that are held. Default: as many as the blocks have intervals.")
+    ] = ENGINE["state_budget"],
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Reuse the KV of prefixes that were computed before.")
     ] = ENGINE["enable_prefix_caching"],
