@@ -94,6 +94,7 @@ class Model:
             parent = holder.nodes[-1] if holder.nodes else None
             key = holder.key(i)
             if key not in self.index or self.index[key].parent is not parent:
+                self.drop(key)
                 self.index[key] = Node([None] * len(self.groups), parent)
             node, own = self.index[key], [blocks[i] for blocks in holder.table.blocks]
             node.blocks = [old if old is not None else new for old, new in zip(node.blocks, own, strict=True)]
@@ -111,12 +112,19 @@ class Model:
         return taken
 
     def drop_useless(self) -> None:
-        """Forgets nodes that can be found no more; their blocks are empty, and handed out first."""
+        """Forgets nodes that can be found no more."""
         while lost := [key for key, node in self.index.items() if not self.serves(node)]:
-            for free, block in zip(self.free, self.index.pop(lost[0]).blocks, strict=True):
-                if block in free:
-                    free.remove(block)
-                    free.insert(0, block)
+            self.drop(lost[0])
+
+    def drop(self, key: Key) -> None:
+        """Forgets a node, if there is one; its blocks are empty, and handed out first."""
+        node = self.index.pop(key, None)
+        for free, block in zip(self.free, node.blocks if node else [], strict=False):
+            if block in free:
+                free.remove(block)
+                free.insert(0, block)
+        if node:
+            self.drop_useless()
 
     def serves(self, node: Node) -> bool:
         if None in self.groups:

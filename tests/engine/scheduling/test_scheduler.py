@@ -359,7 +359,7 @@ class WindowMachine(SchedulerMachine):
 class WindowsAloneMachine(SchedulerMachine):
     """All layers have a window."""
 
-    num_blocks = {4: 5}
+    num_blocks = {6: 6}
     seen: Counter[str] = Counter()
 
 
