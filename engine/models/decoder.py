@@ -24,7 +24,7 @@ Empty: TypeAlias = Callable[..., Tensor]
 class ModelInput:
     """M tokens of a mixed batch.
 
-    `token_ids`, `positions`: int64 [M]. `memories`: what each layer remembers, as its mixer does. `pages`: where in that
+    `token_ids`, `positions`: int64 [M]. `memories`: what each layer remembers, as its mixer does. `pages`: where in it
     each layer writes the keys and values of the M tokens, before they are attended to, and where it reads. `states`:
     which states the same sequences go on from, and where they leave theirs; None if no layer has any.
     """

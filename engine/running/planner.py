@@ -1,6 +1,8 @@
 """How the memory beside the weights is shared: blocks of keys and values, live states, checkpoints of states.
 
 A worker plans with this before it takes memory. A model without recurrent layers has no states: then all is blocks.
+Layers of one window are a group with blocks of their own (`DecoderSpec.windows`). The first group, that of the layers
+without a window if there are such, is the one whose blocks are configured; what the others have follows from it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 
 from trueroll.errors import ConfigError
 
-from ...kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec
+from ...kernels.specs import DecoderSpec, DeltaNetSpec
 from ..config import EngineConfig, defaults_of
 
 _HEAD_ROWS = 256  # logits of more rows are never in memory at once
@@ -40,9 +42,9 @@ class Storage:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of layers together: `block`, of the keys and values of `block_size` tokens in those without a window, or in
-    all that have the only one; `windows`, for each further window the same. `state`, of what recurrent layers remember
-    of a sequence, 0 if there are none.
+    """Bytes of layers together: `block`, of the keys and values of `block_size` tokens in those of the first group;
+    `windows`, the same for each further one, with its window in tokens. `state`, of what recurrent layers remember of a
+    sequence, 0 if there are none.
     """
 
     block_size: int
@@ -82,8 +84,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The buckets. `window_blocks`: how many blocks each of the further windows has. `live_states`: one for each running sequence, and some more for states that samples go on from.
-    `checkpoints`: the most that are held at a time; `state_interval`: tokens between them, 0 without recurrent layers.
+    """The buckets. `num_blocks`: blocks of the first group; `window_blocks`: of each further one. `live_states`: one for
+    each running sequence, and some more for states that samples go on from. `checkpoints`: the most that are held at a
+    time; `state_interval`: tokens between them, 0 without recurrent layers.
     """
 
     sizes: Sizes
@@ -99,9 +102,14 @@ class MemoryPlan:
         return self.live_states + self.checkpoints
 
     @property
+    def pools(self) -> list[tuple[int, int]]:
+        """Of each group how many blocks it has, and the bytes of one."""
+        further = [(count, size) for count, (_, size) in zip(self.window_blocks, self.sizes.windows, strict=True)]
+        return [(self.num_blocks, self.sizes.block), *further]
+
+    @property
     def kv_bytes(self) -> int:
-        windows = zip(self.window_blocks, self.sizes.windows, strict=True)
-        return self.num_blocks * self.sizes.block + sum(count * size for count, (_, size) in windows)
+        return sum(count * size for count, size in self.pools)
 
     @property
     def state_bytes(self) -> int:
@@ -123,10 +131,10 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
         num_blocks = min(num_blocks, config.max_num_seqs * _blocks(max_model_len, config.block_size))
     plan = _plan(config, sizes, max_model_len, num_blocks, interval)
     if plan.kv_bytes + plan.state_bytes > available:
+        blocks = ", ".join(f"{count} blocks of {size} bytes" for count, size in plan.pools)
         raise ConfigError(
-            f"num_blocks, kv_memory: expected at most the {available} bytes that are available, found {num_blocks} "
-            f"blocks of {sizes.block} bytes and {plan.num_slots} states of {sizes.state} bytes; lower them, "
-            "max_num_seqs or state_budget"
+            f"num_blocks, kv_memory: expected at most the {available} bytes that are available, found "
+            f"{blocks} and {plan.num_slots} states of {sizes.state} bytes; lower them, max_num_seqs or state_budget"
         )
     return plan
 
@@ -157,9 +165,8 @@ def _plan(config: EngineConfig, sizes: Sizes, max_model_len: int, num_blocks: in
 
 
 def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_blocks: int) -> int:
-    """What running sequences need, the chunks of two steps included, and what lets the prefixes be resumed that fit
-    into `num_blocks` without a window: a window of each, where these are as long as can be or four times as long as the
-    window.
+    """What running sequences need, the chunks of two steps included, and what lets the prefixes be resumed that the
+    first group's `num_blocks` hold: a window of each, where these are as long as can be, or four windows long.
     """
     blocks = partial(_blocks, block_size=config.block_size)
     running = config.max_num_seqs * (blocks(window) + 1) + 2 * blocks(config.max_num_batched_tokens)
@@ -172,7 +179,9 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 
 def _blocks_in(room: int, config: EngineConfig, sizes: Sizes, interval: int, max_model_len: int) -> int:
-    """Blocks, with those of windows, and with their checkpoints unless there is a budget of those."""
+    """Blocks of the first group, with those of the others, and with their checkpoints unless there is a budget of
+    those.
+    """
     if not _has_checkpoints(config, interval) or config.state_budget is not None:
         most, each = room // sizes.block, 0
     else:

@@ -1,7 +1,8 @@
 """What is done on a GPU before the first step, so that no step has to wait for it, and all of them find memory.
 
 Kernels are compiled for any number of rows that a step may have. Then the largest step and all CUDA graphs are computed
-on a KV cache of one block for each window, and what is free beside them is there for the real one. On a CPU there is nothing to do.
+on a KV cache of one block for each group, and what is free beside them is there for the real one. On a CPU there is
+nothing to do.
 """
 
 from __future__ import annotations

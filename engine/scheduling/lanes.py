@@ -22,12 +22,12 @@ class Lanes:
     """Up to `capacity` running sequences; the place of each is `sequence.lane`. Columns, int64 [capacity]:
 
     `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`, `source`, `target`:
-    what they are of a sequence. `last_token`: the last one that is seen. `tables`, for each window of the model's layers
-    [capacity, blocks]: their block tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has
-    tokens; `samples`, `draws`: that sample and its `DRAW`.
+    what they are of a sequence. `last_token`: the last one that is seen. `tables`, for each group [capacity, blocks]:
+    their block tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one
+    sample that has tokens; `samples`, `draws`: that sample and its `DRAW`.
     """
 
-    def __init__(self, capacity: int, num_windows: int = 1) -> None:
+    def __init__(self, capacity: int, num_groups: int = 1) -> None:
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_prompt_tokens = np.zeros(capacity, np.int64)
@@ -35,7 +35,7 @@ class Lanes:
         self.num_blocks = np.zeros(capacity, np.int64)
         self.last_token = np.zeros(capacity, np.int64)
         self.source, self.target = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
-        self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_windows)]
+        self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
         self._free = list(reversed(range(capacity)))

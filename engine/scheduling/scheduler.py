@@ -169,8 +169,8 @@ class Scheduler:
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
     def publish(self, chunks: Chunks) -> None:
-        """Publishes the blocks that `chunks` filled, now that their tokens are known, and then gives those back that are
-        behind a window; sequences that lost their blocks since are passed over.
+        """Publishes the blocks that `chunks` filled, now that their tokens are known, and then gives those back that
+        are behind a window; sequences that lost their blocks since are passed over.
         """
         size = self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):

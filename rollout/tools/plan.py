@@ -67,7 +67,8 @@ def _add(table: Table, name: str, count: int, size: int, holds: str) -> None:
 
 def _intervals(plan: MemoryPlan) -> Table:
     """What other intervals would give in the memory of blocks and checkpoints."""
-    sizes, pool = plan.sizes, plan.kv_bytes + plan.checkpoints * plan.sizes.state
+    sizes = plan.sizes
+    pool = plan.num_blocks * sizes.block + plan.checkpoints * sizes.state
     table = Table("state_interval", "tokens that fit", "recomputed by a hit, on average", title="Checkpoints")
     for column in table.columns:
         column.justify = "right"
