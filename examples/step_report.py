@@ -139,7 +139,8 @@ class Load:
         self.scheduler.advance(chunks)
         published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
         self.scheduler.publish(chunks.take(np.array(published, np.int64)))
-        gauges = self.cache.num_cached, self.cache.num_free, len(self.scheduler.running), self.scheduler.num_waiting
+        [pool] = self.cache.pools
+        gauges = pool.num_cached, pool.num_free, len(self.scheduler.running), self.scheduler.num_waiting
         seconds = time.process_time() - start
         assert min(gauges) >= 0
         for chunk in chunks:
@@ -163,7 +164,7 @@ def nothing_else() -> Load:
 
 def much_is_cached() -> Load:
     load = Load(cached_blocks=CACHED_BLOCKS)
-    assert load.cache.num_cached == CACHED_BLOCKS
+    assert load.cache.pools[0].num_cached == CACHED_BLOCKS
     return load
 
 

@@ -33,6 +33,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import le
 
 import numpy as np
 
@@ -91,8 +92,8 @@ class Table:
 
 
 class PrefixCache:
-    """Finds and allocates blocks of `block_size` tokens. `num_blocks`: how many there are for each window of the layers,
-    None, if there are layers without, being the first.
+    """Finds and allocates blocks of `block_size` tokens. `num_blocks`: how many the layers of each window share; those
+    of window None, if there are such layers, come first.
 
     With `enabled` false nothing is ever published, so that nothing is ever found. `forget` is told of entries that can
     be found no more.
@@ -117,23 +118,8 @@ class PrefixCache:
         self._forget = forget
 
     @property
-    def num_blocks(self) -> int:
-        """Of all groups together, as are the three below."""
-        return sum(pool.num_blocks for pool in self.pools)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without a reference, published or not."""
-        return sum(pool.num_free for pool in self.pools)
-
-    @property
-    def num_cached(self) -> int:
-        """Free blocks that are still published."""
-        return sum(pool.num_cached for pool in self.pools)
-
-    @property
     def evictions(self) -> int:
-        """How many cached blocks were handed out so far."""
+        """How many cached blocks were handed out so far, of all groups."""
         return sum(pool.evictions for pool in self.pools)
 
     @property
@@ -150,7 +136,7 @@ class PrefixCache:
         return Chain(self.epoch, b"" if cache_salt is None else b"salt:" + cache_salt.encode())
 
     def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
-        """The entries of the longest prefix of tokens [0, limit) that can be resumed. Fills in the chain's hashes."""
+        """The entries of the longest prefix of tokens [0, limit) that can be resumed; fills in the chain's hashes."""
         hits: list[Entry] = []
         if not self.enabled:
             return hits
@@ -163,14 +149,14 @@ class PrefixCache:
         return self.deepest(hits) if self._windowed else hits
 
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] = lambda entry: True) -> list[Entry]:
-        """As much of a run of entries, from the first one on, as ends with one that is ready and can be resumed from."""
-        held, found = [0] * len(self.pools), 0  # how many in a row, up to this one, have their block
+        """The longest beginning of a run of entries that can be resumed and ends with one that is ready."""
+        lost, found = dict.fromkeys(self._windowed, 0), 0  # the last entry that lacks a block of each window
         for count, entry in enumerate(run, 1):
-            held = [n + 1 if block is not None else 0 for n, block in zip(held, entry.blocks, strict=True)]
-            reach_back = all(
-                held[g] >= count - self._first_needed(w, count * self.block_size) for g, w in self._windowed
-            )
-            if reach_back and is_ready(entry):
+            for group, window in self._windowed:
+                if entry.blocks[group] is None:
+                    lost[group, window] = count
+            needed = (self._first_needed(window, count * self.block_size) for _, window in self._windowed)
+            if is_ready(entry) and all(map(le, lost.values(), needed)):
                 found = count
         return run[:found]
 
@@ -215,8 +201,9 @@ class PrefixCache:
         follow. Raise RuntimeError if too few are free.
         """
         table = self._hit_table(hits)
-        if any(num_new > pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools)):
-            raise RuntimeError(f"prefix cache: expected {num_new} free blocks, found {self.num_free} with the hits")
+        free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
+        if num_new > free:
+            raise RuntimeError(f"prefix cache: expected {num_new} free blocks beside the hits, found {free}")
         for group, pool in enumerate(self.pools):
             pool.share(table.held(group))
         self.extend(table, num_new)
@@ -228,8 +215,8 @@ class PrefixCache:
             blocks.extend(pool.take(num_new))
 
     def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
-        """A second table of the first `num_tokens` tokens of one, with its full blocks, and a fresh one for what is left;
-        of each group what has to be copied, destination to source. There are enough free blocks.
+        """A second table of the first `num_tokens` tokens of one, with its full blocks, and a fresh one for what is
+        left; of each group what has to be copied, destination to source. There are enough free blocks.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
@@ -240,8 +227,8 @@ class PrefixCache:
         return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
 
     def give_back(self, table: Table, num_computed: int) -> None:
-        """Releases the blocks of a table that no query from `num_computed` on can reach. Those behind it were published,
-        if they are to be found.
+        """Releases the blocks of a table that no query from `num_computed` on can reach. What of them is to be found
+        again was published before.
         """
         for group, window in self._windowed:
             start, first = table.starts[group], self._first_needed(window, num_computed)
@@ -304,8 +291,8 @@ class PrefixCache:
             named = {entry.blocks[group]: entry for _, entry in index if entry.blocks[group] is not None}
             if miscounted or wrong or named != pool.published:
                 raise RuntimeError(
-                    f"prefix cache: blocks {sorted(miscounted)} of window {self.windows[group]} are not counted exactly "
-                    "once, or the index does not agree with what is published"
+                    f"prefix cache: blocks {sorted(miscounted)} of window {self.windows[group]} are not counted "
+                    "exactly once, or the index does not agree with what is published"
                 )
 
     def _first_needed(self, window: int, num_tokens: int) -> int:
@@ -336,7 +323,7 @@ class PrefixCache:
         return entry if same else None
 
     def _publish(self, chain: Chain, tokens: bytes, blocks: list[int]) -> Entry:
-        """The entry for the next block of a chain: one that was there before, which gets what it lacks, or a new one."""
+        """The entry for the next block of a chain: one that was there, which gets what it lacks, or a new one."""
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, chain.extra)
         if entry is None:

@@ -84,9 +84,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The buckets. `num_blocks`: blocks of the first group; `window_blocks`: of each further one. `live_states`: one for
-    each running sequence, and some more for states that samples go on from. `checkpoints`: the most that are held at a
-    time; `state_interval`: tokens between them, 0 without recurrent layers.
+    """The buckets. `num_blocks`: blocks of the first group; `window_blocks`: of each further one. `live_states`: one
+    for each running sequence, and some more for states that samples go on from. `checkpoints`: the most that are held
+    at a time; `state_interval`: tokens between them, 0 without recurrent layers.
     """
 
     sizes: Sizes

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import make_tiny_model
 
+from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
 

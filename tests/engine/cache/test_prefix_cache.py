@@ -472,13 +472,13 @@ def test_a_free_block_is_hit_until_it_is_reused() -> None:
     cache = PrefixCache({None: 3}, 2)
     table = publish(cache, [1, 2, 3, 4])
     cache.release(table)
-    assert cache.num_cached == 2
+    assert cache.pools[0].num_cached == 2
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
     assert take(cache, 1) == [2]  # never used so far
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
     assert take(cache, 1) == blocks_of(table)[1:]  # the end of a prefix goes before its beginning
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)[:1]
-    assert (cache.evictions, cache.num_cached) == (1, 1)
+    assert (cache.evictions, cache.pools[0].num_cached) == (1, 1)
 
 
 def test_the_least_recently_released_prefix_is_reused_first() -> None:
@@ -531,10 +531,10 @@ def test_a_free_block_that_another_one_takes_the_place_of_is_empty(monkeypatch: 
     monkeypatch.setattr(cache, "_digest", lambda content: bytes(16))
     first = publish(cache, [1, 2])
     cache.release(first)
-    assert (cache.num_cached, cache.num_free) == (1, 4)
+    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (1, 4)
     second = publish(cache, [3, 4])
     cache.check_integrity([second])
-    assert (cache.num_cached, cache.num_free) == (0, 3)
+    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (0, 3)
     assert take(cache, 1) == blocks_of(first) and cache.evictions == 0
 
 
@@ -543,7 +543,7 @@ def test_how_much_is_cached_is_known_without_a_look_at_the_blocks() -> None:
     table = publish(cache, list(range(2 * num_blocks)))
     cache.release(table)
     tracemalloc.start()
-    assert (cache.num_cached, cache.num_free) == (num_blocks, num_blocks)
+    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (num_blocks, num_blocks)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < num_blocks
@@ -582,7 +582,7 @@ def test_a_disabled_cache_finds_claims_and_hashes_nothing() -> None:
     assert cache.lookup(chain, array("i", [1, 2, 3, 4]), 4) == []
     cache.claim(chain)
     assert cache.find_claim(cache.new_chain(None), 0, 4) is None
-    assert (cache.digests, cache.num_cached) == (0, 0)
+    assert (cache.digests, cache.pools[0].num_cached) == (0, 0)
 
 
 def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> None:

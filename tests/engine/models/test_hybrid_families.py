@@ -24,12 +24,10 @@ from transformers import (
 )
 
 from tiny import HYBRID, TINY, make_tiny_model, save_tiny_model
-from trueroll.engine.config import EngineConfig
 from trueroll.engine.models.decoder import Decoder, ModelInput
 from trueroll.engine.models.dummy import fill_randomly
 from trueroll.engine.models.eos import find_eos_tokens
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
-from trueroll.engine.running.loading import load_dummy, load_model
 from trueroll.errors import AlignmentError, ConfigError, ModelError
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch
 from trueroll.kernels.families import describe
