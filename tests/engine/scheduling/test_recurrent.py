@@ -121,9 +121,7 @@ def test_a_hit_ends_where_a_state_is_ready_and_the_window_is_whole() -> None:
     assert [entry.blocks[1] is None for entry in entries] == [True, True, False, False, False]
     assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "tokens 5 to 9 are all that the next one reaches"
     driver.slots.forget([entries[4]])
-    assert run(driver, PROMPT, [1]).num_cached_tokens == 0, (
-        "no state where the window is whole, and vice versa"
-    )
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 0, "no state where the window is whole, and vice versa"
     assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "what was computed again can be hit again"
 
 
