@@ -82,8 +82,8 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
 
     def make(cuda_graphs: bool, **changes: Any) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
-        settings |= dict(backend="reference", cuda_graphs=cuda_graphs) | changes
-        config = EngineConfig(model=str(model), **settings)
+        settings |= dict(model=str(model), backend="reference", cuda_graphs=cuda_graphs) | changes
+        config = EngineConfig(**settings)
         loaded = load_model(config)
         return Engine(
             config, dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
@@ -137,6 +137,23 @@ def test_graphs_change_no_bit(make_engine: MakeEngine, log: list[str], backend: 
     assert log == []
     assert serve(make_engine(True, **settings), mixed_requests()) == expected
     assert log.count("replay") > 4, "forward passes and, at least of the longest alone, draws"
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_graphs_have_tables_for_each_window(
+    make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = dict(sliding_window=8, vocab_size=64, num_hidden_layers=2)
+    settings = dict(model=str(make_tiny_model("ministral", tmp_path / "m", "bfloat16", **sizes)), backend=backend)
+    requests = [generate("group", prompt(11), n=3, max_tokens=12), generate("other", prompt(5, seed=1), max_tokens=4)]
+    few = dict(num_blocks=16, max_num_batched_tokens=8)  # so that the two pools hand out other blocks
+    expected = serve(make_engine(False, **settings), requests)
+    engine = make_engine(True, **settings, **few)
+    assert serve(engine, requests) == expected and log.count("replay") > 12
+    _, window = engine._cache.pools
+    inputs = engine._graphs._graphs[4].inputs
+    assert window.evictions > engine._cache.pools[0].evictions, "premise: the blocks differ"
+    assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), "padding has its own"
 
 
 def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engine: MakeEngine, log: list[str]) -> None:
