@@ -71,8 +71,20 @@ _NOT_FINITE = (
 
 
 @dataclass(frozen=True)
+class PoolStats:
+    """Blocks that the layers of one window share, or those without one. `in_use`: sequences hold them; `cached`: free
+    ones whose prefix is still indexed; `empty`: the other free ones.
+    """
+
+    window: int | None
+    in_use: int
+    cached: int
+    empty: int
+
+
+@dataclass(frozen=True)
 class EngineStats:
-    """Lifetime counters, and gauges of this moment (`num_*`, `blocks_*`).
+    """Lifetime counters, and gauges of this moment (`num_*`, `pools`).
 
     `prefix_queries`: prompt tokens of generate requests; `prefix_hits`: those of them found in the cache or shared with
     a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens whose KV was computed, again after
@@ -80,7 +92,7 @@ class EngineStats:
     finished samples. `preemptions`: how often a running sequence gave its blocks to an older one; `recomputed`: how
     often one lost them to a commit of weights or to a sleep. `deferred_admissions`: how often a request waited a step
     for a prefix that another one was computing. `evictions`: cached blocks that were reused for something else.
-    `blocks_cached`: free blocks whose prefix is still indexed; `blocks_empty`: the other free ones.
+    `pools`: for each window of the model's layers.
 
     Of recurrent states, 0 for models without: `shortened_hits`, tokens that were found in the cache and computed all
     the same, for want of a checkpoint of their state; `checkpoints_skipped`, those that found no place;
@@ -100,16 +112,19 @@ class EngineStats:
     recomputed: int
     deferred_admissions: int
     evictions: int
-    blocks_in_use: int
-    blocks_cached: int
-    blocks_empty: int
     shortened_hits: int
     checkpoints_skipped: int
     checkpoints_evicted: int
     checkpoints_restored: int
     checkpoints_ready: int
     checkpoints_reserved: int
+    pools: tuple[PoolStats, ...]
     samples_finished: dict[str, int]
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Of all pools."""
+        return sum(pool.in_use for pool in self.pools)
 
 
 @dataclass(frozen=True)
@@ -169,7 +184,8 @@ class Engine:
         info = self.info
         self._slots = StateSlots(info.live_states + info.checkpoints, info.checkpoints)
         forget = self._slots.forget
-        self._cache = PrefixCache(info.num_blocks, config.block_size, config.enable_prefix_caching, forget)
+        num_blocks = dict(zip(info.windows, info.blocks_by_window, strict=True))
+        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
         self._scheduler = Scheduler(
             self._cache,
             config.max_num_seqs,
@@ -197,11 +213,12 @@ class Engine:
         info = engine_info(config, loaded, available)
         spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
         num_slots = info.live_states + info.checkpoints
-        self._runner = ModelRunner(loaded.model, info.num_blocks + spare, config.block_size, num_slots + spare)
+        num_blocks = [count + spare for count in info.blocks_by_window]
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, num_slots + spare)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
-            parts = self._runner, self._sampler, info.num_blocks, num_slots
+            parts = self._runner, self._sampler, info.blocks_by_window, num_slots
             self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
             self._graphs.capture()
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
@@ -368,7 +385,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The counters and gauges of this moment."""
-        scheduler, cache, num_cached, slots = self._scheduler, self._cache, self._cache.num_cached, self._slots
+        scheduler, cache, slots = self._scheduler, self._cache, self._slots
         return EngineStats(
             steps=self._steps,
             num_running=len(scheduler.running),
@@ -382,15 +399,16 @@ class Engine:
             recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
             evictions=cache.evictions,
-            blocks_in_use=cache.num_blocks - cache.num_free,
-            blocks_cached=num_cached,
-            blocks_empty=cache.num_free - num_cached,
             shortened_hits=scheduler.stats.shortened_hits,
             checkpoints_skipped=slots.stats.skipped,
             checkpoints_evicted=slots.stats.evicted,
             checkpoints_restored=slots.stats.restored,
             checkpoints_ready=slots.num_ready,
             checkpoints_reserved=slots.num_reserved,
+            pools=tuple(
+                PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
+                for window, pool in zip(cache.windows, cache.pools, strict=True)
+            ),
             samples_finished=dict(self._finished),
         )
 

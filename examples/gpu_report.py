@@ -39,7 +39,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.models.decoder import ModelInput
 from trueroll.engine.models.dummy import find_config
 from trueroll.engine.running.loading import load_dummy
-from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Rotation, Wanted
+from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Pages, Rotation, Wanted
 from trueroll.kernels.layer import run_layers
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec
@@ -261,7 +261,8 @@ class Step:
         caches = [(kv(), kv()) for _ in model.layers]
         rows = torch.arange(sequences, device=model.device)
         token_ids, positions = rows * 977 % model.spec.vocab_size, torch.full_like(rows, context - 1)
-        self.input = ModelInput(token_ids, positions, (rows + 1) * context - 1, batch, caches)
+        pages = [Pages((rows + 1) * context - 1, batch)] * len(caches)
+        self.input = ModelInput(token_ids, positions, caches, pages)
         unused = torch.zeros_like(rows)
         self.wanted = Wanted(rows, unused + GREEDY, torch.ones_like(rows).float(), unused.bool(), unused, unused)
 

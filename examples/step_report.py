@@ -104,7 +104,7 @@ class Load:
 
     def __init__(self, spare: int = 0, cached_blocks: int = 0) -> None:
         own_blocks = (RUNNING + spare) * (PREFIX + BLOCK_SIZE + STEPS + 2 * BLOCK_SIZE) // BLOCK_SIZE
-        self.cache = PrefixCache(cached_blocks + own_blocks, BLOCK_SIZE)
+        self.cache = PrefixCache({None: cached_blocks + own_blocks}, BLOCK_SIZE)
         self.scheduler = Scheduler(self.cache, RUNNING + spare, (RUNNING + spare) * (PREFIX + BLOCK_SIZE))
         self.random = random.Random(0)
         self.arrivals = 0
@@ -139,7 +139,8 @@ class Load:
         self.scheduler.advance(chunks)
         published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
         self.scheduler.publish(chunks.take(np.array(published, np.int64)))
-        gauges = self.cache.num_cached, self.cache.num_free, len(self.scheduler.running), self.scheduler.num_waiting
+        [pool] = self.cache.pools
+        gauges = pool.num_cached, pool.num_free, len(self.scheduler.running), self.scheduler.num_waiting
         seconds = time.process_time() - start
         assert min(gauges) >= 0
         for chunk in chunks:
@@ -163,7 +164,7 @@ def nothing_else() -> Load:
 
 def much_is_cached() -> Load:
     load = Load(cached_blocks=CACHED_BLOCKS)
-    assert load.cache.num_cached == CACHED_BLOCKS
+    assert load.cache.pools[0].num_cached == CACHED_BLOCKS
     return load
 
 

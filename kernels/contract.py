@@ -91,6 +91,17 @@ class StateBatch:
         return _int64(self.query_starts)
 
 
+class Pages(NamedTuple):
+    """Where a layer keeps the keys and values of a step's M tokens: `slots` (int64 [M], block * block_size + offset).
+
+    `batch`: where it finds those of all tokens that they attend to. Layers of one window share blocks, and thus pages;
+    what a table names behind the windows of all queries of its sequence is never read.
+    """
+
+    slots: Tensor
+    batch: AttentionBatch
+
+
 def _int64(values: Sequence[int]) -> Tensor:
     """`values` as a tensor. `torch.tensor` takes longer; `torch.frombuffer` refuses an empty buffer."""
     return torch.frombuffer(array("q", values), dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
@@ -383,15 +394,14 @@ class Backend(Protocol):
         layers: Sequence[Layer],
         rotations: Sequence[Rotation],
         memories: Sequence[Memory],
-        slots: Tensor,
-        batch: AttentionBatch,
+        pages: Sequence[Pages],
         states: StateBatch | None = None,
     ) -> Tensor:
         """Hidden states [M, H] after a run of layers, from x [M, H], which stays as it is.
 
-        `layers`: from `new_layers`. For each layer, with its memory, what `layer.run_layers` says; x itself if there is
-        no layer. `states`: the same sequences as `batch`; None if no layer is a delta net. Raise ValueError unless
-        `memories` has a pair for each layer.
+        `layers`: from `new_layers`. For each layer, with its memory and its pages, what `layer.run_layers` says; x
+        itself if there is no layer. The batches of all pages, and `states`, are of the same sequences; `states` is None
+        if no layer is a delta net. Raise ValueError unless `memories` and `pages` have one for each layer.
         """
         ...
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .contract import (
-    AttentionBatch,
     AttentionWeights,
     Backend,
     DeltaNetWeights,
@@ -21,6 +20,7 @@ from .contract import (
     Memory,
     MlpWeights,
     Norms,
+    Pages,
     Rotation,
     StateBatch,
     Weight,
@@ -206,17 +206,18 @@ def run_layers(
     layers: Sequence[Layer],
     rotations: Sequence[Rotation],
     memories: Sequence[Memory],
-    slots: Tensor,
-    batch: AttentionBatch,
+    pages: Sequence[Pages],
     states: StateBatch | None = None,
 ) -> Tensor:
     """`Backend.layers` by the other ops."""
-    for layer, memory in zip(layers, memories, strict=True):
+    for layer, memory, page in zip(layers, memories, pages, strict=True):
 
-        def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights, memory: Memory = memory) -> Tensor:
-            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *memory, slots)
+        def attend(
+            x: Tensor, spec: AttentionSpec, weights: AttentionWeights, memory: Memory = memory, page: Pages = page
+        ) -> Tensor:
+            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *memory, page.slots)
             scoring = spec.scale, spec.window, spec.soft_cap
-            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, batch, *scoring))
+            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring))
 
         def recur(
             qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, memory: Memory = memory

@@ -183,6 +183,13 @@ class DecoderSpec:
         """The mixers of the layers that have a KV cache."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of the layers that have a KV cache, the full ones first: layers of one window are a group, with blocks of
+        their own.
+        """
+        return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
+
     def own_name(self, name: str) -> str | None:
         """What the tensor that a checkpoint calls `name` is called here; None if it is of another part."""
         if name.startswith(self.others):

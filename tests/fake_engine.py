@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trueroll.engine.engine import PoolStats
 from trueroll.engine.request import (
     GenerateRequest,
     Output,
@@ -50,6 +51,8 @@ class FakeInfo:
     backend_note: str = ""
     eos_token_ids: tuple[int, ...] = (2,)
     max_model_len: int = MAX_MODEL_LEN
+    live_states: int = 0
+    checkpoints: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,13 @@ class FakeStats:
     recomputed: int = 0
     deferred_admissions: int = 0
     evictions: int = 0
-    blocks_in_use: int = 0
-    blocks_cached: int = 0
-    blocks_empty: int = 0
     shortened_hits: int = 0
     checkpoints_skipped: int = 0
     checkpoints_evicted: int = 0
     checkpoints_restored: int = 0
     checkpoints_ready: int = 0
     checkpoints_reserved: int = 0
+    pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0),)
     checksums: dict[str, int] = field(default_factory=dict)
     """Of the live weights."""
 

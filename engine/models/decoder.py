@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...kernels.contract import AttentionBatch, Backend, Memory, StateBatch, Weight
+from ...kernels.contract import Backend, Memory, Pages, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding
 from ...kernels.specs import DecoderSpec
 
@@ -24,16 +24,15 @@ Empty: TypeAlias = Callable[..., Tensor]
 class ModelInput:
     """M tokens of a mixed batch.
 
-    `token_ids`, `positions`, `slots`: int64 [M]. `memories`: what each layer remembers, as its mixer does. The keys and
-    values of the M tokens are written to `slots` of caches before they are attended to. `states`: which states the same
-    sequences as in `batch` go on from, and where they leave theirs; None if no layer has any.
+    `token_ids`, `positions`: int64 [M]. `memories`: what each layer remembers, as its mixer does. `pages`: where in it
+    each layer writes the keys and values of the M tokens, before they are attended to, and where it reads. `states`:
+    which states the same sequences go on from, and where they leave theirs; None if no layer has any.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
-    batch: AttentionBatch
     memories: Sequence[Memory]
+    pages: Sequence[Pages]
     states: StateBatch | None = None
 
 
@@ -91,5 +90,5 @@ class Decoder:
             for inv_freq, rotation in zip(self._inv_freqs, spec.rotations, strict=True)
         ]
         x = scale_embedding(ops.embedding(tokens.token_ids, self.embed), spec.embed_scale)
-        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.slots, tokens.batch, tokens.states)
+        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states)
         return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {})

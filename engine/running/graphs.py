@@ -4,8 +4,9 @@ There are two graphs for each number of rows, which is a power of two: one holds
 other those of plain draws from the hidden states, at the addresses they had when they were captured. A step in which
 each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
 otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
-contract of the ops changes no bit of the others. Padding reads and writes `spare_block`, a block of the KV cache that
-no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no sequence has either.
+contract of the ops changes no bit of the others. Padding reads and writes `spare_blocks`, for each window a block of
+the KV cache that no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no
+sequence has either.
 
 Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
 these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Wanted
+from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Pages, Wanted
 from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -53,19 +54,22 @@ class CudaCapture:
 class _Inputs:
     """The inputs of a graph of `size` rows, all of them padding at first."""
 
-    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_block: int, spare_state: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int], spare_state: int
+    ) -> None:
         self._runner = runner
         device, block_size = runner.model.device, runner.block_size
 
         def column(value: int) -> Tensor:
             return torch.full((size,), value, dtype=torch.int64, device=device)
 
-        self._spare_block, self._spare_slot = spare_block, spare_block * block_size
+        self._spare_blocks = spare_blocks
         self.token_ids = column(0)
         self.positions = column(0)
-        self.slots = column(self._spare_slot)
         self.lens = column(1)
-        self.tables = torch.full((size, -(-max_model_len // block_size)), spare_block, device=device)
+        width = -(-max_model_len // block_size)
+        self.slots = [column(spare * block_size) for spare in spare_blocks]
+        self.tables = [torch.full((size, width), spare, device=device) for spare in spare_blocks]
         self._spare_states = torch.tensor([[NO_SLOT], [spare_state]], device=device)
         self.states = self._spare_states.repeat(1, size)
         rows = torch.arange(size, device=device)
@@ -82,16 +86,18 @@ class _Inputs:
     def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
-        columns = runner.to_device(np.vstack((step.positions, step.slots, step.context_lens, step.states)))
-        positions, slots, lens = columns[:3]
-        tables = runner.to_device(step.block_tables)
+        columns = np.vstack((step.positions, step.context_lens, step.states, *step.slots))
+        positions, lens, reads, writes, *slots = runner.to_device(columns)
         self.token_ids[:count] = runner.token_ids(step, drawn)
         self.positions[:count] = positions
-        self.slots[:count], self.slots[count:] = slots, self._spare_slot
         self.lens[:count], self.lens[count:] = lens, 1
-        self.tables[:count, : tables.shape[1]] = tables
-        self.tables[count:, 0] = self._spare_block
-        self.states[:, :count], self.states[:, count:] = columns[3:], self._spare_states
+        self.states[0, :count], self.states[1, :count] = reads, writes
+        self.states[:, count:] = self._spare_states
+        for i, spare in enumerate(self._spare_blocks):
+            tables = runner.to_device(step.block_tables[i])
+            self.slots[i][:count], self.slots[i][count:] = slots[i], spare * runner.block_size
+            self.tables[i][:count, : tables.shape[1]] = tables
+            self.tables[i][count:, 0] = spare
 
 
 @dataclass(frozen=True)
@@ -118,14 +124,14 @@ class DecodeGraphs:
         self,
         runner: ModelRunner,
         sampler: Sampler,
-        spare_block: int,
+        spare_blocks: Sequence[int],
         spare_state: int,
         max_num_seqs: int,
         max_model_len: int,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._runner, self._sampler = runner, sampler
-        self._spare, self._max_model_len = (spare_block, spare_state), max_model_len
+        self._spare, self._max_model_len = (spare_blocks, spare_state), max_model_len
         self._sizes = [1 << i for i in range(_exponent(max_num_seqs) + 1)]
         self._new_capture = new_capture
         self._graphs: dict[int, _Graphs] = {}
@@ -178,9 +184,12 @@ class DecodeGraphs:
 
     def _forward(self, inputs: _Inputs) -> Tensor:
         size = len(inputs.lens)
-        batch = AttentionBatch(range(size + 1), [self._max_model_len] * size, inputs.tables, inputs.lens)
-        tokens = inputs.token_ids, inputs.positions, inputs.slots
-        return self._runner.forward(*tokens, batch, inputs.states)
+        starts, most = range(size + 1), [self._max_model_len] * size
+        pages = [
+            Pages(slots, AttentionBatch(starts, most, tables, inputs.lens))
+            for slots, tables in zip(inputs.slots, inputs.tables, strict=True)
+        ]
+        return self._runner.forward(inputs.token_ids, inputs.positions, pages, inputs.states)
 
 
 def _exponent(count: int) -> int:

@@ -58,6 +58,8 @@ class EngineInfo:
     """What an engine is and what it can take; all of it fixed at start-up.
 
     `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
+    `windows`: those of the model's layers in tokens, None for layers without one first; the layers of one window share
+    blocks, `num_blocks` of the first one, `window_blocks` of each further one.
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
     models without. `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once
     the weights were there.
@@ -85,7 +87,14 @@ class EngineInfo:
     checkpoints: int = 0
     state_interval: int = 0
     state_bytes: int = 0
+    windows: tuple[int | None, ...] = (None,)
+    window_blocks: tuple[int, ...] = ()
     warm_up_seconds: float = 0.0
+
+    @property
+    def blocks_by_window(self) -> tuple[int, ...]:
+        """How many blocks the layers of each window share."""
+        return self.num_blocks, *self.window_blocks
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=plan.num_blocks,
+        windows=model.spec.windows,
+        window_blocks=plan.window_blocks,
         live_states=plan.live_states,
         checkpoints=plan.checkpoints,
         state_interval=plan.state_interval,

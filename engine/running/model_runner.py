@@ -4,11 +4,13 @@ for nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import AttentionBatch, Memory, StateBatch
+from ...kernels.contract import AttentionBatch, Memory, Pages, StateBatch
 from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import to_device
 from ..cache.memory import bytes_needed, new_arena
@@ -17,19 +19,25 @@ from .step import Step
 
 
 class ModelRunner:
-    """A loaded model with a paged KV cache of `num_blocks` blocks of `block_size` tokens, and `num_slots` slots for the
-    states of its recurrent layers if it has such; all of it in `arena`.
+    """A loaded model with a paged KV cache of blocks of `block_size` tokens, of which the layers of each of its windows
+    have `num_blocks`, and `num_slots` slots for the states of its recurrent layers if it has such; all of it in
+    `arena`.
 
-    `memories`: what each layer remembers. `kv_caches`: those of them that are keys and values.
+    `memories`: what each layer remembers. `groups`: for each layer, which of the model's windows it has; 0 for those
+    without a KV cache.
     """
 
-    def __init__(self, model: Decoder, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
+    def __init__(self, model: Decoder, num_blocks: Sequence[int], block_size: int, num_slots: int = 0) -> None:
         self.model = model
         self.block_size = block_size
+        self.windows = model.spec.windows
         mixers = [layer.mixer for layer in model.spec.layers]
+        self.groups = [self.windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
+        blocks = [num_blocks[group] for group in self.groups]
 
         def build(empty: Empty) -> list[Memory]:
-            return [_memory(empty, mixer, num_blocks, block_size, num_slots) for mixer in mixers]
+            pairs = zip(mixers, blocks, strict=True)
+            return [_memory(empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
 
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
@@ -37,9 +45,10 @@ class ModelRunner:
         # Small pages, so that a block takes memory only once it is used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories = build(empty)
-        pairs = zip(mixers, self.memories, strict=True)
-        self.kv_caches = [memory for mixer, memory in pairs if isinstance(mixer, AttentionSpec)]
-        self._has_states = len(self.kv_caches) < len(mixers)
+        self._caches: list[list[Tensor]] = [[] for _ in self.windows]  # of each group
+        for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
+            self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
+        self._has_states = len(model.spec.attentions) < len(mixers)
 
     @torch.inference_mode()
     def run(self, step: Step, drawn: Tensor | None = None) -> Tensor:
@@ -47,24 +56,27 @@ class ModelRunner:
 
         `drawn`: the token ids that the step under way draws, on the device.
         """
-        batch = AttentionBatch(step.query_starts, step.context_lens, self.to_device(step.block_tables))
+        pages = [
+            Pages(self.to_device(slots), AttentionBatch(step.query_starts, step.context_lens, self.to_device(tables)))
+            for slots, tables in zip(step.slots, step.block_tables, strict=True)
+        ]
         token_ids = self.token_ids(step, drawn)
-        tokens = token_ids, self.to_device(step.positions), self.to_device(step.slots)
-        return self.forward(*tokens, batch, self.to_device(step.states))
+        return self.forward(token_ids, self.to_device(step.positions), pages, self.to_device(step.states))
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
-        batch: AttentionBatch,
+        pages: Sequence[Pages],
         states: Tensor | None = None,
     ) -> Tensor:
-        """The model's hidden states, on its memories. `states`: those of `Step`, for a model with recurrent layers."""
-        tokens = token_ids, positions, slots, batch, self.memories
+        """The model's hidden states, on its memories. `pages`: those of each window. `states`: those of `Step`, for a
+        model with recurrent layers.
+        """
+        tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
         if self._has_states:
             assert states is not None
-            return self.model.forward(ModelInput(*tokens, StateBatch(batch.query_starts, *states))).hidden
+            return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states))).hidden
         return self.model.forward(ModelInput(*tokens)).hidden
 
     def token_ids(self, step: Step, drawn: Tensor | None) -> Tensor:
@@ -79,11 +91,12 @@ class ModelRunner:
     @torch.inference_mode()
     def copy_blocks(self, step: Step) -> None:
         """Copies the KV that a step finds in another block."""
-        if not len(step.block_copies):
-            return
-        sources, destinations = self.to_device(step.block_copies).unbind(1)
-        for cache in (cache for caches in self.kv_caches for cache in caches):
-            cache[destinations] = cache[sources]
+        for copies, caches in zip(step.block_copies, self._caches, strict=True):
+            if not len(copies):
+                continue
+            sources, destinations = self.to_device(copies).unbind(1)
+            for cache in caches:
+                cache[destinations] = cache[sources]
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """Those on the model's device, without waiting for it. On a CPU they share their memory."""

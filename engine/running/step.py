@@ -37,22 +37,23 @@ class ScoredRows:
 class Step:
     """M tokens of N sequences. Arrays are int64.
 
-    `token_ids`, `positions`, `slots` [M]: the tokens, and where in the cache their KV goes. `unseen` [U, 2]: the places
-    of tokens that are not known yet, and for each the row of what the step before draws. `query_starts` (N + 1),
-    `context_lens` (N), `block_tables` [N, max_blocks]: those of `AttentionBatch`. `states` [2, N]: `reads` and `writes`
-    of `StateBatch`, for a model with recurrent layers. `block_copies` [C, 2]: source and destination of each block that
-    is copied before anything is computed.
+    `token_ids`, `positions` [M]: the tokens. `unseen` [U, 2]: the places of tokens that are not known yet, and for each
+    the row of what the step before draws. `query_starts` (N + 1), `context_lens` (N): those of `AttentionBatch`.
+    `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers. And for each window of the
+    model's layers `slots` [M], where in the cache the KV of the tokens goes; `block_tables` [N, max_blocks], those of
+    `AttentionBatch`; `block_copies` [C, 2], source and destination of each block that is copied before anything is
+    computed.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
-    slots: np.ndarray
+    slots: Sequence[np.ndarray]
     unseen: np.ndarray
     query_starts: Sequence[int]
     context_lens: Sequence[int]
-    block_tables: np.ndarray
+    block_tables: Sequence[np.ndarray]
     states: np.ndarray
-    block_copies: np.ndarray
+    block_copies: Sequence[np.ndarray]
     draws: Draws
     scores: Sequence[ScoredRows]
 
@@ -88,30 +89,37 @@ def purposes_of(chunks: Chunks, lanes: Lanes) -> Purposes:
 
 
 def plan_step(
-    chunks: Chunks, lanes: Lanes, purposes: Purposes, block_copies: Mapping[int, int], block_size: int
+    chunks: Chunks, lanes: Lanes, purposes: Purposes, block_copies: Sequence[Mapping[int, int]], block_size: int
 ) -> Step:
-    """The step that computes `chunks`, of which there is at least one. `block_copies`: destination to source."""
+    """The step that computes `chunks`, of which there is at least one. `block_copies`: for each window destination to
+    source.
+    """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()
     # Chunk i has rows [ends[i] - counts[i], ends[i]) and positions [chunks.ends[i] - counts[i], chunks.ends[i]).
     owners = np.arange(len(chunks)).repeat(counts)
     positions = np.arange(len(owners)) + (chunks.ends - ends)[owners]
-    tables = lanes.tables[chunks.lanes, : lanes.num_blocks[chunks.lanes].max()]
+    most = lanes.num_blocks[chunks.lanes].max()
+    tables = [table[chunks.lanes, :most] for table in lanes.tables]
     blocks, offsets = np.divmod(positions, block_size)
     token_ids, unseen = _tokens(chunks, lanes, ends)
     return Step(
         token_ids=token_ids,
         positions=positions,
-        slots=tables[owners, blocks] * block_size + offsets,
+        slots=[table[owners, blocks] * block_size + offsets for table in tables],
         unseen=unseen,
         query_starts=[0, *ends.tolist()],
         context_lens=chunks.ends.tolist(),
         block_tables=tables,
         states=np.stack((lanes.source[chunks.lanes], lanes.target[chunks.lanes])),
-        block_copies=np.array([(source, to) for to, source in block_copies.items()], np.int64).reshape(-1, 2),
+        block_copies=[_pairs(copies) for copies in block_copies],
         draws=_draws(chunks, lanes, purposes, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in purposes.scores],
     )
+
+
+def _pairs(copies: Mapping[int, int]) -> np.ndarray:
+    return np.array([(source, to) for to, source in copies.items()], np.int64).reshape(-1, 2)
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

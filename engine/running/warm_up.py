@@ -1,7 +1,8 @@
 """What is done on a GPU before the first step, so that no step has to wait for it, and all of them find memory.
 
 Kernels are compiled for any number of rows that a step may have. Then the largest step and all CUDA graphs are computed
-on a KV cache of one block, and what is free beside them is there for the real one. On a CPU there is nothing to do.
+on a KV cache of one block for each group, and what is free beside them is there for the real one. On a CPU there is
+nothing to do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from trueroll.errors import ConfigError
 
-from ...kernels.contract import AttentionBatch
+from ...kernels.contract import AttentionBatch, Pages
 from ..config import EngineConfig
 from ..models.decoder import Decoder
 from ..request import Distribution
@@ -63,7 +64,8 @@ class _Computation:
     """What steps compute with a model, on a KV cache of one block and one slot of recurrent state."""
 
     def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
-        self.runner, self.sampler = ModelRunner(model, 1, config.block_size, 1), Sampler(model.ops, model.head)
+        blocks = [1] * len(model.spec.windows)
+        self.runner, self.sampler = ModelRunner(model, blocks, config.block_size, 1), Sampler(model.ops, model.head)
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, max_model_len
 
     @torch.inference_mode()
@@ -79,7 +81,7 @@ class _Computation:
         """Hidden states of a decode beside a part of a prompt."""
         lens, zeros = ([1, rows - 1] if rows > 1 else [1]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
-        return self.runner.forward(zeros, zeros, zeros, batch, self._zeros(2, len(lens)))
+        return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens)))
 
     def heads(self, hidden: Tensor) -> None:
         """All ways from hidden states to tokens and log-probs."""
@@ -92,7 +94,11 @@ class _Computation:
         """Decodes in the form that graphs hold."""
         zeros, lens = self._zeros(rows), [self._max_model_len] * rows
         batch = AttentionBatch(range(rows + 1), lens, self._tables(rows, self._max_model_len), zeros + 1)
-        self.runner.forward(zeros, zeros, zeros, batch, self._zeros(2, rows))
+        self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, rows))
+
+    def _pages(self, batch: AttentionBatch) -> list[Pages]:
+        """For each window, on its one block."""
+        return [Pages(self._zeros(batch.query_starts[-1]), batch)] * len(self.runner.windows)
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self.runner.model.device)
@@ -113,7 +119,8 @@ def _outline(loaded: LoadedModel) -> Decoder:
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """The bytes that are free while memory is held for all graphs and for the largest step."""
     computation = _Computation(loaded.model, config, max_model_len)
-    graphs = DecodeGraphs(computation.runner, computation.sampler, 0, 0, config.max_num_seqs, max_model_len)
+    spare = [0] * len(computation.runner.windows), 0
+    graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
         graphs.capture()  # first, since it gives back what torch keeps of other memory
     computation.heads(computation.hidden(config.max_num_batched_tokens)[:HEAD_ROWS])

@@ -22,12 +22,12 @@ class Lanes:
     """Up to `capacity` running sequences; the place of each is `sequence.lane`. Columns, int64 [capacity]:
 
     `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`, `source`, `target`:
-    what they are of a sequence. `last_token`: the last one that is seen. `tables` [capacity, blocks]: their block
-    tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has
-    tokens; `samples`, `draws`: that sample and its `DRAW`.
+    what they are of a sequence. `last_token`: the last one that is seen. `tables`, for each group [capacity, blocks]:
+    their block tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one
+    sample that has tokens; `samples`, `draws`: that sample and its `DRAW`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, num_groups: int = 1) -> None:
         self.num_tokens = np.zeros(capacity, np.int64)
         self.num_computed = np.zeros(capacity, np.int64)
         self.num_prompt_tokens = np.zeros(capacity, np.int64)
@@ -35,7 +35,7 @@ class Lanes:
         self.num_blocks = np.zeros(capacity, np.int64)
         self.last_token = np.zeros(capacity, np.int64)
         self.source, self.target = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
-        self.tables = np.zeros((capacity, _FEWEST_BLOCKS), np.int64)
+        self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
         self._free = list(reversed(range(capacity)))
@@ -44,7 +44,8 @@ class Lanes:
         """Gives a sequence that begins to run a lane."""
         sequence.lane = lane = self._free.pop()
         self.sequences[lane] = sequence
-        self.tables[lane] = 0
+        for table in self.tables:
+            table[lane] = 0
         self.num_blocks[lane] = 0
         self.repeat(sequence)
 
@@ -68,13 +69,12 @@ class Lanes:
     def add_blocks(self, sequence: Sequence) -> None:
         """Repeats the blocks that a sequence with a lane got."""
         lane, table = sequence.lane, sequence.table
-        if len(table) > self.tables.shape[1]:
-            wider = np.zeros((len(self.tables), 2 * len(table)), np.int64)
-            wider[:, : self.tables.shape[1]] = self.tables
-            self.tables = wider
-        known = int(self.num_blocks[lane])
-        self.tables[lane, known : len(table)] = table[known:]
-        self.num_blocks[lane] = len(table)
+        known, count = int(self.num_blocks[lane]), len(table)
+        if count > self.tables[0].shape[1]:
+            self.tables = [_wider(rows, 2 * count) for rows in self.tables]
+        for rows, blocks in zip(self.tables, table.blocks, strict=False):
+            rows[lane, known:count] = blocks[known:]
+        self.num_blocks[lane] = count
 
     def holds(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> np.ndarray:
         """Which of some lanes are still those of the sequences that had them, bool [lanes]."""
@@ -105,7 +105,8 @@ class Lanes:
             lane = sequence.lane
             same = lane >= 0 and self.sequences[lane] is sequence
             same = same and all(getattr(self, name)[lane] == value for name, value in self._values(sequence).items())
-            if not same or self.tables[lane, : self.num_blocks[lane]].tolist() != sequence.table.tolist():
+            blocks = [blocks.tolist() for blocks in sequence.table.blocks]
+            if not same or [table[lane, : self.num_blocks[lane]].tolist() for table in self.tables] != blocks:
                 raise RuntimeError(f"lanes: expected what lane {lane} repeats to be that of sequence {sequence.order}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: expected {len(running)} lanes in use, as many as sequences run")
@@ -123,6 +124,12 @@ class Lanes:
             is_decoding=sample is not None,
             samples=sample,
         )
+
+
+def _wider(rows: np.ndarray, width: int) -> np.ndarray:
+    wider = np.zeros((len(rows), width), np.int64)
+    wider[:, : rows.shape[1]] = rows
+    return wider
 
 
 def _sample_of(sequence: Sequence) -> OpenSample | None:

@@ -53,13 +53,6 @@ class RecurrentStates:
         self._branches: dict[bytes, Sequence] = {}  # by the last block before them: who takes the checkpoint there
         self._pending: dict[tuple[Sequence, int], int] = {}  # of steps under way: sequence and position -> slot
 
-    def deepest(self, hits: list[Entry]) -> list[Entry]:
-        """As much of a run of entries as ends at a checkpoint."""
-        for count in range(len(hits), 0, -1):
-            if self.slots.is_ready(hits[count - 1]):
-                return hits[:count]
-        return []
-
     def begin(self, sequence: Sequence, hits: list[Entry]) -> bool:
         """Gives a sequence that is about to run a slot, and the state at the end of `hits`. False, with nothing
         changed, if there is no slot.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -26,7 +25,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ..cache.prefix_cache import Entry, PrefixCache
+from ..cache.prefix_cache import Entry, PrefixCache, Table
 from ..cache.states import StateSlots
 from ..outputs.open_requests import OpenSample
 from .lanes import Lanes
@@ -97,14 +96,14 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.lanes = Lanes(max_num_seqs)
+        self.lanes = Lanes(max_num_seqs, len(cache.windows))
         self.states = RecurrentStates(slots, self.lanes, cache.block_size, intervals) if slots is not None else None
         self.running: list[Sequence] = []  # sorted, as `_ready` is
         self._running_lanes: np.ndarray | None = None  # of `running`, until that changes
         self._ready: list[Sequence] = []
         self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
         # Of a block that was given back since, nothing is read before it is written.
-        self._block_copies: dict[int, int] = {}
+        self._block_copies = self._no_copies()
         self.stats = SchedulerStats()
 
     @property
@@ -123,12 +122,12 @@ class Scheduler:
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
-        needed = self.cache.blocks_for(num_tokens)
-        if needed > self.cache.num_blocks:
-            raise InvalidRequestError(
-                f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but "
-                f"there are {self.cache.num_blocks}; ask for fewer tokens or start the worker with more KV memory"
-            )
+        for needed, pool in zip(self.cache.blocks_needed(num_tokens), self.cache.pools, strict=True):
+            if needed > pool.num_blocks:
+                raise InvalidRequestError(
+                    f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but "
+                    f"there are {pool.num_blocks}; ask for fewer tokens or start the worker with more KV memory"
+                )
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence that holds no blocks wait for its turn."""
@@ -170,8 +169,8 @@ class Scheduler:
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
     def publish(self, chunks: Chunks) -> None:
-        """Publishes the blocks that `chunks` filled, now that their tokens are known; sequences that lost their blocks
-        since are passed over.
+        """Publishes the blocks that `chunks` filled, now that their tokens are known, and then gives those back that
+        are behind a window; sequences that lost their blocks since are passed over.
         """
         size = self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
@@ -179,6 +178,9 @@ class Scheduler:
                 self.cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
         if self.states is not None:
             self.states.publish(chunks, self.cache.epoch)
+        for sequence, _, end in chunks.take(np.flatnonzero(self.cache.leave_windows(chunks.starts, chunks.ends))):
+            if sequence.table:
+                self.cache.give_back(sequence.table, end)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed,
@@ -192,24 +194,26 @@ class Scheduler:
         tokens, salt = parent.tokens + array("i", (token,)), parent.cache_salt
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, purpose, salt)
         child.num_cached_tokens = parent.num_cached_tokens
-        num_full = parent.num_computed // self.cache.block_size
-        shared, partial = parent.table[:num_full], parent.table[num_full:]
-        has_room = len(self.running) < self.max_num_seqs and self.cache.can_allocate((), len(partial))
+        num_fresh = len(parent.table) - parent.num_computed // self.cache.block_size
+        has_room = len(self.running) < self.max_num_seqs and num_fresh <= self.cache.num_available
         has_room = has_room and len(parent.table) > 0
         if not has_room or (self.states is not None and not self.states.fork(parent, child)):
             self.add(child)
             return child
-        fresh = self.cache.allocate((), len(partial))
-        self.cache.share(shared)
-        child.table, child.num_computed = shared + array("q", fresh), parent.num_computed
+        child.table, copies = self.cache.fork(parent.table, parent.num_computed)
+        child.num_computed = parent.num_computed
         self._run(child)
-        self._block_copies.update(zip(fresh, partial, strict=True))
+        for pending, new in zip(self._block_copies, copies, strict=True):
+            pending.update(new)
         return child
 
-    def take_block_copies(self) -> dict[int, int]:
-        """What has to be copied before the next step computes anything, once: destination to source."""
-        copies, self._block_copies = self._block_copies, {}
+    def take_block_copies(self) -> list[dict[int, int]]:
+        """What has to be copied before the next step computes anything, once: of each group destination to source."""
+        copies, self._block_copies = self._block_copies, self._no_copies()
         return copies
+
+    def _no_copies(self) -> list[dict[int, int]]:
+        return [{} for _ in self.cache.windows]
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, waiting or running, and gives its blocks back."""
@@ -250,10 +254,10 @@ class Scheduler:
         if self.states is not None and self.states.cuts_decodes(lanes):
             return lanes
         lacking = lanes[self.lanes.num_computed[lanes] == self.lanes.num_blocks[lanes] * self.cache.block_size]
-        if len(lacking) > self.cache.num_free:
+        if len(lacking) > self.cache.num_available:
             return lanes
-        for sequence, block in zip(self.lanes.sequences[lacking], self.cache.allocate((), len(lacking)), strict=True):
-            self._give(sequence, (block,))
+        for sequence in self.lanes.sequences[lacking]:
+            self._extend(sequence, 1)
         plan.sizes = dict.fromkeys(lanes.tolist(), 1)
         plan.budget -= len(lanes)
         return lanes[:0]
@@ -271,17 +275,17 @@ class Scheduler:
         """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
         held = len(sequence.table)
         needed = self.cache.blocks_for(sequence.num_computed + size) - held
-        if needed > self.cache.num_free:
+        if needed > self.cache.num_available:
             plan.short_of_blocks = True
-            while self.cache.num_free == 0 and self.running[-1] is not sequence:
+            while self.cache.num_available == 0 and self.running[-1] is not sequence:
                 self._preempt(self.running[-1], plan)
-            needed = min(needed, self.cache.num_free)
+            needed = min(needed, self.cache.num_available)
         if needed > 0:
-            self._give(sequence, self.cache.allocate((), needed))
+            self._extend(sequence, needed)
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
-    def _give(self, sequence: Sequence, blocks: AnySequence[int]) -> None:
-        sequence.table.extend(blocks)
+    def _extend(self, sequence: Sequence, num_blocks: int) -> None:
+        self.cache.extend(sequence.table, num_blocks)
         self.lanes.add_blocks(sequence)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
@@ -310,7 +314,7 @@ class Scheduler:
         self.cache.release(sequence.table)
         if self.states is not None:
             self.states.release(sequence)
-        sequence.table, sequence.num_computed = array("q"), 0
+        sequence.table, sequence.num_computed = Table(), 0
 
     def _admit_waiting(self, plan: _Plan) -> None:
         self._take_back()
@@ -349,13 +353,13 @@ class Scheduler:
         if claim is not None:
             self._set_aside(sequence, claim)
             return Admission.WAIT_FOR_PREFIX
-        resumed = hits if self.states is None else self.states.deepest(hits)
+        resumed = hits if self.states is None else cache.deepest(hits, self.states.slots.is_ready)
         if self.states is not None:
             branch = self.states.branch_under_way(sequence, len(resumed), len(hits))
             if branch is not None:
                 self._set_aside(sequence, branch)
                 return Admission.WAIT_FOR_PREFIX
-        if not cache.can_allocate(resumed, cache.blocks_for(sequence.num_tokens) - len(resumed)):
+        if not cache.can_hold(resumed, sequence.num_tokens, self.max_num_batched_tokens):
             return Admission.WAIT_FOR_BLOCKS
         if self.states is not None:
             if not self.states.begin(sequence, resumed):
@@ -374,9 +378,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, hits: list[Entry], plan: _Plan) -> None:
         cache = self.cache
         sequence.num_computed = len(hits) * cache.block_size
-        size = min(sequence.num_uncomputed, plan.budget)
-        num_new = cache.blocks_for(sequence.num_computed + size) - len(hits)
-        sequence.table = array("q", cache.allocate(hits, num_new))
+        sequence.table = cache.allocate(hits, 0)
         sequence.chain.entries = hits
         cache.claim(sequence.chain)
         _remove(self._ready, sequence)
@@ -385,7 +387,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed
             self.stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0
             self.stats.prefix_hits += sequence.num_computed
-        plan.add(sequence.lane, self._cut(sequence, size))
+        self._continue(sequence, plan)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ...kernels.contract import NO_SLOT
-from ..cache.prefix_cache import Chain
+from ..cache.prefix_cache import Chain, Table
 from ..outputs.open_requests import OpenSample, OpenScore
 
 
@@ -57,7 +57,7 @@ class Sequence:
     cache_salt: str | None = None
     unseen_row: int | None = None
     num_computed: int = 0
-    table: array[int] = field(default_factory=lambda: array("q"))
+    table: Table = field(default_factory=Table)
     claim: bytes | None = None
     num_cached_tokens: int | None = None
     lane: int = -1

@@ -21,6 +21,7 @@ from ..contract import (
     DeltaNetWeights,
     Layer,
     Memory,
+    Pages,
     Rotation,
     StateBatch,
     TokenStatistics,
@@ -194,29 +195,39 @@ def layers(
     layers: PackedLayers | tuple[Layer, ...],
     rotations: Sequence[Rotation],
     memories: Sequence[Memory],
-    slots: Tensor,
-    batch: AttentionBatch,
+    pages: Sequence[Pages],
     states: StateBatch | None = None,
 ) -> Tensor:
     if not isinstance(layers, PackedLayers):
-        return run_layers(_SELF, x, layers, rotations, memories, slots, batch, states)
-    if len(memories) != len(layers):
-        raise ValueError(f"layers: expected {len(layers)} pairs of caches, found {len(memories)}; pass one for each")
+        return run_layers(_SELF, x, layers, rotations, memories, pages, states)
+    if not len(memories) == len(pages) == len(layers):
+        raise ValueError(
+            f"layers: expected {len(layers)} pairs of caches, and pages, found {len(memories)} and {len(pages)}; pass "
+            "one for each"
+        )
     if not layers:
         return x
-    x, slots, tables = x.contiguous(), slots.contiguous(), batch.block_tables.contiguous()
+    x, numbers = x.contiguous(), {id(page): _PageNumbers(page) for page in pages}
     turns = [part.contiguous() for rotation in rotations for part in rotation]
-    starts, lens = batch.tensors
+    starts, lens = pages[0].batch.tensors
     weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
+    paged = array("Q", chain.from_iterable(numbers[id(page)].pointers for page in pages))
     reads, writes = _slots(layers, states)
     buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
     _library.layers(
-        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), len(layers)),
-        *(_address(turned), slots.data_ptr(), _block_size(layers, memories)),
-        *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
+        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
+        *(_address(turned), _block_size(layers, memories), lens.shape[0], starts.data_ptr(), lens.data_ptr()),
         *(_pointer(reads), _pointer(writes), *(buffer.data_ptr() for buffer in buffers)),
     )
     return buffers[-1]
+
+
+class _PageNumbers:
+    """What `PagePointers` in native/api.cpp holds, which is there as long as this is."""
+
+    def __init__(self, page: Pages) -> None:
+        self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()
+        self.pointers = self._slots.data_ptr(), self._tables.data_ptr(), self._tables.shape[1]
 
 
 def _slots(layers: PackedLayers, states: StateBatch | None) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -32,7 +32,7 @@ _SIGNATURES = {
     "qkv": "lipllppppppplp",
     "write_kv": "ippplpplll",
     "attention": "lippplllllppplflfp",
-    "layers": "lipllppplppllppplpppppppppp",
+    "layers": "lipllpppplpllpppppppppppp",
     "rotation": "lplplfpp",
     "convolve": "lipllplplpppp",
     "delta_rule": "lipppppllllplpppp",

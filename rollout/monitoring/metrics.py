@@ -266,8 +266,11 @@ _ENGINE_COUNTERS = (
 
 
 def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
-    blocks = GaugeMetricFamily("trueroll_blocks", "Blocks of the KV cache.", labels=["state"])
-    yield _fill(blocks, {state: engine[f"blocks_{state}"] for state in ("in_use", "cached", "empty")})
+    blocks = GaugeMetricFamily("trueroll_blocks", "Blocks of the KV cache.", labels=["state", "window"])
+    for pool in engine["pools"]:
+        for state in ("in_use", "cached", "empty"):
+            blocks.add_metric([state, str(pool["window"] or "")], pool[state])
+    yield blocks
     checkpoints = GaugeMetricFamily("trueroll_checkpoints", "Checkpoints of recurrent states.", labels=["state"])
     yield _fill(checkpoints, {state: engine[f"checkpoints_{state}"] for state in ("ready", "reserved")})
 

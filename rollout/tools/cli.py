@@ -167,7 +167,9 @@ def serve(
 
 
 def _announce(address: str, info: dict[str, Any]) -> None:
-    blocks = f"blocks={info['num_blocks']}x{info['block_size']} tokens"
+    pools = zip(info["windows"], (info["num_blocks"], *info["window_blocks"]), strict=True)
+    named = [(f" of window {window}" if window else "", count) for window, count in pools]
+    blocks = ", ".join(f"blocks={count}x{info['block_size']} tokens{window}" for window, count in named)
     backend = f"backend={info['backend']} ({info['isa']})"
     print(f"ready address={address} model={info['model']} {backend} dtype={info['dtype']} {blocks}", flush=True)
 

@@ -51,6 +51,8 @@ def _buckets(plan: MemoryPlan, weights: int, scratch: int, memory: int) -> Table
     tokens = f"{plan.num_blocks * sizes.block_size:,} tokens, {sizes.block_size} a block"
     _add(table, "weights", 1, weights, "")
     _add(table, "KV blocks", plan.num_blocks, sizes.block, tokens)
+    for count, (window, size) in zip(plan.window_blocks, sizes.windows, strict=True):
+        _add(table, f"KV blocks, window {window:,}", count, size, f"{count * sizes.block_size:,} tokens")
     if sizes.state:
         _add(table, "live states", plan.live_states, sizes.state, "one a running sequence, and spare ones")
         _add(table, "checkpoints", plan.checkpoints, sizes.state, f"one every {plan.state_interval:,} tokens")
@@ -65,7 +67,8 @@ def _add(table: Table, name: str, count: int, size: int, holds: str) -> None:
 
 def _intervals(plan: MemoryPlan) -> Table:
     """What other intervals would give in the memory of blocks and checkpoints."""
-    sizes, pool = plan.sizes, plan.kv_bytes + plan.checkpoints * plan.sizes.state
+    sizes = plan.sizes
+    pool = plan.num_blocks * sizes.block + plan.checkpoints * sizes.state
     table = Table("state_interval", "tokens that fit", "recomputed by a hit, on average", title="Checkpoints")
     for column in table.columns:
         column.justify = "right"

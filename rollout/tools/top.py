@@ -49,15 +49,20 @@ class _Service(_Shown):
     failed: int
 
 
+class _Pool(_Shown):
+    window: int | None
+    in_use: int
+    cached: int
+    empty: int
+
+
 class _Engine(_Shown):
     computed_tokens: int
     computed_prompt_tokens: int
     prefix_queries: int
     prefix_hits: int
     preemptions: int
-    blocks_in_use: int
-    blocks_cached: int
-    blocks_empty: int
+    pools: tuple[_Pool, ...]
     shortened_hits: int
     checkpoints_ready: int
     checkpoints_restored: int
@@ -154,7 +159,8 @@ def _engine_rows(engine: _Engine, rates: _Rates) -> Iterator[Row]:
     yield "tokens/s", f"decode {rates.per_second('computed_tokens') - prompt:,.0f}  prompt {prompt:,.0f}"
     yield "prefix hits", f"now {rates.share('prefix_hits', 'prefix_queries')}  ever {_ever(engine)}"
     yield "samples", _numbers(engine.samples_finished) or "none finished"
-    yield "blocks", _blocks(engine)
+    for pool in engine.pools:
+        yield f"blocks, window {pool.window:,}" if pool.window else "blocks", _blocks(pool)
     yield "preempted", f"{engine.preemptions:,}"
 
 
@@ -218,8 +224,8 @@ def _push(push: protocol.PushProgress) -> str:
     return f"version {push.weight_version} by {way}: {done}"
 
 
-def _blocks(engine: _Engine) -> Text:
-    in_use, cached, empty = engine.blocks_in_use, engine.blocks_cached, engine.blocks_empty
+def _blocks(pool: _Pool) -> Text:
+    in_use, cached, empty = pool.in_use, pool.cached, pool.empty
     total = in_use + cached + empty
     used = _chars(in_use, total)
     reusable = _chars(in_use + cached, total) - used

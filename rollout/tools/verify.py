@@ -159,8 +159,10 @@ class _Lab:
             return runs, check_premises(cell, runs, torch.get_num_threads(), cuts=has_states(self.loaded))
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
-        # Room for all prompts and one more block for each request: they start together and outgrow it.
-        num_blocks = sum(-(-length // cell.block_size) for length in self.sizes.prompt_lengths)
+        # Room for what layers hold of all prompts, and one more block for each request: they start together and outgrow
+        # it.
+        window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
+        num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects)
         return EngineConfig(
             model=self.config.model,

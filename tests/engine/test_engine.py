@@ -503,7 +503,7 @@ def test_defaults_follow_the_device(tiny_llama: Path) -> None:
 
 def test_kv_memory_is_counted_in_whole_blocks(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, num_blocks=None, kv_memory=10 * 8192 + 4096)
-    allocated = sum(cache.nbytes for caches in engine._runner.kv_caches for cache in caches)
+    allocated = sum(cache.nbytes for caches in engine._runner.memories for cache in caches)
     assert engine.info.num_blocks == 10 and engine.info.kv_bytes == allocated == 10 * 8192
 
 

@@ -40,7 +40,7 @@ def roll_out(
     model: Path, lengths: tuple[int, ...] = (150, 64, 40, 5), top: int | None = None, **settings: Any
 ) -> Rollout:
     """(prompt, sample) of groups of three. Some prompts were partly cached, and there were preemptions."""
-    engine = make_engine(model, **settings, num_blocks=6 * len(lengths) + max(lengths) // 8, block_size=8)
+    engine = make_engine(model, **settings, num_blocks=5 * len(lengths) + max(lengths) // 8, block_size=8)
     prompts = [np.concatenate((tokens(n), tokens(7, seed=i))) for i, n in enumerate(lengths)]
     run(engine, [generate("warm", tokens(max(lengths)), max_tokens=1)])
     params = dict(n=3, temperature=TEMPERATURE, top_logprobs=top)

@@ -279,8 +279,8 @@ class Campaign:
             raise Violation(f"the worker keeps {requests['kept']} results, more than {limits['max_kept_results']}")
         stats = self._operator.ask("stats")["engine"]
         self.numbers.preemptions = stats["preemptions"]
-        if stats["blocks_in_use"]:
-            raise Violation(f"the idle engine has {stats['blocks_in_use']} blocks in use")
+        if in_use := sum(pool["in_use"] for pool in stats["pools"]):
+            raise Violation(f"the idle engine has {in_use} blocks in use")
 
 
 def _is_back(size: Size, before: Size | None) -> bool:

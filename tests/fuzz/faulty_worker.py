@@ -74,7 +74,7 @@ FAULTS: dict[str, Callable[[int, bytes], Any]] = {
     "loses an error": lambda count, frame: [] if _is_due(count, frame) else [frame],
     "repeats an error": lambda count, frame: [frame, frame] if _is_due(count, frame) else [frame],
     "serves another push": _change("weights", lambda weights: weights.update(push_id="f" * 32)),
-    "keeps blocks": _change("stats", lambda stats: stats["engine"].update(blocks_in_use=1)),
+    "keeps blocks": _change("stats", lambda stats: stats["engine"]["pools"][0].update(in_use=1)),
     "exits": lambda count, frame: os._exit(3),
     "hangs": _hang,
     "grows": _grow,

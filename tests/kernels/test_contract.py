@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Wanted
+from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Pages, Wanted
 from trueroll.kernels.specs import Activation, LayerSpec, NormSpec
 
 from .backends import SERVED, Implementation, Served, for_served, served_id
@@ -106,7 +106,8 @@ def layers(spec: LayerSpec, served: Served) -> RowOp:
     def compute(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         (*angles, slots), caches = rest, [(keys.clone(), values.clone()) for keys, values in before]
         batch = AttentionBatch(range(len(x) + 1), [2] * len(x), (slots // 2)[:, None])
-        out = served.ops.layers(x, run, [(angles[0], angles[1]), (angles[2], angles[3])], caches, slots, batch)
+        pages = [Pages(slots, batch)] * 2
+        out = served.ops.layers(x, run, [(angles[0], angles[1]), (angles[2], angles[3])], caches, pages)
         return out, *(cache[slots // 2] for pair in caches for cache in pair)
 
     angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))

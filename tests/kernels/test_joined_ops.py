@@ -22,6 +22,7 @@ from trueroll.kernels.contract import (
     Layer,
     Memory,
     Norms,
+    Pages,
     Rotation,
     StateBatch,
     Wanted,
@@ -108,13 +109,12 @@ class Step:
     x: Tensor
     rotations: Sequence[Rotation]
     caches: list[tuple[Tensor, Tensor]]
-    slots: Tensor
-    batch: AttentionBatch
+    pages: Sequence[Pages]
 
     def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The hidden states after the layers, and what their caches hold then."""
         caches = [(keys.clone(), values.clone()) for keys, values in self.caches]
-        out = compute(self.x, self.layers, self.rotations, caches, self.slots, self.batch)
+        out = compute(self.x, self.layers, self.rotations, caches, self.pages)
         return out, [cache for pair in caches for cache in pair]
 
 
@@ -124,20 +124,20 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
     paged.tables[2, :8] = paged.tables[1, :8]
     chunks = [(i, length - count, length) for i, (length, count) in enumerate(zip(lens, new, strict=True))]
     positions = torch.cat([torch.arange(start, end) for _, start, end in chunks])
+    slots = torch.cat([paged.slots(i)[start:end] for i, start, end in chunks])
     return Step(
         layers=served.ops.new_layers(make_layers(served, *specs) if specs else []),
         x=randn(len(positions), 130, dtype=served.dtype),
         rotations=make_rotations(served.ops, decoder_spec(*(specs or (layer_spec(),))), positions),
         caches=[(paged.k_cache * (i + 1), paged.v_cache * (i + 1)) for i in range(len(specs))],
-        slots=torch.cat([paged.slots(i)[start:end] for i, start, end in chunks]),
-        batch=paged.batch(chunks)[1],
+        pages=[Pages(slots, paged.batch(chunks)[1])] * len(specs),
     )
 
 
 def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
     """Every op by itself, in the order of the definition."""
-    rotations, kv_caches, slots, batch = rest
-    for layer, caches in zip(layers, kv_caches, strict=True):
+    rotations, kv_caches, pages = rest
+    for layer, caches, (slots, batch) in zip(layers, kv_caches, pages, strict=True):
         spec, (before, after), mlp = layer.spec, (layer.mixer_norms, layer.mlp_norms), layer.mlp
         hidden = x if before.before is None else ops.rmsnorm(x, before.before, spec.norm)
         q, k, v = project(ops, hidden, spec.mixer, layer.mixer, rotations[spec.mixer.rotation])
@@ -187,7 +187,8 @@ class HybridStep:
             for i, (spec, caches) in enumerate(zip(specs, step.caches, strict=True))
         ]
         layers = served.ops.new_layers(make_layers(served, *specs))
-        batch = StateBatch(step.batch.query_starts, torch.tensor([NO_SLOT, 4, 1, NO_SLOT]), torch.tensor([0, 2, 1, 3]))
+        starts, reads = step.pages[0].batch.query_starts, torch.tensor([NO_SLOT, 4, 1, NO_SLOT])
+        batch = StateBatch(starts, reads, torch.tensor([0, 2, 1, 3]))
         return cls(dataclasses.replace(step, layers=layers, caches=memories), batch)
 
     @staticmethod
@@ -252,9 +253,10 @@ def test_layers(served: Served, name: str) -> None:
 
 def test_layers_from_anywhere_in_memory(quick: Served) -> None:
     step = make_step(quick, layer_spec(**BOTH))
-    batch = dataclasses.replace(step.batch, block_tables=strided(step.batch.block_tables))
+    [(slots, batch)] = step.pages
+    batch = dataclasses.replace(batch, block_tables=strided(batch.block_tables))
     rotations = [(strided(cosines), strided(sines)) for cosines, sines in step.rotations]
-    apart = Step(step.layers, strided(step.x), rotations, step.caches, strided(step.slots), batch)
+    apart = Step(step.layers, strided(step.x), rotations, step.caches, [Pages(strided(slots), batch)])
     (expected, expected_caches), (found, caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
 
@@ -279,8 +281,31 @@ def test_packed_layers_are_made_of_contiguous_tensors() -> None:
 
 def test_each_layer_has_its_caches(quick: Served) -> None:
     step = make_step(quick, layer_spec(), layer_spec())
-    with pytest.raises(ValueError):
-        dataclasses.replace(step, caches=step.caches[:1]).run(quick.ops.layers)
+    for lacking in (dict(caches=step.caches[:1]), dict(pages=step.pages[:1])):
+        with pytest.raises(ValueError):
+            dataclasses.replace(step, **lacking).run(quick.ops.layers)
+
+
+@pytest.mark.parametrize("specs", [[layer_spec(window=37), layer_spec()] * 2, [layer_spec()] * 4], ids=["windows", ""])
+def test_layers_with_pages_of_their_own(quick: Served, specs: list[LayerSpec]) -> None:
+    """Every other layer has the same blocks in another order; its table names none behind its window."""
+    step = make_step(quick, *specs)
+    order = torch.randperm(len(step.caches[0][0]), generator=torch.Generator().manual_seed(1))
+    (slots, batch), window = step.pages[0], specs[0].mixer.window
+    size = step.caches[0][0].shape[1]
+    tables = order[batch.block_tables]
+    for row, end in enumerate(batch.context_lens):
+        first_query = end - (batch.query_starts[row + 1] - batch.query_starts[row])
+        tables[row, : max(0, first_query - window + 1) // size if window else 0] = 0
+    moved = Pages(order[slots // size] * size + slots % size, dataclasses.replace(batch, block_tables=tables))
+    assert not same_bits(moved.batch.block_tables, batch.block_tables), "premise"
+    back = order.argsort()
+    caches = [tuple(cache[back] for cache in pair) if i % 2 == 0 else pair for i, pair in enumerate(step.caches)]
+    apart = dataclasses.replace(step, caches=caches, pages=[moved, step.pages[0]] * 2)
+    (expected, expected_caches), (found, found_caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
+    assert same_bits(found, expected)
+    for i, (cache, own) in enumerate(zip(found_caches, expected_caches, strict=True)):
+        assert same_bits(cache[order] if i // 2 % 2 == 0 else cache, own)
 
 
 def test_no_layers_and_no_rows(quick: Served) -> None:
@@ -289,8 +314,9 @@ def test_no_layers_and_no_rows(quick: Served) -> None:
     assert same_bits(found, step.x)
     step = make_step(quick, layer_spec(), layer_spec())
     rotations = [(cosines[:0], sines[:0]) for cosines, sines in step.rotations]
-    batch = AttentionBatch([0], [], step.batch.block_tables[:0])
-    nothing = dataclasses.replace(step, x=step.x[:0], rotations=rotations, slots=step.slots[:0], batch=batch)
+    slots, batch = step.pages[0]
+    pages = [Pages(slots[:0], AttentionBatch([0], [], batch.block_tables[:0]))] * 2
+    nothing = dataclasses.replace(step, x=step.x[:0], rotations=rotations, pages=pages)
     found, caches = nothing.run(quick.ops.layers)
     assert found.shape == (0, 130) and all(map(same_bits, caches, itertools.chain(*step.caches)))
 

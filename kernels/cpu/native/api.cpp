@@ -271,13 +271,18 @@ AttentionArgs<T> attention_args(
     return args;
 }
 
+// Where a layer keeps the keys and values of a step's tokens; the same for all layers of a group.
+struct PagePointers {
+    const int64_t *slots, *tables;
+    int64_t max_blocks;
+};
+
 // What all layers of a run have in common, and the memory for what passes from step to step.
 struct LayerRun {
     long count, k;
     const RotationPointers* rotations;
-    const int64_t* slots;
-    long block_size;
-    Batch batch;
+    long block_size, sequences;
+    const int64_t *query_starts, *context_lens;
     StateBatch states;
     void *projected, *convolved, *gates, *rates, *mixed, *middle, *active, *out;
 };
@@ -313,22 +318,23 @@ DeltaNetArgs<T> delta_net_args(
 template <class T>
 void set_attention(
     const LayerRun& run, const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from,
-    const CachePointers& caches, LayerArgs<T>& args
+    const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
 ) {
+    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
     const RotationPointers& rotation = run.rotations[static_cast<size_t>(numbers.rotation)];
     const Scoring scoring = {
         static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap)
     };
-    args.qkv = qkv_args(x, numbers, from, caches, rotation, run.slots, run.block_size);
+    args.qkv = qkv_args(x, numbers, from, caches, rotation, pages.slots, run.block_size);
     args.qkv.q = as<T>(run.projected), args.qkv.gates = numbers.is_gated != 0.0 ? as<T>(run.gates) : nullptr;
     const Sizes sizes = sizes_of(numbers, run.block_size);
-    args.attention = attention_args<T>(run.projected, caches, sizes, run.batch, scoring, run.mixed);
+    args.attention = attention_args<T>(run.projected, caches, sizes, batch, scoring, run.mixed);
 }
 
 template <class T>
 LayerArgs<T> layer_args(
     const LayerRun& run, const void* x, const LayerNumbers& numbers, const LayerPointers& from,
-    const MemoryPointers& memory
+    const MemoryPointers& memory, const PagePointers& pages
 ) {
     const long k = run.k, n = static_cast<long>(numbers.intermediate);
     const auto norm = [&](const void* weight) {
@@ -341,7 +347,7 @@ LayerArgs<T> layer_args(
     if (args.has_delta_net)
         args.delta_net = delta_net_args(run, before_mixer, numbers.delta_net, from.delta_net, memory);
     else
-        set_attention(run, before_mixer, numbers.attention, from.qkv, memory.caches, args);
+        set_attention(run, before_mixer, numbers.attention, from.qkv, memory.caches, pages, args);
     const long width = args.has_delta_net ? args.delta_net.inputs[1].weight.rows
                                           : args.attention.heads * args.attention.caches.head_dim;
     const Matrix<T> o = {as<T>(from.o), k, width}, down = {as<T>(from.down), k, n};
@@ -542,29 +548,30 @@ EXPORT void trueroll_attention(
     });
 }
 
-// One layer after the other, each with its numbers, weights and memory. `reads`, `writes`: those of `StateBatch`, or
-// null if no layer is a delta net. Memory for what passes from step to step: `middle` [count, k], and as the largest layer
-// needs `active` [count, intermediate], and for attention `projected`, `gates` if it has any, and `mixed` [count, heads *
-// head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count, value_heads *
-// value_dim] and `rates` [2, count, value_heads].
+// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of `StateBatch`,
+// or null if no layer is a delta net. Memory for what passes from step to step: `middle` [count, k], and as the largest
+// layer needs `active` [count, intermediate], and for attention `projected`, `gates` if it has any, and `mixed` [count,
+// heads * head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count,
+// value_heads * value_dim] and `rates` [2, count, value_heads].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
-    const LayerPointers* weights, const MemoryPointers* memories, long num_layers, const RotationPointers* rotations,
-    const int64_t* slots, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, const int64_t* reads, const int64_t* writes, void* projected,
-    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out
+    const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
+    const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
+    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, void* projected, void* convolved,
+    void* gates, void* rates, void* mixed, void* middle, void* active, void* out
 ) {
     const Call call(threads);
-    const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
     const StateBatch states = {sequences, query_starts, reads, writes};
-    const LayerRun run = {count, k,         rotations, slots, block_size, batch,  states, projected,
-                          convolved, gates, rates,     mixed, middle,     active, out};
+    const LayerRun run = {
+        count, k, rotations, block_size, sequences, query_starts, context_lens, states, projected, convolved, gates,
+        rates, mixed, middle, active, out
+    };
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         std::vector<LayerArgs<T>> args;
         args.reserve(static_cast<size_t>(num_layers));
         for (long i = 0; i < num_layers; ++i)
-            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], memories[i]));
+            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], memories[i], pages[i]));
         chosen->ops(type).layers(args.data(), num_layers);
     });
 }

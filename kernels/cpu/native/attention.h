@@ -564,8 +564,9 @@ class PlannedAttention {
     // Whether it is the plan of other arguments for the same batch, too.
     bool serves(const AttentionArgs<T>& other) const {
         const Caches<T>&here = args_.caches, &there = other.caches;
-        return args_.window == other.window && args_.heads == other.heads && here.kv_heads == there.kv_heads &&
-               here.head_dim == there.head_dim && here.block_size == there.block_size;
+        return args_.tables == other.tables && args_.window == other.window && args_.heads == other.heads &&
+               here.kv_heads == there.kv_heads && here.head_dim == there.head_dim &&
+               here.block_size == there.block_size;
     }
 
     void run() const {

@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache
+from trueroll.engine.cache.pool import Pool
+from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache, Table
 
 from ..caches import CollidingCache, CountingCache
 
@@ -32,20 +33,22 @@ Content = tuple[int, str | None, Prefix]
 
 @dataclass(eq=False)
 class Node:
-    """The model's published block."""
+    """The model's published prefix; of each group its last block, until that is handed out."""
 
-    block: int
+    blocks: list[int | None]
     parent: Node | None
 
 
 @dataclass(eq=False)
 class Holder:
-    """The model's sequence; `contents` is what the slots of its tokens [0, num_computed) must hold."""
+    """The model's sequence; `contents` is what the slots of its tokens [0, num_computed) must hold, of each group from
+    the first block on that it has not given back.
+    """
 
     chain: Chain
     salt: str | None
     tokens: array[int]
-    table: list[int]
+    table: Table
     nodes: list[Node]
     contents: list[Content]
 
@@ -55,13 +58,16 @@ class Holder:
 
 @dataclass
 class Model:
-    """Published prefixes by their whole text, free blocks in order of reuse, and who has claimed which prefix."""
+    """Published prefixes by their whole text, of each group free blocks in order of reuse, and who has claimed what."""
 
-    free: list[int] = field(default_factory=lambda: list(range(NUM_BLOCKS)))
+    groups: dict[int | None, int]
     index: dict[Key, Node] = field(default_factory=dict)
     claims: dict[Key, Chain] = field(default_factory=dict)
 
-    def find(self, salt: str | None, tokens: array[int], limit: int) -> list[Node]:
+    def __post_init__(self) -> None:
+        self.free = [list(range(count)) for count in self.groups.values()]
+
+    def walk(self, salt: str | None, tokens: array[int], limit: int) -> list[Node]:
         found: list[Node] = []
         for end in range(BLOCK_SIZE, limit + 1, BLOCK_SIZE):
             node = self.index.get((salt, tuple(tokens[:end])))
@@ -70,53 +76,100 @@ class Model:
             found.append(node)
         return found
 
+    def find(self, salt: str | None, tokens: array[int], limit: int) -> list[Node]:
+        """The longest prefix whose next token would find all that it attends to."""
+        run = self.walk(salt, tokens, limit)
+        return run[: max(count for count in range(len(run) + 1) if self.is_whole(run[:count]))]
+
+    def is_whole(self, run: list[Node]) -> bool:
+        needed = [
+            run[p // BLOCK_SIZE].blocks[group]
+            for group, window in enumerate(self.groups)
+            for p in range(first_needed(window, len(run) * BLOCK_SIZE) * BLOCK_SIZE, len(run) * BLOCK_SIZE)
+        ]
+        return None not in needed
+
     def publish(self, holder: Holder) -> None:
         for i in range(len(holder.nodes), len(holder.contents) // BLOCK_SIZE):
             parent = holder.nodes[-1] if holder.nodes else None
             key = holder.key(i)
             if key not in self.index or self.index[key].parent is not parent:
-                self.index[key] = Node(holder.table[i], parent)
-            holder.nodes.append(self.index[key])
+                self.drop(key)
+                self.index[key] = Node([None] * len(self.groups), parent)
+            node, own = self.index[key], [blocks[i] for blocks in holder.table.blocks]
+            node.blocks = [old if old is not None else new for old, new in zip(node.blocks, own, strict=True)]
+            holder.nodes.append(node)
             if self.claims.get(key) is holder.chain:
                 del self.claims[key]
 
-    def take(self, hits: list[int], num_new: int) -> list[int]:
-        self.free = [b for b in self.free if b not in hits]
-        taken, self.free = self.free[:num_new], self.free[num_new:]
-        self.index = {key: node for key, node in self.index.items() if node.block not in taken}
+    def take(self, group: int, hits: list[int], num_new: int) -> list[int]:
+        free = [b for b in self.free[group] if b not in hits]
+        taken, self.free[group] = free[:num_new], free[num_new:]
+        for block in taken:
+            for node in [node for node in self.index.values() if node.blocks[group] == block]:
+                node.blocks[group] = None
+                self.drop_useless()
         return taken
 
-    def release(self, unused: list[int]) -> None:
-        published = {node.block for node in self.index.values()}
+    def drop_useless(self) -> None:
+        """Forgets nodes that can be found no more."""
+        while lost := [key for key, node in self.index.items() if not self.serves(node)]:
+            self.drop(lost[0])
+
+    def drop(self, key: Key) -> None:
+        """Forgets a node, if there is one; its blocks are empty, and handed out first."""
+        node = self.index.pop(key, None)
+        for free, block in zip(self.free, node.blocks if node else [], strict=False):
+            if block in free:
+                free.remove(block)
+                free.insert(0, block)
+        if node:
+            self.drop_useless()
+
+    def serves(self, node: Node) -> bool:
+        if None in self.groups:
+            return node.blocks[0] is not None
+        return node.blocks != [None] * len(self.groups) or any(other.parent is node for other in self.index.values())
+
+    def release(self, group: int, unused: list[int]) -> None:
+        published = {node.blocks[group] for node in self.index.values()}
         for block in unused:
-            self.free.insert(len(self.free) if block in published else 0, block)
+            self.free[group].insert(len(self.free[group]) if block in published else 0, block)
 
 
-def free_blocks(cache: PrefixCache) -> list[int]:
+def first_needed(window: int | None, end: int) -> int:
+    return 0 if window is None else max(0, end - window + 1) // BLOCK_SIZE
+
+
+def free_blocks(pool: Pool[Entry]) -> list[int]:
     """In order of reuse."""
-    return cache._empty[::-1] + list(cache._cached)
+    return pool._empty[::-1] + list(pool._cached)
 
 
 def state_of(cache: PrefixCache) -> tuple[Any, ...]:
     """Everything a cache knows, as values that later changes do not reach."""
     claims = {key: (id(chain), list(chain.hashes), list(chain.entries)) for key, chain in cache._claims.items()}
-    containers = list(cache._references), free_blocks(cache), dict(cache._index), dict(cache._published), claims
-    return *containers, cache.epoch, cache.evictions, cache._key
+    pools = [(list(pool._references), free_blocks(pool), dict(pool.published), pool.evictions) for pool in cache.pools]
+    index = {key: (entry, list(entry.blocks), entry.num_children) for key, entry in cache._index.items()}
+    return pools, index, claims, cache.epoch, cache._key
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences that come, compute, grow, fork and go in any order, over far too few blocks."""
 
     make_cache: type[CountingCache] = CountingCache
+    num_blocks: dict[int | None, int] = {None: NUM_BLOCKS}
     hashes_collide = False
     seen: Counter[str] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = self.make_cache(NUM_BLOCKS, BLOCK_SIZE)
-        self.model = Model()
+        self.cache = self.make_cache(self.num_blocks, BLOCK_SIZE)
+        self.model = Model(self.num_blocks)
         self.holders: list[Holder] = []
-        self.kv: list[list[Content | None]] = [[None] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
+        self.kv: list[list[list[Content | None]]] = [
+            [[None] * BLOCK_SIZE for _ in range(count)] for count in self.num_blocks.values()
+        ]
         self.chains: list[tuple[Chain, int]] = []
 
     def new_chain(self, salt: str | None) -> Chain:
@@ -133,14 +186,21 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         hits = self.cache.lookup(chain, tokens, limit)
         claim = self.cache.find_claim(chain, len(hits), limit)
         assert state_of(self.cache) == before
-        assert len(hits) * BLOCK_SIZE <= limit
-        held = [content for hit in hits for content in self.kv[hit.block]]
-        assert held == self.contents(salt, tokens, 0, len(hits) * BLOCK_SIZE)
+        end = len(hits) * BLOCK_SIZE
+        assert end <= limit
+        expected = self.contents(salt, tokens, 0, end)
+        for group, window in enumerate(self.num_blocks):
+            first = first_needed(window, end)
+            held = [content for block in self.needed(hits, group) for content in self.kv[group][block]]
+            assert held == expected[first * BLOCK_SIZE :]
         missed = chain.hashes[len(hits) : limit // BLOCK_SIZE]
         if self.hashes_collide:
             self.seen["collision refused"] += any(key in self.cache._index for key in missed[:1])
         else:
-            assert [hit.block for hit in hits] == [node.block for node in self.model.find(salt, tokens, limit)]
+            found = self.model.find(salt, tokens, limit)
+            assert [hit.blocks for hit in hits] == [node.blocks for node in found]
+            self.seen["shortened"] += len(found) < len(self.model.walk(salt, tokens, limit))
+            self.seen["hit of what was given back"] += any(None in node.blocks for node in found)
             ends = range((len(hits) + 1) * BLOCK_SIZE, limit + 1, BLOCK_SIZE)
             owners = [self.model.claims.get((salt, tuple(tokens[:end])), chain) for end in ends]
             claimed = [key for key, _ in takewhile(lambda pair: pair[1] is not chain, zip(missed, owners, strict=True))]
@@ -148,31 +208,40 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.seen["wait for several claims"] += len(claimed) > 1
         assert claim is None or self.cache.is_claimed(claim)
         self.seen["hit"] += bool(hits)
-        self.seen["hit of a free block"] += any(hit.block in self.cache._cached for hit in hits)
+        self.seen["hit of a free block"] += any(hit.blocks[0] in self.cache.pools[0]._cached for hit in hits)
         self.seen["wait for a claim"] += claim is not None
         return hits
 
-    def allocate(self, hits: list[Entry], num_new: int) -> list[int] | None:
+    def needed(self, hits: list[Entry], group: int) -> list[int]:
+        first = first_needed([*self.num_blocks][group], len(hits) * BLOCK_SIZE)
+        blocks = [hit.blocks[group] for hit in hits[first:]]
+        return [block for block in blocks if block is not None]
+
+    def allocate(self, hits: list[Entry], num_new: int) -> Table | None:
         """Allocates: all or nothing, the oldest free blocks first, never a block in use."""
-        blocks = [hit.block for hit in hits]
-        spare = [b for b in free_blocks(self.cache) if b not in blocks]
         before = state_of(self.cache)
-        assert self.cache.can_allocate(hits, num_new) == (num_new <= len(spare))
-        if num_new > len(spare):
+        needed = [self.needed(hits, group) for group in range(len(self.kv))]
+        free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.pools)]
+        if num_new > min(map(len, free)):
             with pytest.raises(RuntimeError, match=f"expected {num_new} free blocks"):
                 self.cache.allocate(hits, num_new)
             assert state_of(self.cache) == before
             self.seen["refused"] += 1
             return None
         table = self.cache.allocate(hits, num_new)
-        assert table[: len(hits)] == blocks
-        assert table[len(hits) :] == spare[:num_new]
-        taken = self.model.take(blocks, num_new)
-        assert self.hashes_collide or table[len(hits) :] == taken
+        for group, blocks in enumerate(table.blocks):
+            assert list(table.held(group)[: len(needed[group])]) == needed[group]
+            fresh, taken = list(blocks[len(hits) :]), self.model.take(group, needed[group], num_new)
+            assert len(fresh) == num_new and set(fresh) <= set(free[group])
+            assert self.hashes_collide or fresh == taken
         return table
 
     def pick(self, number: int) -> Holder:
         return self.holders[number % len(self.holders)]
+
+    def release_in_model(self, group: int, blocks: list[int]) -> None:
+        used = {block for holder in self.holders for block in holder.table.held(group)}
+        self.model.release(group, [block for block in reversed(blocks) if block not in used])
 
     @rule(tokens=TOKENS, salt=st.sampled_from([None, "a"]))
     def probe(self, tokens: list[int], salt: str | None) -> None:
@@ -205,29 +274,42 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         start = len(holder.contents)
         end = min(start + size, len(holder.tokens))
         holder.contents += self.contents(holder.salt, holder.tokens, start, end)
-        for p in range(start, end):
-            block = holder.table[p // BLOCK_SIZE]
-            assert [other for other in self.holders if block in other.table] == [holder]
-            self.kv[block][p % BLOCK_SIZE] = holder.contents[p]
+        for group, kv in enumerate(self.kv):
+            for p in range(start, end):
+                block = holder.table.blocks[group][p // BLOCK_SIZE]
+                assert [other for other in self.holders if block in other.table.held(group)] == [holder]
+                kv[block][p % BLOCK_SIZE] = holder.contents[p]
         before = state_of(self.cache)
         self.cache.publish(holder.chain, holder.tokens, holder.table, end)
         if holder.chain.epoch == self.cache.epoch:
             self.model.publish(holder)
-            self.seen["computed twice"] += holder.table[: len(holder.chain.entries)] != [
-                entry.block for entry in holder.chain.entries
-            ]
+            named = [entry.blocks[0] for entry in holder.chain.entries[start // BLOCK_SIZE :]]
+            self.seen["computed twice"] += list(holder.table.blocks[0][start // BLOCK_SIZE :][: len(named)]) != named
         else:
             assert state_of(self.cache) == before
             self.seen["computed under an old epoch"] += end // BLOCK_SIZE > start // BLOCK_SIZE
+        self.give_back(holder, end)
+
+    def give_back(self, holder: Holder, end: int) -> None:
+        before = [list(holder.table.held(group)) for group in range(len(self.kv))]
+        self.cache.give_back(holder.table, end)
+        for group, window in enumerate(self.num_blocks):
+            assert holder.table.starts[group] == first_needed(window, end)
+            given = before[group][: len(before[group]) - len(holder.table.held(group))]
+            self.release_in_model(group, given)
+            self.seen["gave back"] += bool(given)
 
     @precondition(lambda self: self.holders)
     @rule(number=st.integers(0, 7), token=st.integers(0, 1))
     def grow(self, number: int, token: int) -> None:
         holder = self.pick(number)
-        fresh = self.allocate([], self.cache.blocks_for(len(holder.tokens) + 1) - len(holder.table))
-        if fresh is not None:
+        num_new = self.cache.blocks_for(len(holder.tokens) + 1) - len(holder.table)
+        if num_new <= self.cache.num_available:
             holder.tokens.append(token)
-            holder.table += fresh
+            taken = [self.model.take(group, [], num_new) for group in range(len(self.kv))]
+            self.cache.extend(holder.table, num_new)
+            fresh = [list(blocks[len(blocks) - num_new :]) for blocks in holder.table.blocks]
+            assert self.hashes_collide or fresh == taken
 
     @precondition(lambda self: any(len(h.contents) == len(h.tokens) for h in self.holders))
     @rule(number=st.integers(0, 7))
@@ -235,14 +317,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         complete = [h for h in self.holders if len(h.contents) == len(h.tokens)]
         parent = complete[number % len(complete)]
         num_full = len(parent.tokens) // BLOCK_SIZE
-        partial = parent.table[num_full:]
-        fresh = self.allocate([], len(partial))
-        if fresh is None:
+        num_new = len(parent.table) - num_full
+        if num_new > self.cache.num_available:
             return
-        self.cache.share(parent.table[:num_full])
-        for source, destination in zip(partial, fresh, strict=True):
-            self.kv[destination] = self.kv[source].copy()
-        chain, table = parent.chain.fork(), parent.table[:num_full] + fresh
+        taken = [self.model.take(group, [], num_new) for group in range(len(self.kv))]
+        table, copies = self.cache.fork(parent.table, len(parent.tokens))
+        for group, kv in enumerate(self.kv):
+            assert table.blocks[group][:num_full] == parent.table.blocks[group][:num_full]
+            assert list(copies[group].values()) == list(parent.table.blocks[group][num_full:])
+            assert list(copies[group]) == list(table.blocks[group][num_full:])
+            assert self.hashes_collide or list(copies[group]) == taken[group]
+            for destination, source in copies[group].items():
+                kv[destination] = kv[source].copy()
+        chain = parent.chain.fork()
         self.chains.append((chain, len(chain.hashes)))
         child = Holder(chain, parent.salt, parent.tokens[:], table, parent.nodes.copy(), parent.contents.copy())
         self.holders.append(child)
@@ -256,8 +343,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.unclaim(holder.chain)
         self.cache.release(holder.table)
         self.model.claims = {key: chain for key, chain in self.model.claims.items() if chain is not holder.chain}
-        used = {block for other in self.holders for block in other.table}
-        self.model.release([block for block in reversed(holder.table) if block not in used])
+        for group in range(len(self.kv)):
+            self.release_in_model(group, list(holder.table.held(group)))
 
     @rule(really=st.sampled_from([True, *[False] * 4]))
     def invalidate(self, really: bool) -> None:
@@ -265,12 +352,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             return
         before = state_of(self.cache)
         self.cache.invalidate()
-        references, free, index, published, claims, epoch, *_ = state_of(self.cache)
-        had_content = [block for block in self.model.free if block in before[3]]
-        self.model.free = had_content + [block for block in self.model.free if block not in before[3]]
-        assert references == before[0] and sorted(free) == sorted(before[1])
-        assert (index, published, claims) == ({}, {}, {})
-        assert epoch == before[5] + 1
+        pools, index, claims, epoch, _ = state_of(self.cache)
+        for group, (old, new) in enumerate(zip(before[0], pools, strict=True)):
+            free, published = self.model.free[group], old[2]
+            self.model.free[group] = [b for b in free if b in published] + [b for b in free if b not in published]
+            assert new[0] == old[0] and sorted(new[1]) == sorted(old[1]) and new[2] == {}
+        assert (index, claims) == ({}, {})
+        assert epoch == before[3] + 1
         self.model.index.clear()
         self.model.claims.clear()
         self.seen["invalidate while in use"] += bool(self.holders)
@@ -279,18 +367,23 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def every_block_is_counted_once(self) -> None:
         tables = [holder.table for holder in self.holders]
         self.cache.check_integrity(tables)
-        used = {block for table in tables for block in table}
-        assert self.cache.num_free == NUM_BLOCKS - len(used)
-        assert used.isdisjoint(free_blocks(self.cache))
-        assert self.hashes_collide or free_blocks(self.cache) == self.model.free
-        assert self.cache.num_cached == len(set(self.cache._published) - used)
+        for group, pool in enumerate(self.cache.pools):
+            used = {block for table in tables for block in table.held(group)}
+            assert pool.num_free == pool.num_blocks - len(used)
+            assert used.isdisjoint(free_blocks(pool))
+            assert self.hashes_collide or free_blocks(pool) == self.model.free[group]
+            assert pool.num_cached == len(set(pool.published) - used)
         self.seen["eviction"] += self.cache.evictions > 0
 
     @invariant()
     def running_sequences_are_whole(self) -> None:
         for holder in self.holders:
-            held = [self.kv[holder.table[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in range(len(holder.contents))]
-            assert held == holder.contents
+            for group, window in enumerate(self.num_blocks):
+                first, blocks = first_needed(window, len(holder.contents)) * BLOCK_SIZE, holder.table.blocks[group]
+                places = range(first, len(holder.contents))
+                assert [self.kv[group][blocks[p // BLOCK_SIZE]][p % BLOCK_SIZE] for p in places] == holder.contents[
+                    first:
+                ]
 
     @invariant()
     def each_hash_was_computed_once(self) -> None:
@@ -302,6 +395,27 @@ class CollidingMachine(PrefixCacheMachine):
 
     make_cache = CollidingCache
     hashes_collide = True
+    seen: Counter[str] = Counter()
+
+
+class WindowMachine(PrefixCacheMachine):
+    """Layers without a window, and others with one of two."""
+
+    num_blocks = {None: NUM_BLOCKS, 3: 5, 4: 6}
+    seen: Counter[str] = Counter()
+
+
+class WindowsAloneMachine(PrefixCacheMachine):
+    """All layers have a window."""
+
+    num_blocks = {3: 5}
+    seen: Counter[str] = Counter()
+
+
+class CollidingWindowMachine(CollidingMachine):
+    """A window, and two hashes in all."""
+
+    num_blocks = {None: NUM_BLOCKS, 3: 5}
     seen: Counter[str] = Counter()
 
 
@@ -323,6 +437,9 @@ EVENTS = {
     [
         (PrefixCacheMachine, EVENTS | {"wait for several claims"}),
         (CollidingMachine, EVENTS | {"collision refused"}),
+        (WindowMachine, EVENTS | {"gave back", "shortened", "hit of what was given back"}),
+        (WindowsAloneMachine, EVENTS | {"gave back", "shortened", "hit of what was given back"}),
+        (CollidingWindowMachine, EVENTS | {"gave back", "collision refused"}),
     ],
 )
 def test_any_order_of_operations_agrees_with_the_model(machine: type[PrefixCacheMachine], events: set[str]) -> None:
@@ -331,7 +448,7 @@ def test_any_order_of_operations_agrees_with_the_model(machine: type[PrefixCache
     assert {event for event, count in machine.seen.items() if count} >= events
 
 
-def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int]:
+def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> Table:
     """The blocks of a sequence that came, was computed and is still there."""
     chain, text = cache.new_chain(salt), array("i", tokens)
     table = cache.allocate([], cache.blocks_for(len(tokens)))
@@ -339,95 +456,105 @@ def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> l
     return table
 
 
+def blocks_of(table: Table) -> list[int]:
+    return list(table.blocks[0])
+
+
+def take(cache: PrefixCache, count: int) -> list[int]:
+    return blocks_of(cache.allocate([], count))
+
+
 def find(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int]:
-    return [hit.block for hit in cache.lookup(cache.new_chain(salt), array("i", tokens), len(tokens))]
+    return [hit.blocks[0] for hit in cache.lookup(cache.new_chain(salt), array("i", tokens), len(tokens))]
 
 
 def test_a_free_block_is_hit_until_it_is_reused() -> None:
-    cache = PrefixCache(3, 2)
+    cache = PrefixCache({None: 3}, 2)
     table = publish(cache, [1, 2, 3, 4])
     cache.release(table)
-    assert cache.num_cached == 2
-    assert find(cache, [1, 2, 3, 4]) == table
-    assert cache.allocate([], 1) == [2]  # never used so far
-    assert find(cache, [1, 2, 3, 4]) == table
-    assert cache.allocate([], 1) == table[1:]  # the end of a prefix goes before its beginning
-    assert find(cache, [1, 2, 3, 4]) == table[:1]
-    assert (cache.evictions, cache.num_cached) == (1, 1)
+    assert cache.pools[0].num_cached == 2
+    assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
+    assert take(cache, 1) == [2]  # never used so far
+    assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
+    assert take(cache, 1) == blocks_of(table)[1:]  # the end of a prefix goes before its beginning
+    assert find(cache, [1, 2, 3, 4]) == blocks_of(table)[:1]
+    assert (cache.evictions, cache.pools[0].num_cached) == (1, 1)
 
 
 def test_the_least_recently_released_prefix_is_reused_first() -> None:
-    cache = PrefixCache(3, 2)
+    cache = PrefixCache({None: 3}, 2)
     first, second, third = (publish(cache, tokens) for tokens in ([1, 1], [2, 2], [3, 3]))
     for table in (second, first, third):
         cache.release(table)
     hits = cache.lookup(cache.new_chain(None), array("i", [2, 2]), 2)
     table = cache.allocate(hits, 0)
-    assert table == second  # a hit is a use: second is now the latest
+    assert table.blocks == second.blocks  # a hit is a use: second is now the latest
     cache.release(table)
-    assert cache.allocate([], 3) == first + third + second
+    assert take(cache, 3) == blocks_of(first) + blocks_of(third) + blocks_of(second)
 
 
 def test_nothing_is_found_before_it_is_published() -> None:
-    cache = PrefixCache(4, 2)
+    cache = PrefixCache({None: 4}, 2)
     chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
     table = cache.allocate([], 2)
     assert find(cache, [1, 2, 3, 4]) == []
     cache.publish(chain, tokens, table, 3)  # the second block lacks a token
-    assert find(cache, [1, 2, 3, 4]) == table[:1]
+    assert find(cache, [1, 2, 3, 4]) == blocks_of(table)[:1]
     cache.publish(chain, tokens, table, 4)
-    assert find(cache, [1, 2, 3, 4]) == table
+    assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
 
 
 def test_salts_and_the_lack_of_one_share_nothing() -> None:
-    cache = PrefixCache(4, 2)
+    cache = PrefixCache({None: 4}, 2)
     tables = {salt: publish(cache, [1, 2], salt) for salt in (None, "", "a", "salt:")}
-    assert {salt: find(cache, [1, 2], salt) for salt in tables} == tables
+    assert {salt: find(cache, [1, 2], salt) for salt in tables} == {
+        salt: blocks_of(table) for salt, table in tables.items()
+    }
     assert find(cache, [1, 2], "b") == []
 
 
 def test_a_hash_alone_never_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PrefixCache(4, 2)
+    cache = PrefixCache({None: 4}, 2)
     monkeypatch.setattr(cache, "_digest", lambda content: bytes(16))
     first = publish(cache, [1, 2])
-    assert find(cache, [1, 2]) == first
+    assert find(cache, [1, 2]) == blocks_of(first)
     assert find(cache, [1, 3]) == []  # other tokens
     assert find(cache, [1, 2], "a") == []  # another salt
     second = publish(cache, [1, 2, 1, 2])  # its second block takes the place of the first
-    assert list(cache._published) == second[1:]
+    assert list(cache.pools[0].published) == blocks_of(second)[1:]
     assert find(cache, [1, 2]) == []  # another parent
     cache.check_integrity([first, second])
 
 
 def test_a_free_block_that_another_one_takes_the_place_of_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = PrefixCache(4, 2)
+    cache = PrefixCache({None: 4}, 2)
     monkeypatch.setattr(cache, "_digest", lambda content: bytes(16))
     first = publish(cache, [1, 2])
     cache.release(first)
-    assert (cache.num_cached, cache.num_free) == (1, 4)
+    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (1, 4)
     second = publish(cache, [3, 4])
     cache.check_integrity([second])
-    assert (cache.num_cached, cache.num_free) == (0, 3)
-    assert cache.allocate([], 1) == first and cache.evictions == 0
+    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (0, 3)
+    assert take(cache, 1) == blocks_of(first) and cache.evictions == 0
 
 
 def test_how_much_is_cached_is_known_without_a_look_at_the_blocks() -> None:
-    cache, num_blocks = PrefixCache(20_000, 2), 20_000
+    cache, num_blocks = PrefixCache({None: 20_000}, 2), 20_000
     table = publish(cache, list(range(2 * num_blocks)))
     cache.release(table)
     tracemalloc.start()
-    assert (cache.num_cached, cache.num_free) == (num_blocks, num_blocks)
+    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (num_blocks, num_blocks)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < num_blocks
 
 
 def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
-    cache = PrefixCache(4, 2)
+    cache = PrefixCache({None: 4}, 2)
     chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
     table = cache.allocate([], 2)
     cache.publish(chain, tokens, table, 2)
-    assert find(cache, [1, 2]) == table[:1]
+    assert find(cache, [1, 2]) == blocks_of(table)[:1]
     cache.invalidate()
     assert find(cache, [1, 2]) == []
     cache.publish(chain, tokens, table, 4)
@@ -436,30 +563,30 @@ def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
 
 
 def test_blocks_without_content_are_handed_out_before_others_that_were_never_used() -> None:
-    cache = PrefixCache(6, 2)
+    cache = PrefixCache({None: 6}, 2)
     tokens = array("i", [1, 2, 3, 4])
     table = cache.allocate([], 2)
     cache.publish(cache.new_chain(None), tokens, table, 4)
     cache.release(table)
     other = cache.allocate([], 1)
-    assert not set(other) & set(table), "cached blocks go last"
+    assert not set(blocks_of(other)) & set(blocks_of(table)), "cached blocks go last"
     cache.release(other)
     cache.invalidate()
-    assert sorted(cache.allocate([], 3)) == sorted(table + other)
+    assert sorted(take(cache, 3)) == sorted(blocks_of(table) + blocks_of(other))
 
 
 def test_a_disabled_cache_finds_claims_and_hashes_nothing() -> None:
-    cache = CountingCache(4, 2, enabled=False)
+    cache = CountingCache({None: 4}, 2, enabled=False)
     publish(cache, [1, 2, 3, 4])
     chain = cache.new_chain(None)
     assert cache.lookup(chain, array("i", [1, 2, 3, 4]), 4) == []
     cache.claim(chain)
     assert cache.find_claim(cache.new_chain(None), 0, 4) is None
-    assert (cache.digests, cache.num_cached) == (0, 0)
+    assert (cache.digests, cache.pools[0].num_cached) == (0, 0)
 
 
 def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> None:
-    cache = PrefixCache(4, 2)
+    cache = PrefixCache({None: 4}, 2)
     tokens = array("i", [1, 2, 3, 4])
     writer, reader = cache.new_chain(None), cache.new_chain(None)
     for chain in (writer, reader):
@@ -482,49 +609,49 @@ def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> Non
     assert cache.find_claim(reader, 1, 4) is None and not cache.is_claimed(last)
 
 
-def _count_a_reference_too_many(cache: PrefixCache, table: list[int]) -> None:
-    cache._references[table[0]] += 1
+def _count_a_reference_too_many(cache: PrefixCache, table: Table) -> None:
+    cache.pools[0]._references[table.blocks[0][0]] += 1
 
 
-def _lose_a_reference(cache: PrefixCache, table: list[int]) -> None:
-    cache._references[table[0]] -= 1
+def _lose_a_reference(cache: PrefixCache, table: Table) -> None:
+    cache.pools[0]._references[table.blocks[0][0]] -= 1
 
 
-def _lose_a_free_block(cache: PrefixCache, table: list[int]) -> None:
-    cache._empty.pop()
+def _lose_a_free_block(cache: PrefixCache, table: Table) -> None:
+    cache.pools[0]._empty.pop()
 
 
-def _free_a_block_in_use(cache: PrefixCache, table: list[int]) -> None:
-    cache._empty.append(table[0])
+def _free_a_block_in_use(cache: PrefixCache, table: Table) -> None:
+    cache.pools[0]._empty.append(table.blocks[0][0])
 
 
-def _free_a_block_twice(cache: PrefixCache, table: list[int]) -> None:
-    cache._empty.append(cache._empty[0])
+def _free_a_block_twice(cache: PrefixCache, table: Table) -> None:
+    cache.pools[0]._empty.append(cache.pools[0]._empty[0])
 
 
-def _keep_an_empty_block_among_the_cached(cache: PrefixCache, table: list[int]) -> None:
-    cache._cached[cache._empty.pop()] = None
+def _keep_an_empty_block_among_the_cached(cache: PrefixCache, table: Table) -> None:
+    cache.pools[0]._cached[cache.pools[0]._empty.pop()] = None
 
 
-def _keep_a_cached_block_among_the_empty(cache: PrefixCache, table: list[int]) -> None:
+def _keep_a_cached_block_among_the_empty(cache: PrefixCache, table: Table) -> None:
     cache.release(table)
-    table.clear()
-    cache._empty.append(cache._cached.popitem()[0])
+    table.blocks[0] = table.blocks[0][:0]
+    cache.pools[0]._empty.append(cache.pools[0]._cached.popitem()[0])
 
 
-def _hold_a_block_twice(cache: PrefixCache, table: list[int]) -> None:
-    table.append(table[0])
+def _hold_a_block_twice(cache: PrefixCache, table: Table) -> None:
+    table.blocks[0].append(table.blocks[0][0])
 
 
-def _forget_a_table(cache: PrefixCache, table: list[int]) -> None:
-    table.clear()
+def _forget_a_table(cache: PrefixCache, table: Table) -> None:
+    table.blocks[0] = table.blocks[0][:0]
 
 
-def _forget_where_an_entry_is(cache: PrefixCache, table: list[int]) -> None:
-    del cache._published[table[0]]
+def _forget_where_an_entry_is(cache: PrefixCache, table: Table) -> None:
+    del cache.pools[0].published[table.blocks[0][0]]
 
 
-def _forget_an_entry(cache: PrefixCache, table: list[int]) -> None:
+def _forget_an_entry(cache: PrefixCache, table: Table) -> None:
     cache._index.clear()
 
 
@@ -544,8 +671,8 @@ def _forget_an_entry(cache: PrefixCache, table: list[int]) -> None:
         _forget_an_entry,
     ],
 )
-def test_the_integrity_check_finds(corrupt: Callable[[PrefixCache, list[int]], None]) -> None:
-    cache = PrefixCache(4, 2)
+def test_the_integrity_check_finds(corrupt: Callable[[PrefixCache, Table], None]) -> None:
+    cache = PrefixCache({None: 4}, 2)
     table = publish(cache, [1, 2, 3, 4])
     cache.check_integrity([table])
     corrupt(cache, table)

@@ -19,7 +19,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelInput
 from trueroll.errors import ModelError
 from trueroll.kernels import families
-from trueroll.kernels.contract import AttentionBatch
+from trueroll.kernels.contract import AttentionBatch, Pages
 from trueroll.kernels.families import describe, gemma3, settings
 from trueroll.kernels.specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from trueroll.kernels.training import align, token_log_probs
@@ -109,8 +109,9 @@ def logits(engine: Engine, ids: np.ndarray) -> Tensor:
     shapes = [(tables.numel(), 16, layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in model.spec.layers]
     caches = [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
     batch = AttentionBatch([0, len(ids)], [len(ids)], tables)
+    pages = [Pages(positions, batch)] * len(caches)
     with torch.inference_mode():
-        out = model.forward(ModelInput(torch.from_numpy(ids).long(), positions, positions, batch, caches))
+        out = model.forward(ModelInput(torch.from_numpy(ids).long(), positions, caches, pages))
         return model.ops.lm_head(out.hidden, model.head)
 
 

@@ -30,7 +30,7 @@ from trueroll.engine.models.dummy import fill_randomly
 from trueroll.engine.models.eos import find_eos_tokens
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.errors import AlignmentError, ConfigError, ModelError
-from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, StateBatch
+from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch
 from trueroll.kernels.families import describe
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import AttentionSpec, DeltaNetSpec
@@ -85,7 +85,8 @@ class Hybrid:
         slots = first.repeat_interleave(torch.tensor(lens)) * BLOCK + positions
         states = StateBatch(starts, torch.tensor(reads), torch.tensor(writes))
         ids = torch.cat([ids for _, ids, _ in chunks])
-        out = self.model.forward(ModelInput(ids, positions, slots, batch, memories, states))
+        pages = [Pages(slots, batch)] * len(memories)
+        out = self.model.forward(ModelInput(ids, positions, memories, pages, states))
         return list(self.model.ops.lm_head(out.hidden, self.model.head).split(lens))
 
     def logits(self, ids: Tensor) -> Tensor:

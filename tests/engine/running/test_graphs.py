@@ -92,8 +92,8 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
 
     def make(cuda_graphs: bool, folder: Path = model, **changes: Any) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
-        settings |= dict(backend="reference", cuda_graphs=cuda_graphs) | changes
-        config = EngineConfig(model=str(folder), **settings)
+        settings |= dict(model=str(folder), backend="reference", cuda_graphs=cuda_graphs) | changes
+        config = EngineConfig(**settings)
         loaded = load_model(config)
         return Engine(
             config, dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
@@ -147,6 +147,23 @@ def test_graphs_change_no_bit(make_engine: MakeEngine, log: list[str], backend: 
     assert log == []
     assert serve(make_engine(True, **settings), mixed_requests()) == expected
     assert log.count("replay") > 4, "forward passes and, at least of the longest alone, draws"
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_graphs_have_tables_for_each_window(
+    make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = dict(sliding_window=8, vocab_size=64, num_hidden_layers=2)
+    settings = dict(model=str(make_tiny_model("ministral", tmp_path / "m", "bfloat16", **sizes)), backend=backend)
+    settings |= dict(max_num_seqs=3, max_num_batched_tokens=8)
+    requests = [generate(f"long {i}", prompt(30, seed=i), max_tokens=2) for i in range(4)]
+    requests += [generate("group", prompt(11, seed=9), n=3, max_tokens=12)]
+    expected = serve(make_engine(False, **settings), requests)
+    engine = make_engine(True, **settings)
+    assert serve(engine, requests) == expected and log.count("replay") > 12
+    inputs = engine._graphs._graphs[4].inputs
+    assert (inputs.slots[0] != inputs.slots[1]).all(), "premise: the windows have other blocks"
+    assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), "padding has its own"
 
 
 def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engine: MakeEngine, log: list[str]) -> None:
@@ -217,11 +234,13 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
     graphs = engine._graphs._graphs[4]
     inputs = graphs.inputs
-    assert inputs.slots[3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[2], "premise: three rows of four were filled"
-    caches = [cache for pair in engine._runner.kv_caches for cache in pair]
+    assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], (
+        "premise: three rows of four were filled"
+    )
+    caches = [cache for pair in engine._runner.memories for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
-        for column in (inputs.slots, inputs.tables):
+        for column in (*inputs.slots, *inputs.tables):
             column.copy_(torch.full_like(column, int(column[3].flatten()[0])))
         graphs.forward.replay()
     for cache, was in zip(caches, before, strict=True):

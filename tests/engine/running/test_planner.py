@@ -17,6 +17,7 @@ NORM = NormSpec(1e-6)
 ATTENTION = AttentionSpec(24, 4, 256, 1.0)
 DELTA = DeltaNetSpec(16, 48, 128, 128, 4, NORM)
 DENSE, HYBRID = Sizes(16, 1000, 0), Sizes(16, 1000, 5000)
+WINDOWED = Sizes(16, 1000, 0, ((64, 5000),))
 
 
 def decoder(mixers: list[AttentionSpec | DeltaNetSpec]) -> DecoderSpec:
@@ -60,6 +61,36 @@ def test_live_states_are_one_for_each_sequence_and_spare_ones() -> None:
 
 def test_a_model_without_states_has_blocks_alone() -> None:
     assert plan(DENSE) == MemoryPlan(DENSE, 1000)
+
+
+def test_layers_of_one_window_are_a_group() -> None:
+    local, wide = replace(ATTENTION, window=1024), replace(ATTENTION, window=4096)
+    one = 16 * 2 * 4 * 256 * 2
+    mixed = decoder([local, ATTENTION, local, wide])
+    assert mixed.windows == (None, 1024, 4096)
+    assert Sizes.of(mixed, Storage.of(torch.bfloat16), 16) == Sizes(16, one, 0, ((1024, 2 * one), (4096, one)))
+    alone = decoder([local, local])
+    assert alone.windows == (1024,)
+    assert Sizes.of(alone, Storage.of(torch.bfloat16), 16) == Sizes(16, 2 * one, 0)
+
+
+def test_a_window_has_what_sequences_need_and_a_share_for_prefixes() -> None:
+    found = plan(WINDOWED, available=10_000_000, max_num_batched_tokens=32)
+    running = 4 * (4 + 1) + 2 * 2
+    assert found.window_blocks == (running + -(-found.num_blocks // 4),)
+    assert found.pools == [(found.num_blocks, 1000), (*found.window_blocks, 5000)]
+    assert 9_990_000 < found.kv_bytes <= 10_000_000
+    assert found.num_blocks > 2 * 10_000_000 // 6000, "more tokens than if all layers kept them all"
+
+
+def test_a_window_has_no_more_blocks_than_there_are_without() -> None:
+    found = plan(WINDOWED, kv_memory_fraction=None, num_blocks=12)
+    assert (found.num_blocks, found.window_blocks, found.kv_bytes) == (12, (12,), 72_000)
+
+
+def test_windows_that_do_not_fit_are_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match="found 200 blocks of 1000 bytes, 74 blocks of 5000 bytes and 0 states"):
+        plan(WINDOWED, 500_000, kv_memory_fraction=None, num_blocks=200, max_num_batched_tokens=32)
 
 
 def test_settings_are_kept() -> None:

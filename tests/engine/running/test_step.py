@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trueroll.engine.cache.prefix_cache import Chain
+from trueroll.engine.cache.prefix_cache import Chain, Table
 from trueroll.engine.outputs.draw_records import DrawRecord
 from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
@@ -29,7 +29,7 @@ def sample(seed: int = 7, **params: Any) -> OpenSample:
 
 def sequence(purpose: Purpose, tokens: list[int], table: list[int], unseen_row: int | None = None) -> Sequence:
     found = Sequence((0, 0), array("i", tokens), PROMPT_LEN, Chain(0, b""), purpose, unseen_row=unseen_row)
-    found.table = array("q", table)
+    found.table = Table([array("q", table)], [0])
     return found
 
 
@@ -39,8 +39,8 @@ def plan(*chunks: Chunk, copies: dict[int, int] | None = None) -> Step:
         lanes.enter(chunk.sequence)
     sequences, starts, ends = zip(*chunks, strict=True)
     each = Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
-    step = plan_step(each, lanes, purposes_of(each, lanes), copies or {}, BLOCK_SIZE)
-    arrays = step.token_ids, step.positions, step.slots, step.unseen, step.block_tables, step.block_copies
+    step = plan_step(each, lanes, purposes_of(each, lanes), [copies or {}], BLOCK_SIZE)
+    arrays = step.token_ids, step.positions, step.unseen, *step.slots, *step.block_tables, *step.block_copies
     assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
     return step
 
@@ -51,16 +51,16 @@ def test_a_prompt_beside_a_decode() -> None:
     step = plan(Chunk(prompt, 2, 5), Chunk(decode, 4, 5))
     assert step.token_ids.tolist() == [12, 13, 14, 24]
     assert step.positions.tolist() == [2, 3, 4, 4]
-    assert step.slots.tolist() == [5 * 4 + 2, 5 * 4 + 3, 3 * 4, 1 * 4]
+    assert step.slots[0].tolist() == [5 * 4 + 2, 5 * 4 + 3, 3 * 4, 1 * 4]
     assert (step.query_starts, step.context_lens) == ([0, 3, 4], [5, 5])
-    assert step.block_tables.tolist() == [[5, 3], [7, 1]]
-    assert step.unseen.shape == (0, 2) and step.block_copies.shape == (0, 2) and step.scores == []
+    assert step.block_tables[0].tolist() == [[5, 3], [7, 1]]
+    assert step.unseen.shape == (0, 2) and step.block_copies[0].shape == (0, 2) and step.scores == []
     assert step.draws.integers.tolist() == [[3], [SAMPLE], [-1], [5]], "the prompt's chunk does not reach its end"
 
 
 def test_tables_of_other_lengths_are_filled_up() -> None:
     short, long = (sequence(Generation([sample()]), list(range(n)), table) for n, table in ((4, [6]), (9, [1, 2, 3])))
-    assert plan(Chunk(short, 3, 4), Chunk(long, 8, 9)).block_tables.tolist() == [[6, 0, 0], [1, 2, 3]]
+    assert plan(Chunk(short, 3, 4), Chunk(long, 8, 9)).block_tables[0].tolist() == [[6, 0, 0], [1, 2, 3]]
 
 
 def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
@@ -95,5 +95,5 @@ def test_a_score_has_targets_and_draws_nothing() -> None:
 @pytest.mark.parametrize("copies", [{9: 4}, {9: 4, 8: 4}])
 def test_copies_are_from_and_to(copies: dict[int, int]) -> None:
     decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 9])
-    found = plan(Chunk(decode, 4, 5), copies=copies).block_copies.tolist()
+    found = plan(Chunk(decode, 4, 5), copies=copies).block_copies[0].tolist()
     assert found == [[source, to] for to, source in copies.items()]

@@ -50,7 +50,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return outputs, lambda: [place.copy_(found) for place, found in zip(outputs, compute(), strict=True)]
 
     def note(runner: ModelRunner, *inputs: Any) -> torch.Tensor:
-        seen.append(("forward", len(inputs[0]), len(runner.kv_caches[0][0])))
+        seen.append(("forward", len(inputs[0]), len(runner.memories[0][0])))
         return forward(runner, *inputs)
 
     for module in (engine_module, warm_up):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
@@ -25,7 +26,7 @@ class HybridDriver(Driver):
 
     def __init__(
         self,
-        num_blocks: int = 64,
+        num_blocks: int | dict[int | None, int] = 64,
         block_size: int = 2,
         max_num_seqs: int = 5,
         budget: int = 64,
@@ -35,7 +36,8 @@ class HybridDriver(Driver):
     ) -> None:
         super().__init__(num_blocks, block_size, max_num_seqs, budget)
         self.slots = StateSlots(num_slots, checkpoints)
-        self.cache = PrefixCache(num_blocks, block_size, forget=self.slots.forget)
+        pools = {window: pool.num_blocks for window, pool in zip(self.cache.windows, self.cache.pools, strict=True)}
+        self.cache = PrefixCache(pools, block_size, forget=self.slots.forget)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget, self.slots, intervals)
         self.states: list[Content | None] = [None] * num_slots
 
@@ -106,6 +108,21 @@ def test_a_hit_ends_at_the_deepest_checkpoint() -> None:
     assert run(driver, other, [1]).num_cached_tokens == 0, "6 tokens are known, but no state of them"
     assert driver.scheduler.stats.shortened_hits == 6
     assert run(driver, [*PROMPT[:9], 0, 1, 1], [1]).num_cached_tokens == 8
+
+
+def test_a_hit_ends_where_a_state_is_ready_and_the_window_is_whole() -> None:
+    driver = HybridDriver({None: 64, 6: 64})
+    entries, window = run(driver, PROMPT, [1]).chain.entries, driver.cache.pools[1]
+    assert driver.checkpoints() == [4, 8, 10]
+    taken: list[int] = []
+    while entries[1].blocks[1] is not None:
+        taken += window.take(1)
+    window.release(taken)
+    assert [entry.blocks[1] is None for entry in entries] == [True, True, False, False, False]
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "tokens 5 to 9 are all that the next one reaches"
+    driver.slots.forget([entries[4]])
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 0, "no state where the window is whole, and vice versa"
+    assert run(driver, PROMPT, [1]).num_cached_tokens == 10, "what was computed again can be hit again"
 
 
 def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> None:
@@ -234,7 +251,7 @@ class HybridMachine(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = HybridDriver(
-            num_blocks=8, max_num_seqs=5, budget=7, num_slots=8, checkpoints=2, intervals=Intervals(4, 2)
+            num_blocks=self.num_blocks, max_num_seqs=5, budget=7, num_slots=8, checkpoints=2, intervals=Intervals(4, 2)
         )
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=5, max_size=10))
@@ -249,10 +266,22 @@ class HybridMachine(SchedulerMachine):
         self.seen["shortened"] += self.driver.scheduler.stats.shortened_hits
 
 
+class HybridWindowMachine(HybridMachine):
+    """A model that keeps all: layers without a window, layers with one, and states."""
+
+    num_blocks = {None: 8, 6: 6}
+    seen: Counter[str] = Counter()
+
+
 EVENTS = {"preempted", "hit", "restored", "checkpoint", "evicted", "skipped", "shortened", "fork that waits"}
 
 
-def test_requests_in_any_order_all_finish_and_read_their_own_states() -> None:
-    HybridMachine.seen.clear()
-    run_state_machine_as_test(HybridMachine, settings=PROFILE)
-    assert {event for event, count in HybridMachine.seen.items() if count} >= EVENTS
+@pytest.mark.parametrize(
+    ("machine", "events"), [(HybridMachine, EVENTS), (HybridWindowMachine, EVENTS | {"gave back"})]
+)
+def test_requests_in_any_order_all_finish_and_read_their_own_states(
+    machine: type[HybridMachine], events: set[str]
+) -> None:
+    machine.seen.clear()
+    run_state_machine_as_test(machine, settings=PROFILE)
+    assert {event for event, count in machine.seen.items() if count} >= events

@@ -58,11 +58,16 @@ class Driver:
     """Does what the engine does around a scheduler, and finds every step guilty that breaks a promise."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, cache: type[PrefixCache] = PrefixCache
+        self,
+        num_blocks: int | dict[int | None, int],
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        cache: type[PrefixCache] = PrefixCache,
     ) -> None:
-        self.cache = cache(num_blocks, block_size)
+        self.cache = cache(num_blocks if isinstance(num_blocks, dict) else {None: num_blocks}, block_size)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
-        self.kv: list[list[Content | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.kv = self._no_kv()
         self.holds: dict[Sequence, list[Content]] = {}
         self.prefixes: dict[tuple[object, int], int] = {}
         self.open: list[Sample | Sequence] = []
@@ -70,6 +75,13 @@ class Driver:
         self.arrivals = 0
         self.needed_steps = 0
         self.seen: Counter[str] = Counter()
+
+    def _all_free(self) -> bool:
+        return all(pool.num_free == pool.num_blocks for pool in self.cache.pools)
+
+    def _no_kv(self) -> list[list[list[Content | None]]]:
+        """Of each group and block what its slots hold."""
+        return [[[None] * self.cache.block_size for _ in range(pool.num_blocks)] for pool in self.cache.pools]
 
     def add(self, prompt: list[int], lengths: list[int], salt: str | None = None) -> Sequence:
         """A group with a sample of each length; a score request if there is none."""
@@ -98,8 +110,9 @@ class Driver:
         for sequence in set(self.scheduler.running).difference(before):
             self._check_hits(sequence, epoch)
         self.steps += bool(self.open)
-        for to, source in self.scheduler.take_block_copies().items():
-            self.kv[to] = self.kv[source].copy()
+        for kv, copies in zip(self.kv, self.scheduler.take_block_copies(), strict=True):
+            for to, source in copies.items():
+                kv[to] = kv[source].copy()
         self._write(chunks)
         self.scheduler.advance(chunks)
         self.scheduler.publish(chunks)
@@ -128,7 +141,7 @@ class Driver:
         running = self.scheduler.running.copy()
         self.needed_steps += sum(sequence.num_tokens for sequence in running)
         self.scheduler.recompute_running()
-        assert not self.scheduler.running and self.cache.num_free == self.cache.num_blocks
+        assert not self.scheduler.running and self._all_free()
         assert self.scheduler.started() == [s for s in self.scheduler.waiting if s.num_tokens > s.num_prompt_tokens]
         for sequence in running:
             del self.holds[sequence]
@@ -147,14 +160,14 @@ class Driver:
         self.step_until(lambda: not self.open)
         self.check()
         assert not self.scheduler.running and not self.scheduler.waiting
-        assert self.cache.num_free == self.cache.num_blocks
+        assert self._all_free()
 
     def check(self) -> None:
         """Every block is counted once, what running sequences computed is untouched, claims have a running owner."""
         self.scheduler.check_integrity()
         tables = [sequence.table for sequence in self.scheduler.running]
-        used = {block for table in tables for block in table}
-        assert self.cache.num_free == self.cache.num_blocks - len(used)
+        for group, pool in enumerate(self.cache.pools):
+            assert pool.num_free == pool.num_blocks - len({block for table in tables for block in table.held(group)})
         for sequence in self.scheduler.running:
             self.check_whole(sequence)
             self.check_blocks(sequence, sequence.num_computed)
@@ -166,15 +179,22 @@ class Driver:
         assert {id(chain) for chain in self.cache._claims.values()} <= owners
 
     def check_whole(self, sequence: Sequence) -> None:
-        assert self._held(sequence, sequence.num_computed) == self.holds.get(sequence, [])[: sequence.num_computed]
+        """What the sequence holds is its own, and all that its next token can reach in a window, but no block more."""
+        end, holds = sequence.num_computed, self.holds.get(sequence, [])
+        for group, start in enumerate(sequence.table.starts):
+            window, first = self.cache.windows[group], start * self.cache.block_size
+            reached = 0 if window is None else max(0, end - window + 1)
+            assert reached - self.cache.block_size < first <= reached
+            self.seen["gave back"] += first > 0
+            assert self._held(sequence, group, end)[first:] == holds[first:end]
 
     def check_blocks(self, sequence: Sequence, end: int) -> None:
         assert len(sequence.table) == self.cache.blocks_for(end)
 
-    def _held(self, sequence: Sequence, end: int) -> list[Content | None]:
-        size, copies = self.cache.block_size, self.scheduler._block_copies
-        blocks = [copies.get(block, block) for block in sequence.table]
-        return [self.kv[blocks[p // size]][p % size] for p in range(end)]
+    def _held(self, sequence: Sequence, group: int, end: int) -> list[Content | None]:
+        size, copies = self.cache.block_size, self.scheduler._block_copies[group]
+        blocks = [copies.get(block, block) for block in sequence.table.blocks[group]]
+        return [self.kv[group][blocks[p // size]][p % size] for p in range(end)]
 
     def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
         """What slots [start, end) hold once they are computed in this epoch."""
@@ -214,7 +234,7 @@ class Driver:
         assert bool(chunks) == bool(self.open)
         assert set(before[:1]) <= scheduled
         stalled = [s for s in before if s.table and s.num_uncomputed == 1 and s not in scheduled]
-        assert not stalled or self.cache.num_free == 0
+        assert not stalled or self.cache.num_available == 0
         spent = sum(chunk.end - chunk.start for chunk in chunks)
         if spent < self.scheduler.max_num_batched_tokens and not all(chunk.reaches_end for chunk in chunks):
             self.seen["chunk shrunk"] += 1
@@ -228,15 +248,16 @@ class Driver:
         self.seen["hit"] += sequence.num_computed > 0
 
     def _write(self, chunks: Chunks) -> None:
-        references = Counter(block for sequence in self.scheduler.running for block in sequence.table)
-        size = self.cache.block_size
+        size, running = self.cache.block_size, self.scheduler.running
         for chunk in chunks:
-            contents = self._contents(chunk.sequence, chunk.start, chunk.end)
-            self.holds[chunk.sequence] += contents
-            for p, content in zip(range(chunk.start, chunk.end), contents, strict=True):
-                block = chunk.sequence.table[p // size]
-                assert references[block] == 1
-                self.kv[block][p % size] = content
+            self.holds[chunk.sequence] += self._contents(chunk.sequence, chunk.start, chunk.end)
+        for group, kv in enumerate(self.kv):
+            references = Counter(block for sequence in running for block in sequence.table.held(group))
+            for sequence, start, end in chunks:
+                for p in range(start, end):
+                    block = sequence.table.blocks[group][p // size]
+                    assert references[block] == 1
+                    kv[block][p % size] = self.holds[sequence][p]
 
     def _extend(self, sequence: Sequence) -> None:
         """Every sample gets its token; those that go on part ways."""
@@ -258,14 +279,17 @@ class Driver:
             self.finish(sequence)
 
     def _fork(self, parent: Sequence, sample: Sample, token: int) -> Sequence:
-        pending = len(self.scheduler._block_copies)
+        pending = self._num_copies()
         child = self.scheduler.fork(parent, sample, token)
         if child.table:
             self.holds[child] = self.holds[parent].copy()
             self.check_whole(child)
-            self.seen["fork with a copy"] += len(self.scheduler._block_copies) - pending
+            self.seen["fork with a copy"] += self._num_copies() - pending
         self.seen["fork that waits"] += not child.table
         return child
+
+    def _num_copies(self) -> int:
+        return sum(map(len, self.scheduler._block_copies))
 
     def _continue(self, sample: Sample, sequence: Sequence) -> None:
         sample.sequence, sequence.purpose = sequence, Generation([sample])
@@ -276,11 +300,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests that come, run, are aborted and lose the cache in any order, over far too few blocks."""
 
     cache: type[PrefixCache] = PrefixCache
+    num_blocks: dict[int | None, int] = {None: 8}
     seen: Counter[str] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(num_blocks=8, block_size=2, max_num_seqs=5, budget=7, cache=self.cache)
+        self.driver = Driver(num_blocks=self.num_blocks, block_size=2, max_num_seqs=5, budget=7, cache=self.cache)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
@@ -327,6 +352,27 @@ class CollidingMachine(SchedulerMachine):
     seen: Counter[str] = Counter()
 
 
+class WindowMachine(SchedulerMachine):
+    """Layers without a window, and two windows with fewer blocks."""
+
+    num_blocks = {None: 8, 3: 4, 6: 5}
+    seen: Counter[str] = Counter()
+
+
+class WindowsAloneMachine(SchedulerMachine):
+    """All layers have a window."""
+
+    num_blocks = {6: 6}
+    seen: Counter[str] = Counter()
+
+
+class CollidingWindowMachine(CollidingMachine):
+    """Both."""
+
+    num_blocks = {None: 8, 3: 6}
+    seen: Counter[str] = Counter()
+
+
 EVENTS = {
     "preempted",
     "hit",
@@ -340,11 +386,15 @@ EVENTS = {
 }
 
 
-@pytest.mark.parametrize("machine", [SchedulerMachine, CollidingMachine])
+MACHINES = [SchedulerMachine, CollidingMachine, WindowMachine, WindowsAloneMachine, CollidingWindowMachine]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
 def test_requests_in_any_order_all_finish(machine: type[SchedulerMachine]) -> None:
     machine.seen.clear()
     run_state_machine_as_test(machine, settings=PROFILE)
-    assert {event for event, count in machine.seen.items() if count} >= EVENTS
+    events = EVENTS if machine.num_blocks.keys() == {None} else EVENTS | {"gave back"}
+    assert {event for event, count in machine.seen.items() if count} >= events
 
 
 def random_prompt(rng: random.Random, shortest: int, longest: int) -> list[int]:
@@ -534,7 +584,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
     driver.add([1, 2, 3, 4, 5], [4, 4, 4])
     driver.step()
-    tables = [sequence.table for sequence in driver.scheduler.running]
+    tables = [sequence.table.blocks[0] for sequence in driver.scheduler.running]
     assert len(tables) == 3
     assert len({tuple(table[:2]) for table in tables}) == 1
     assert len({table[2] for table in tables}) == 3
@@ -549,14 +599,16 @@ def test_a_block_that_is_forked_into_twice_before_a_step_is_copied_once_from_the
         driver.add(prompt, [3, 3])
     driver.step()
     first, fork, other, _ = driver.scheduler.running
-    [_, (destination, source)] = sorted(zip(fork.table, first.table, strict=True), key=lambda pair: pair[0] != pair[1])
-    assert driver.scheduler._block_copies[destination] == source != destination, "premise"
+    [_, (destination, source)] = sorted(
+        zip(fork.table.blocks[0], first.table.blocks[0], strict=True), key=lambda pair: pair[0] != pair[1]
+    )
+    assert driver.scheduler._block_copies[0][destination] == source != destination, "premise"
     driver.scheduler.finish(fork)
     again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)
-    assert destination in again.table, "premise: the block that was given back last is taken first"
-    copies = driver.scheduler.take_block_copies()
-    assert len(copies) == 2 and copies[destination] == other.table[again.table.index(destination)]
-    assert driver.scheduler.take_block_copies() == {}
+    assert destination in again.table.blocks[0], "premise: the block that was given back last is taken first"
+    [copies] = driver.scheduler.take_block_copies()
+    assert len(copies) == 2 and copies[destination] == other.table.blocks[0][again.table.blocks[0].index(destination)]
+    assert driver.scheduler.take_block_copies() == [{}]
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
@@ -564,7 +616,7 @@ def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:
     driver.add([1, 2, 3, 4], [3, 3])
     driver.step()
     first, second = driver.scheduler.running
-    assert first.table == second.table
+    assert first.table.blocks == second.table.blocks
     assert driver.seen["fork with a copy"] == 0
     driver.drain()
 
@@ -613,7 +665,7 @@ def test_nothing_overtakes_a_request_that_waits_for_blocks() -> None:
     driver = Driver(num_blocks=6, block_size=2, max_num_seqs=8, budget=32)
     first, large, small = driver.add([1] * 6, [5]), driver.add([2] * 10, [1]), driver.add([3], [1])
     driver.step()
-    assert driver.cache.num_free >= driver.cache.blocks_for(small.num_tokens)
+    assert driver.cache.pools[0].num_free >= driver.cache.blocks_for(small.num_tokens)
     assert (driver.scheduler.running, driver.scheduler.waiting) == ([first], [large, small])
     driver.step_until(lambda: first not in driver.scheduler.running)
     assert [chunk.sequence for chunk in driver.step()] == [large, small]
@@ -632,7 +684,7 @@ def test_a_score_request_computes_every_token_and_others_hit_them() -> None:
 
 
 def test_what_can_never_fit_is_rejected_with_the_numbers() -> None:
-    scheduler = Scheduler(PrefixCache(3, 4), max_num_seqs=1, max_num_batched_tokens=4)
+    scheduler = Scheduler(PrefixCache({None: 3}, 4), max_num_seqs=1, max_num_batched_tokens=4)
     scheduler.check_fits(12)
     with pytest.raises(InvalidRequestError, match=r"needs 4 KV blocks of 4 tokens for 13 tokens, but there are 3"):
         scheduler.check_fits(13)
@@ -643,11 +695,12 @@ def _hold_blocks_while_waiting(driver: Driver) -> None:
 
 
 def _lose_a_block(driver: Driver) -> None:
-    driver.scheduler.running[0].table.pop()
+    driver.scheduler.running[0].table.blocks[0].pop()
 
 
 def _share_a_block_uncounted(driver: Driver) -> None:
-    driver.scheduler.running[0].table[0] = driver.scheduler.running[1].table[0]
+    first, second = (sequence.table.blocks[0] for sequence in driver.scheduler.running)
+    first[0] = second[0]
 
 
 def _count_a_token_in_its_lane_alone(driver: Driver) -> None:
@@ -655,7 +708,7 @@ def _count_a_token_in_its_lane_alone(driver: Driver) -> None:
 
 
 def _read_another_block(driver: Driver) -> None:
-    driver.scheduler.lanes.tables[driver.scheduler.running[1].lane, 0] += 1
+    driver.scheduler.lanes.tables[0][driver.scheduler.running[1].lane, 0] += 1
 
 
 def _draw_no_more(driver: Driver) -> None:

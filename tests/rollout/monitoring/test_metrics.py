@@ -46,9 +46,16 @@ ENGINE = {
     "recomputed": 6,
     "deferred_admissions": 5,
     "evictions": 7,
-    "blocks_in_use": 11,
-    "blocks_cached": 12,
-    "blocks_empty": 13,
+    "pools": [
+        {"window": None, "in_use": 11, "cached": 12, "empty": 13},
+        {"window": 512, "in_use": 16, "cached": 17, "empty": 18},
+    ],
+    "shortened_hits": 31,
+    "checkpoints_skipped": 32,
+    "checkpoints_evicted": 33,
+    "checkpoints_restored": 34,
+    "checkpoints_ready": 35,
+    "checkpoints_reserved": 36,
     "samples_finished": {"length": 8, "error": 1},
 }
 MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500}
@@ -123,15 +130,19 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Sample, as Prometheus writes it, to value: `name` or `name{label="value"}`."""
+    """Sample, as Prometheus writes it, to value: `name` or `name{label="value",...}`."""
     response, text = ask(port, "/metrics")
     assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=")
     return {
-        sample.name + "".join(f'{{{label}="{value}"}}' for label, value in sample.labels.items()): sample.value
+        sample.name + _braced(",".join(f'{label}="{value}"' for label, value in sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if not sample.name.endswith("_bucket")
     }
+
+
+def _braced(labels: str) -> str:
+    return f"{{{labels}}}" if labels else ""
 
 
 def free_port() -> int:
@@ -167,9 +178,18 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         "trueroll_recomputed_sequences_total": 6,
         "trueroll_deferred_admissions_total": 5,
         "trueroll_evictions_total": 7,
-        'trueroll_blocks{state="in_use"}': 11,
-        'trueroll_blocks{state="cached"}': 12,
-        'trueroll_blocks{state="empty"}': 13,
+        'trueroll_blocks{state="in_use",window=""}': 11,
+        'trueroll_blocks{state="cached",window=""}': 12,
+        'trueroll_blocks{state="empty",window=""}': 13,
+        'trueroll_blocks{state="in_use",window="512"}': 16,
+        'trueroll_blocks{state="cached",window="512"}': 17,
+        'trueroll_blocks{state="empty",window="512"}': 18,
+        "trueroll_shortened_hit_tokens_total": 31,
+        "trueroll_checkpoints_skipped_total": 32,
+        "trueroll_checkpoints_evicted_total": 33,
+        "trueroll_checkpoints_restored_total": 34,
+        'trueroll_checkpoints{state="ready"}': 35,
+        'trueroll_checkpoints{state="reserved"}': 36,
         "trueroll_push_active": 1,
         "trueroll_push_staged_bytes": 500,
         **{f'trueroll_memory_bytes{{tag="{tag}"}}': size for tag, size in MEMORY.items()},
@@ -234,7 +254,7 @@ def test_every_counter_of_engine_and_service_is_exported(source: FakeSource, por
     """Each counter, grown by one, changes what is told. Steps are the count of `trueroll_step_seconds`."""
     assert ENGINE.keys() == {field.name for field in dataclasses.fields(EngineStats)}
     before = scrape(port)
-    for key in ENGINE.keys() - {"steps", "num_running", "num_waiting", "samples_finished"}:
+    for key in ENGINE.keys() - {"steps", "num_running", "num_waiting", "pools", "samples_finished"}:
         source.engine = {**ENGINE, key: ENGINE[key] + 1}
         assert scrape(port) != before, key
     source.engine = ENGINE
@@ -460,19 +480,19 @@ def documented() -> dict[str, tuple[str, dict[str, set[str]]]]:
 
 
 def _documented_labels(cell: str) -> dict[str, set[str]]:
-    label, *values = re.findall(r"`(\w+)`", cell) or [None]
-    return {label: set(values)} if label else {}
+    parts = (re.findall(r"`(\w+)`", part) for part in cell.split(";"))
+    return {label: set(values) for label, *values in filter(None, parts)}
 
 
 def exported(port: int) -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """The same, from what is exported."""
+    """The same, from what is exported; a window may be any number."""
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in text_string_to_metric_families(ask(port, "/metrics")[1]):
         labels: dict[str, set[str]] = {}
         for sample in family.samples:
             for label, value in sample.labels.items():
                 if label != "le":
-                    labels.setdefault(label, set()).add(value)
+                    labels.setdefault(label, set()).update([value] if label != "window" else [])
         found[family.name + ("_total" if family.type == "counter" else "")] = family.type, labels
     return found
 

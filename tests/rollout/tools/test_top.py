@@ -27,9 +27,10 @@ ENGINE = {
     "prefix_queries": 100,
     "prefix_hits": 10,
     "preemptions": 3,
-    "blocks_in_use": 30,
-    "blocks_cached": 20,
-    "blocks_empty": 10,
+    "pools": ({"window": None, "in_use": 30, "cached": 20, "empty": 10},),
+    "shortened_hits": 1100,
+    "checkpoints_ready": 5,
+    "checkpoints_restored": 6,
     "samples_finished": {"length": 7},
 }
 PUSH = protocol.PushProgress(
@@ -52,6 +53,7 @@ def process() -> Iterator[WorkerProcess]:
         yield process
 
 
+MODEL = {"model": "m", "backend": "cpu", "live_states": 0, "checkpoints": 0}
 SERVICE = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
 
 
@@ -67,7 +69,7 @@ def look(
         requests={"open": 1, "kept": 2, "running": 8, "waiting": 9},
         memory={"process": 4_000_000, "kv_cache": 0},
         limits={},
-        engine={"model": "m", "backend": "cpu"},
+        engine=MODEL,
     )
     stats = protocol.Stats(id="s", engine=ENGINE if counters is None else counters, service=service)
     return look_of(seconds, protocol.Health(**(told | health)), stats)
@@ -99,6 +101,18 @@ def test_the_bar_is_as_long_as_the_blocks_are_many() -> None:
     assert bar.endswith("in use 30  cached 20  empty 10")
 
 
+def test_each_window_has_a_bar() -> None:
+    windowed = {"window": 4096, "in_use": 3, "cached": 2, "empty": 1}
+    now = look(1.0, {**ENGINE, "pools": (*ENGINE["pools"], windowed)})
+    assert rows(look(0.0), now)["blocks, window 4,096"].endswith("in use 3  cached 2  empty 1")
+
+
+def test_checkpoints_show_for_a_model_that_has_states() -> None:
+    told = rows(look(0.0), look(1.0, engine=MODEL | {"live_states": 8, "checkpoints": 40}))
+    assert told["checkpoints"] == "5 of 40  6 restored  hits shortened by 1,100 tokens"
+    assert "checkpoints" not in rows(look(0.0), look(1.0))
+
+
 def test_nothing_to_divide_by_is_no_error() -> None:
     told = rows(look(0.0), look(1.0, {**ENGINE, "prefix_queries": 0, "prefix_hits": 0, "samples_finished": {}}))
     assert told["prefix hits"].endswith("ever -") and told["samples"] == "none finished"
@@ -125,7 +139,7 @@ def test_what_a_worker_tells_is_shown_as_it_is() -> None:
     counters = {**ENGINE, "samples_finished": {odd: 1}}
     health: dict[str, Any] = dict(
         instance=odd,
-        engine={"model": odd, "backend": odd},
+        engine=MODEL | {"model": odd, "backend": odd},
         requests={odd: 1},
         memory={odd: 1},
         push=PUSH.model_copy(update={"transport": odd}),

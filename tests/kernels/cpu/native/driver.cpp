@@ -40,9 +40,9 @@ void trueroll_attention(
     const int64_t*, long, float, long, float, void*
 );
 void trueroll_layers(
-    long, int, const void*, long, long, const double*, const void*, const void*, long, const void*, const int64_t*,
-    long, long, const int64_t*, const int64_t*, const int64_t*, long, const int64_t*, const int64_t*, void*, void*,
-    void*, void*, void*, void*, void*, void*
+    long, int, const void*, long, long, const double*, const void*, const void*, const void*, long, const void*, long,
+    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*, void*, void*, void*, void*, void*,
+    void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -120,6 +120,11 @@ class Digest {
 
   private:
     uint64_t hash_ = 0xCBF29CE484222325u;
+};
+
+struct Pages {
+    const int64_t *slots, *tables;
+    int64_t max_blocks;
 };
 
 struct Run {
@@ -308,11 +313,14 @@ struct Run {
             layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
             caches.insert(caches.end(), {keys.data(), values.data()});
         }
+        // A table for each layer, so that one that names blocks beyond its own is found.
+        const std::vector<int64_t> copied = tables;
+        const Pages pages[2] = {{fresh.data(), tables.data(), max_blocks}, {fresh.data(), copied.data(), max_blocks}};
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), 2, turns.data(),
-            fresh.data(), block_size, sequences, starts.data(), lens.data(), tables.data(), max_blocks, nullptr,
-            nullptr, q.data(), nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2,
+            turns.data(), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, q.data(), nullptr,
+            nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -383,9 +391,10 @@ struct Run {
         Values projected = random(rows * std::max(channels, width)), convolved = random(rows * channels);
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
+        const Pages page = {slots.data(), tables.data(), 1}, pages[3] = {page, page, page};
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), 3, turns.data(),
-            slots.data(), 16, 4, starts.data(), lens.data(), tables.data(), 1, reads.data(), writes.data(),
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), pages, 3,
+            turns.data(), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
             projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
             y.data()
         );

@@ -1,0 +1,34 @@
+"""`trueroll plan`: what it prints is the plan of the worker's own planner."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tiny import make_tiny_model
+from trueroll.rollout.tools import cli
+
+
+def rows(*arguments: str) -> dict[str, list[str]]:
+    """The first table: the name of a bucket, and what stands in the cells after it."""
+    found = CliRunner().invoke(cli.app, ["plan", *arguments], env={"COLUMNS": "160"})
+    assert found.exit_code == 0, found.output
+    cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in found.output.splitlines()]
+    return {name: rest for name, *rest in filter(None, cells)}
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo3"])
+def test_each_window_has_a_bucket_of_its_own(family: str, tmp_path: Path) -> None:
+    told = rows(str(make_tiny_model(family, tmp_path / family)), "--memory", "0.25")
+    windows = [name for name in told if name.startswith("KV blocks, window")]
+    assert windows == (["KV blocks, window 32"] if family == "olmo3" else [])
+    if windows:
+        (count, each, _, holds), whole = told[windows[0]], told["KV blocks"]
+        assert 0 < int(count.replace(",", "")) < int(whole[0].replace(",", ""))
+        assert float(each) == pytest.approx(3 * float(whole[1]), abs=1e-4), "three of four layers have the window"
+        assert holds == f"{int(count.replace(',', '')) * 16:,} tokens"
+    shared = [float(told[name][2].replace(",", "")) for name in told if name not in ("bucket", "Memory of a device")]
+    assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets are all of the memory"
