@@ -211,14 +211,14 @@ class Engine:
         started, loaded = time.monotonic(), self._loaded
         available = warm_up(config, loaded, find_max_model_len(config, loaded))
         info = engine_info(config, loaded, available)
-        spare_blocks = 1 if uses_graphs(config, loaded) else 0  # for the padding of graphs
+        spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
         num_slots = info.live_states + info.checkpoints
-        num_blocks = [count + spare_blocks for count in info.blocks_by_window]
-        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, num_slots)
+        num_blocks = [count + spare for count in info.blocks_by_window]
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, num_slots + spare)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
-            parts = self._runner, self._sampler, info.blocks_by_window
+            parts = self._runner, self._sampler, info.blocks_by_window, num_slots
             self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
             self._graphs.capture()
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)

@@ -1,8 +1,10 @@
-"""Where the time goes on a CPU: `python examples/cpu_report.py [MODEL [DTYPE]]`.
+"""Where the time goes on a CPU: `python examples/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
-Measures what the machine can do at best (matrix products, reading memory), then runs each workload of `trueroll bench`
-on the in-process engine and shows for every op its time, its arithmetic and the memory it must read at least once a
-step, as shares of these. What is left of a step is Python: scheduling, bookkeeping, the step's tensors.
+Measures what the machine can do at best (matrix products, reading memory, reading and writing it), then runs each
+workload of `trueroll bench` on the in-process engine and shows for every op its time, its arithmetic and the memory it
+must read at least once a step, as shares of these; of a recurrence's states also what it writes. What is left of a step
+is Python: scheduling, bookkeeping, the step's tensors. For a model with gated delta nets it first shows what their
+recurrence reaches by itself. With `--dummy-weights` MODEL is a configuration, as for `trueroll bench`.
 
 To time each op, the report runs the layers op by op; an engine runs all of them in one native call, so that its steps
 take a few percent less.
@@ -14,7 +16,9 @@ import sys
 import time
 import types
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -23,12 +27,14 @@ from rich.table import Table
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SamplingParams
-from trueroll.engine.running.loading import LoadedModel, load_model
-from trueroll.kernels.contract import AttentionBatch
+from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
+from trueroll.kernels.contract import AttentionBatch, StateBatch
 from trueroll.kernels.layer import run_layers
+from trueroll.kernels.specs import DeltaNetSpec
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
-OPS = ("embedding", "rotation", "qkv", "paged_attention", "linear", "linear_add", "gate_up", "rmsnorm", "next_tokens")
+OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", "delta_rule", "gate_mul", "linear", "linear_add")
+OPS = (*OPS, "gate_up", "rmsnorm", "next_tokens")
 
 
 class Meter:
@@ -84,6 +90,12 @@ def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, so
     return 4 * pairs * q.shape[1] * q.shape[2], 2 * len(blocks) * k_cache[0].nbytes
 
 
+def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: StateBatch) -> tuple[int, int]:
+    """For each element of a state and each token: a decay, and three products that are added to something."""
+    slots = len(batch.writes) + int((batch.reads >= 0).sum())
+    return 7 * len(qkv) * states[0].numel(), slots * states[0].nbytes
+
+
 COSTS = {
     "qkv": lambda x, spec, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
     "linear": lambda x, weight, *rest: product_cost(len(x), weight),
@@ -91,20 +103,70 @@ COSTS = {
     "gate_up": lambda x, gate, up, activation: product_cost(len(x), gate, up),
     "next_tokens": lambda hidden, weight, wanted: product_cost(len(wanted.rows), weight),
     "paged_attention": attention_cost,
+    "delta_rule": recurrence_cost,
 }
 
 
-def measure_best(loaded: LoadedModel) -> tuple[float, float]:
-    """The highest GFLOP/s of a product and GB/s of reading memory seen in a few tries."""
+@dataclasses.dataclass
+class Rates:
+    """What some work reached in each of several tries, in 1e9 a second. `amount`: of one try."""
+
+    run: Callable[[], object]
+    amount: float
+    tries: list[float] = dataclasses.field(default_factory=list)
+
+    def try_once(self) -> None:
+        self.tries.append(self.amount / seconds_of(self.run) / 1e9)
+
+
+def measure(rates: dict[str, Rates]) -> dict[str, Rates]:
+    """Each of them 15 times, in turn, so that all see the same moods of the machine."""
+    for _ in range(15):
+        for each in rates.values():
+            each.try_once()
+    return rates
+
+
+def limits(loaded: LoadedModel) -> dict[str, Rates]:
+    """`products` whose weights stay in the cache; `reading` weights once; `updating` float32 values in place."""
     ops, dtype = loaded.backend.ops, loaded.model.dtype
     x = torch.randn(960, 1536).to(dtype)
     weight = ops.new_weight(1536, 1536, partial(torch.empty, dtype=dtype))
     weight.copy_(torch.randn(1536, 1536))
-    product = min(seconds_of(lambda: ops.linear(x, weight)) for _ in range(30))
     large = ops.new_weight(2**17, 1536, partial(torch.empty, dtype=dtype))
     large.copy_(torch.zeros(2**17, 1536))
-    reading = min(seconds_of(lambda: ops.linear(x[:1], large)) for _ in range(10))
-    return 2 * 960 * 1536 * 1536 / product / 1e9, large.nbytes / reading / 1e9
+    values = torch.zeros(2**26)
+    return {
+        "products": Rates(lambda: ops.linear(x, weight), 2 * 960 * 1536 * 1536),
+        "reading": Rates(lambda: ops.linear(x[:1], large), large.nbytes),
+        "updating": Rates(lambda: values.mul_(1.0), 2 * values.nbytes),
+    }
+
+
+def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
+    """The recurrence of all delta nets of a model, in a step of 64 rows that decode, and of a prompt of 512 tokens."""
+    if not any(isinstance(layer.mixer, DeltaNetSpec) for layer in loaded.model.spec.layers):
+        return {}
+    decodes, (_, num_bytes) = recurrence(loaded, [1] * 64)
+    prompt, (flops, _) = recurrence(loaded, [512])
+    return {"recurrence, 64 rows": Rates(decodes, num_bytes), "recurrence, prompt": Rates(prompt, flops)}
+
+
+def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], object], list[int]]:
+    """A step of sequences with so many rows through all layers, each with states of its own, and its cost."""
+    dtype, count = loaded.model.dtype, len(lens)
+    calls, slots = [], torch.arange(count)
+    for layer in loaded.model.layers:
+        if not isinstance(layer.spec.mixer, DeltaNetSpec):
+            continue
+        spec = layer.spec.mixer
+        inputs = [torch.randn(sum(lens), n).to(dtype) for n in (spec.channels, *[spec.num_value_heads] * 2)]
+        batch = StateBatch([0, *torch.tensor(lens).cumsum(0).tolist()], slots, slots)
+        calls.append((*inputs, spec, layer.mixer, torch.zeros(count, *spec.state_shape), batch))
+    costs = [recurrence_cost(*call) for call in calls]
+    return lambda: [loaded.backend.ops.delta_rule(*call) for call in calls], [
+        sum(each) for each in zip(*costs, strict=True)
+    ]
 
 
 def seconds_of(run) -> float:
@@ -135,7 +197,22 @@ def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, 
     return phases
 
 
-def make_table(title: str, phase, best: tuple[float, float]) -> Table:
+def make_rates_table(rates: dict[str, Rates]) -> Table:
+    """Of the recurrences also how much each is of what limits it."""
+    limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products"}
+    table = Table(title="each measured 15 times, in turn", title_justify="left")
+    for header in ("", "unit", "best", "median", "of best", "of median"):
+        table.add_column(header, justify="left" if header in ("", "unit") else "right")
+    for name, each in rates.items():
+        limit = limited_by.get(name, name)
+        found, most = ((max(of.tries), median(of.tries)) for of in (each, rates[limit]))
+        shares = [f"{a / b:.0%}" if limit != name else "" for a, b in zip(found, most, strict=True)]
+        unit = "GFLOP/s" if limit == "products" else "GB/s"
+        table.add_row(name, unit, *(f"{rate:.1f}" for rate in found), *shares)
+    return table
+
+
+def make_table(title: str, phase, best: dict[str, float]) -> Table:
     steps, seconds, op_seconds, flops, num_bytes = phase
     table = Table(title=f"{title}: {steps} steps, {seconds / steps * 1e3:.2f} ms each", title_justify="left")
     for header in ("op", "ms/step", "share", "GFLOP/s", "of best", "GB/s", "of best"):
@@ -144,24 +221,30 @@ def make_table(title: str, phase, best: tuple[float, float]) -> Table:
     rows.append(("Python", seconds - sum(op_seconds.values()), 0, 0))
     rows.append(("all", seconds, sum(flops.values()), sum(num_bytes.values())))
     for name, t, f, b in rows:
-        arithmetic, reading = f / t / 1e9, b / t / 1e9
+        arithmetic, moving = f / t / 1e9, b / t / 1e9
+        memory = best["updating" if name == "delta_rule" else "reading"]
         table.add_row(
             name,
             f"{t / steps * 1e3:.2f}",
             f"{t / seconds:.0%}",
-            *((f"{arithmetic:.0f}", f"{arithmetic / best[0]:.0%}") if f else ("", "")),
-            *((f"{reading:.1f}", f"{reading / best[1]:.0%}") if b else ("", "")),
+            *((f"{arithmetic:.0f}", f"{arithmetic / best['products']:.0%}") if f else ("", "")),
+            *((f"{moving:.1f}", f"{moving / memory:.0%}") if b else ("", "")),
         )
     return table
 
 
-def main(model: str = "smollm2", dtype: str = "auto") -> None:
+DUMMY = "--dummy-weights"
+
+
+def main(model: str = "smollm2", dtype: str = "auto", dummy: bool = False) -> None:
     config = EngineConfig(model=model, dtype=dtype)
-    loaded = load_model(config)
+    loaded = load_dummy(config) if dummy else load_model(config)
     console = Console(width=100)
-    best = measure_best(loaded)
+    rates = measure(limits(loaded) | recurrences(loaded))
+    best = {name: max(each.tries) for name, each in rates.items()}
     console.print(f"{model}, {loaded.dtype_name}, {loaded.backend.name} ({loaded.backend.ops.instruction_set()})")
-    console.print(f"seen at best: {best[0]:.0f} GFLOP/s in products, {best[1]:.1f} GB/s from memory")
+    console.print(f"seen at best: {best['products']:.0f} GFLOP/s in products, {best['reading']:.1f} GB/s from memory")
+    console.print(make_rates_table(rates))
     meter = Meter(loaded)
     engine = Engine(config, meter.loaded)
     gc.freeze()  # as a worker does
@@ -172,4 +255,4 @@ def main(model: str = "smollm2", dtype: str = "auto") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(argument for argument in sys.argv[1:] if argument != DUMMY), dummy=DUMMY in sys.argv)

@@ -85,7 +85,7 @@ PARTS: dict[str, tuple[Promise, ...]] = {
             520,
             ("test_ops.py",),
             parallel=True,
-            rehearsed="test_rmsnorm or test_equal_logits",
+            rehearsed="test_rmsnorm or test_equal_logits or test_a_sequence_without_rows",
         ),
     ),
     "engine": (
@@ -111,6 +111,9 @@ PARTS: dict[str, tuple[Promise, ...]] = {
                 "test_engine.py::test_serving_compiles_no_kernel_and_captures_no_graph",
             ),
         ),
+    ),
+    "hybrids": (
+        Promise("decodes, graphs and the matrix have the same bits with gated delta nets", 400, ("test_hybrids.py",)),
     ),
     "weights": (
         Promise("a commit during a step changes no sample of another version", 130, COMMITS),

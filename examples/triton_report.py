@@ -25,8 +25,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from trueroll.kernels.contract import SAMPLE, AttentionBatch, AttentionWeights, Rotation, Wanted
-from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
+from trueroll.kernels.contract import (
+    SAMPLE,
+    AttentionBatch,
+    AttentionWeights,
+    DeltaNetWeights,
+    Rotation,
+    StateBatch,
+    Wanted,
+)
+from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
 from trueroll.kernels.triton import backend, machine
 from trueroll.kernels.triton.launch import Launch, compile_form, recording
 
@@ -92,6 +100,10 @@ MODELS = {
     "SmolLM2-135M": Model(576, 1536, 9, 3, 64, 49152),
     "no multiples of 16": Model(1001, 1537, 6, 2, 80, 1001, biases=True),
 }
+DELTA_NETS = {
+    "Qwen3.5-27B": DeltaNetSpec(16, 48, 128, 128, 4, NormSpec(1e-6)),
+    "Qwen3.5-0.8B": DeltaNetSpec(16, 16, 128, 128, 4, NormSpec(1e-6)),
+}
 FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
@@ -102,10 +114,13 @@ DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
-    """Every launch of the models' ops, each once, kernel by kernel."""
+    """Every launch of the models' ops, or of delta nets, each once, kernel by kernel."""
     with recording() as launches:
         for name in names:
-            Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
+            if name in DELTA_NETS:
+                recur(DELTA_NETS[name])
+            else:
+                Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
     return sorted(dict.fromkeys(launches), key=lambda launch: name_of(launch.kernel))
 
 
@@ -212,6 +227,18 @@ class Calls:
         ids = integers(len(hidden))
         wanted = Wanted(ids, torch.full_like(ids, SAMPLE), floats(len(ids)), ids.bool(), ids, ids)
         backend.next_tokens(hidden, self.weight(self.model.vocab_size, self.model.hidden), wanted)
+
+
+def recur(spec: DeltaNetSpec) -> None:
+    """The ops of a delta net, for sequences with one row each and with more."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    heads, nothing, slots = empty(spec.num_value_heads), empty(0), integers(2)
+    weights = DeltaNetWeights((), empty(spec.channels, 1, spec.kernel_size), heads, heads, nothing, nothing)
+    for starts in ([0, 1, 2], [0, 1, 100]):
+        x, gates = empty(starts[-1], spec.channels), empty(starts[-1], spec.num_value_heads)
+        batch = StateBatch(starts, slots, slots)
+        qkv = backend.convolve(x, weights.convolution, empty(4, *spec.tail_shape), batch)
+        backend.delta_rule(qkv, gates, gates, spec, weights, floats(4, *spec.state_shape), batch)
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:
@@ -494,7 +521,7 @@ def main() -> None:
         "--json",
         action="store_true",
         help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
-        f"and for sm_{TUNED_FOR} all of one model",
+        f"and for sm_{TUNED_FOR} all of one model and of delta nets",
     )
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
@@ -504,11 +531,11 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all:
-        launches = record(MODELS)
-        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record([MODELLED]))
+        launches = record([*MODELS, *DELTA_NETS])
+        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record([MODELLED, *DELTA_NETS]))
         print(json.dumps([asdict(compiled) for compiled in compile_all(jobs)]))
     else:
-        print_table(compile_all(jobs_of(record([MODELLED]))))
+        print_table(compile_all(jobs_of(record([MODELLED, *DELTA_NETS]))))
 
 
 if __name__ == "__main__":

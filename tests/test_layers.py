@@ -34,7 +34,10 @@ FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "kernels": {"torch"}}
 FOREIGN_ALLOWED_TO = {
     "kernels.training": {"transformers"},
     "kernels.families.settings": {"transformers", "huggingface_hub"},
-    **{f"kernels.triton.{name}": {"triton"} for name in ("launch", "products", "attention", "rows", "head")},
+    **{
+        f"kernels.triton.{name}": {"triton"}
+        for name in ("launch", "products", "attention", "rows", "recurrence", "head")
+    },
 }
 
 # What each module or package of a folder may import from that folder: modules, or whole packages. One that is not here

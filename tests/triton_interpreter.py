@@ -2,7 +2,8 @@
 
 A GPU's matrix instruction gives each element of a product from its row and its column alone, in one order; the
 interpreter asks the CPU's matrix library, whose order depends on the shapes. It multiplies bfloat16 as if its bits were
-integers, and rounds to bfloat16 by cutting bits off. `install` puts these three right; call it before any kernel runs.
+integers, rounds to bfloat16 by cutting bits off, and takes one truth for all elements of a tile to be a number, which
+is no mask. `install` puts these four right; call it before any kernel runs.
 It also spares the interpreter a search of the whole language at each call of a device function, and one for the type of
 each value, which makes it faster.
 """
@@ -21,6 +22,7 @@ from triton.runtime import interpreter
 def install() -> None:
     """Mend the interpreter of this process."""
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.create_splat = _create_splat
     interpreter._convert_float = _convert_float  # type: ignore[assignment]
     interpreter._patch_builtin = _patch_builtin  # type: ignore[assignment]
     interpreter._get_np_dtype = _get_np_dtype
@@ -48,6 +50,11 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
         for k in range(left.shape[-1]):
             total += left[..., :, k, None] * right[..., k, None, :]
     return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+def _create_splat(self: Any, tile: Any, x: Any) -> Any:
+    """One value for all elements of a tile, of the kind that its data is; a comparison's handle names its operands'."""
+    return interpreter.TensorHandle(np.full(tile.shape, x.data.flat[0]), x.dtype.scalar)
 
 
 _dtype_of_scalar = cache(interpreter._get_np_dtype)

@@ -5,7 +5,8 @@ other those of plain draws from the hidden states, at the addresses they had whe
 each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
 otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
 contract of the ops changes no bit of the others. Padding reads and writes `spare_blocks`, a block of the KV cache for
-each window that no sequence has.
+each window that no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no
+sequence has either.
 
 Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
 these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import GREEDY, AttentionBatch, Pages, Wanted
+from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Pages, Wanted
 from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -53,7 +54,9 @@ class CudaCapture:
 class _Inputs:
     """The inputs of a graph of `size` rows, all of them padding at first."""
 
-    def __init__(self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int]) -> None:
+    def __init__(
+        self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int], spare_state: int
+    ) -> None:
         self._runner = runner
         device, block_size = runner.model.device, runner.block_size
 
@@ -67,6 +70,8 @@ class _Inputs:
         width = -(-max_model_len // block_size)
         self.slots = [column(spare * block_size) for spare in spare_blocks]
         self.tables = [torch.full((size, width), spare, device=device) for spare in spare_blocks]
+        self._spare_states = torch.tensor([[NO_SLOT], [spare_state]], device=device)
+        self.states = self._spare_states.repeat(1, size)
         rows = torch.arange(size, device=device)
         ones = torch.ones(size, dtype=torch.float32, device=device)
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
@@ -81,10 +86,12 @@ class _Inputs:
     def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
-        positions, lens, *slots = runner.to_device(np.stack((step.positions, step.context_lens, *step.slots)))
+        columns = runner.to_device(np.vstack((step.positions, step.context_lens, step.states, *step.slots)))
+        (positions, lens), states, slots = columns[:2], columns[2:4], columns[4:]
         self.token_ids[:count] = runner.token_ids(step, drawn)
         self.positions[:count] = positions
         self.lens[:count], self.lens[count:] = lens, 1
+        self.states[:, :count], self.states[:, count:] = states, self._spare_states
         for i, spare in enumerate(self._spare_blocks):
             tables = runner.to_device(step.block_tables[i])
             self.slots[i][:count], self.slots[i][count:] = slots[i], spare * runner.block_size
@@ -117,12 +124,13 @@ class DecodeGraphs:
         runner: ModelRunner,
         sampler: Sampler,
         spare_blocks: Sequence[int],
+        spare_state: int,
         max_num_seqs: int,
         max_model_len: int,
         new_capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
         self._runner, self._sampler = runner, sampler
-        self._spare_blocks, self._max_model_len = spare_blocks, max_model_len
+        self._spare, self._max_model_len = (spare_blocks, spare_state), max_model_len
         self._sizes = [1 << i for i in range(_exponent(max_num_seqs) + 1)]
         self._new_capture = new_capture
         self._graphs: dict[int, _Graphs] = {}
@@ -168,7 +176,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graphs:
-        inputs = _Inputs(self._runner, size, self._max_model_len, self._spare_blocks)
+        inputs = _Inputs(self._runner, size, self._max_model_len, *self._spare)
         forward = _Graph(*capture(lambda: [self._forward(inputs)]))
         [hidden] = forward.outputs
         return _Graphs(inputs, forward, _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted))))
@@ -180,7 +188,7 @@ class DecodeGraphs:
             Pages(slots, AttentionBatch(starts, most, tables, inputs.lens))
             for slots, tables in zip(inputs.slots, inputs.tables, strict=True)
         ]
-        return self._runner.forward(inputs.token_ids, inputs.positions, pages)
+        return self._runner.forward(inputs.token_ids, inputs.positions, pages, inputs.states)
 
 
 def _exponent(count: int) -> int:

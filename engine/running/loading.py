@@ -269,9 +269,8 @@ def find_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
 
 
 def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
-    """Whether decode steps run as CUDA graphs, which know nothing of recurrent states."""
-    has_states = len(loaded.model.spec.attentions) < len(loaded.model.spec.layers)
-    return config.cuda_graphs and loaded.backend.can_capture and not has_states
+    """Whether decode steps run as CUDA graphs."""
+    return config.cuda_graphs and loaded.backend.can_capture
 
 
 def available_memory(device: torch.device) -> int:

@@ -210,16 +210,14 @@ def layers(
     x, numbers = x.contiguous(), {id(page): _PageNumbers(page) for page in pages}
     turns = [part.contiguous() for rotation in rotations for part in rotation]
     starts, lens = pages[0].batch.tensors
-    weights, caches, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
+    weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
     paged = array("Q", chain.from_iterable(numbers[id(page)].pointers for page in pages))
-    width = max(cast(AttentionWeights, layer.mixer).q.shape[0] for layer in layers)
-    intermediate = max(layer.mlp.gate.shape[0] for layer in layers)
-    sizes = (width, width, x.shape[1], intermediate, x.shape[1])
-    buffers = [torch.empty(len(x), size, dtype=x.dtype) for size in sizes]
+    reads, writes = _slots(layers, states)
+    buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
     _library.layers(
-        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(caches), _address(paged), len(layers)),
-        *(_address(turned), memories[0][0].shape[1], lens.shape[0], starts.data_ptr(), lens.data_ptr()),
-        *(buffer.data_ptr() for buffer in buffers),
+        *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
+        *(_address(turned), _block_size(layers, memories), lens.shape[0], starts.data_ptr(), lens.data_ptr()),
+        *(_pointer(reads), _pointer(writes), *(buffer.data_ptr() for buffer in buffers)),
     )
     return buffers[-1]
 
@@ -230,6 +228,19 @@ class _PageNumbers:
     def __init__(self, page: Pages) -> None:
         self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()
         self.pointers = self._slots.data_ptr(), self._tables.data_ptr(), self._tables.shape[1]
+
+
+def _slots(layers: PackedLayers, states: StateBatch | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    if not layers.has_states:
+        return None, None
+    assert states is not None, "a delta net goes on from states"
+    return states.reads.contiguous(), states.writes.contiguous()
+
+
+def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
+    """That of the caches; 0 if there are none."""
+    pairs = zip(layers, memories, strict=True)
+    return next((keys.shape[1] for layer, (keys, _) in pairs if isinstance(layer.spec.mixer, AttentionSpec)), 0)
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..contract import AttentionWeights, Layer, Norms, Weight
-from ..specs import Activation, AttentionSpec, LayerSpec, NormSpec
+from ..contract import AttentionWeights, DeltaNetWeights, Layer, Norms, Weight
+from ..specs import Activation, AttentionSpec, DeltaNetSpec, LayerSpec, NormSpec
 from .library import load_library
 
 PANEL_ROWS = 16
@@ -89,7 +89,8 @@ class PackedWeight:
 class PackedLayers(tuple[Layer, ...]):
     """Layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
 
-    `numbers`: what native/api.cpp reads as an array of `LayerNumbers`.
+    `numbers`: what native/api.cpp reads as an array of `LayerNumbers`. `widths`: of the memory for what passes from
+    step to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
 
     No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
     values do not lie side by side.
@@ -97,6 +98,8 @@ class PackedLayers(tuple[Layer, ...]):
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer.spec)])
+        self.widths = [max(widths) for widths in zip(*map(_widths, layers), strict=True)]
+        self.has_states = any(isinstance(layer.spec.mixer, DeltaNetSpec) for layer in layers)
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
         numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
         owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
@@ -113,7 +116,10 @@ class PackedLayers(tuple[Layer, ...]):
 
 def is_packed(spec: LayerSpec) -> bool:
     """Whether `PackedLayers` may hold such a layer; a run of layers with others is computed op by op."""
-    return isinstance(spec.mixer, AttentionSpec) and not spec.mixer.output_gate
+    mixer = spec.mixer
+    if isinstance(mixer, DeltaNetSpec):
+        return not mixer.joined
+    return not (mixer.output_gate and mixer.qk_norm_over_heads)
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
@@ -133,10 +139,28 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """What `LayerPointers` points to, in its order."""
-    attention = cast(AttentionWeights, layer.mixer)
-    mixer = *_norm_tensors(layer.mixer_norms), *qkv_tensors(attention), _panels(attention.o)
+    weights = layer.mixer
+    inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
+    mixer = *_norm_tensors(layer.mixer_norms), *inputs, _panels(weights.o)
     mlp = _panels(layer.mlp.gate), _panels(layer.mlp.up), _panels(layer.mlp.down)
     return *mixer, *_norm_tensors(layer.mlp_norms), *mlp
+
+
+def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
+    """What `DeltaNetPointers` points to, in its order."""
+    return *map(_panels, weights.inputs), weights.convolution, weights.decay, weights.bias, weights.norm
+
+
+def _widths(layer: Layer) -> tuple[int, ...]:
+    """`PackedLayers.widths` of one layer: what it projects, that after a convolution, gates of what comes out and of a
+    recurrence, what comes out, hidden states, inside the MLP, hidden states."""
+    spec, (hidden, inner) = layer.spec.mixer, layer.mlp.down.shape
+    if isinstance(spec, DeltaNetSpec):
+        widths = spec.channels, spec.channels, spec.value_size, 2 * spec.num_value_heads, spec.value_size
+    else:
+        size = spec.num_heads * spec.head_dim
+        widths = size, 0, size if spec.output_gate else 0, 0, size
+    return *widths, hidden, inner, hidden
 
 
 def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
@@ -145,8 +169,16 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 
 def _layer_numbers(spec: LayerSpec) -> tuple[float, ...]:
     """What `LayerNumbers` holds, in its order."""
-    mlp = spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation]
-    return *attention_numbers(cast(AttentionSpec, spec.mixer)), *mlp, *_norm_numbers(spec.norm)
+    mixer, mlp = spec.mixer, (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
+    if isinstance(mixer, AttentionSpec):
+        return False, *attention_numbers(mixer), *mlp, *_norm_numbers(spec.norm)
+    return True, *_delta_net_numbers(mixer), *mlp, *_norm_numbers(spec.norm)
+
+
+def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
+    """What `DeltaNetNumbers` holds, in its order, and as many zeros as `AttentionNumbers` holds more."""
+    sizes = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.kernel_size
+    return *sizes, *_norm_numbers(spec.norm), *[0.0] * 5
 
 
 def _norm_numbers(norm: NormSpec | None) -> tuple[float, ...]:

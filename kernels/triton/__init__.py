@@ -3,11 +3,11 @@
 In products tokens lie on the N side of every matrix instruction, weights on its M side. An instruction takes 16 columns
 of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is always
 the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either. Attention has one
-tile, whatever the number of rows.
+tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other.
 
-`launch` pins the settings of the compiler that change bits; `products`, `attention`, `rows` and `head` hold the
-kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in Triton's
-interpreter, for tests.
+`launch` pins the settings of the compiler that change bits; `products`, `attention`, `recurrence`, `rows` and `head`
+hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in
+Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..specs import AttentionSpec, LayerSpec
+from ..specs import AttentionSpec, DeltaNetSpec, LayerSpec
 
 MOST_HEAD_DIM = 256
+MOST_KEY_HEAD_DIM = 256  # of a delta net: a program holds whole columns of its state
+MOST_KERNEL_SIZE = 17  # of a delta net's convolution: one program reads all of the old tail
 MOST_GROUP = 64  # heads that share a key-value head: they are rows of one tile
 LEAST_CAPABILITY = (8, 0)
 
@@ -29,15 +31,9 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
     if dtype not in (torch.bfloat16, torch.float16):
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
-    for mixer in (layer.mixer for layer in layers):
-        if not isinstance(mixer, AttentionSpec):
-            return "Triton kernels expect attention in every layer, found a gated delta net; use the backend reference"
-        if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
-            expected = f"an even head size up to {MOST_HEAD_DIM}"
-            return f"Triton kernels expect {expected}, found {mixer.head_dim}; use the backend reference"
-        if (group := mixer.num_heads // mixer.num_kv_heads) > MOST_GROUP:
-            expected = f"up to {MOST_GROUP} heads for each key-value head"
-            return f"Triton kernels expect {expected}, found {group}; use the backend reference"
+    for layer in layers:
+        if unserved := _unserved(layer.mixer):
+            return f"Triton kernels expect {unserved}; use the backend reference"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:
@@ -48,6 +44,21 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
     if capability < LEAST_CAPABILITY:
         least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
         return f"Triton kernels expect compute capability {least} or later, found {found}; use the backend reference"
+    return ""
+
+
+def _unserved(mixer: AttentionSpec | DeltaNetSpec) -> str:
+    """What the kernels expect of a mixer and what they find, or an empty string."""
+    if isinstance(mixer, DeltaNetSpec):
+        if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
+            return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements, found {mixer.key_head_dim}"
+        if mixer.kernel_size > MOST_KERNEL_SIZE:
+            return f"a convolution of up to {MOST_KERNEL_SIZE} tokens, found {mixer.kernel_size}"
+        return ""
+    if mixer.head_dim % 2 or mixer.head_dim > MOST_HEAD_DIM:
+        return f"an even head size up to {MOST_HEAD_DIM}, found {mixer.head_dim}"
+    if (group := mixer.num_heads // mixer.num_kv_heads) > MOST_GROUP:
+        return f"up to {MOST_GROUP} heads for each key-value head, found {group}"
     return ""
 
 

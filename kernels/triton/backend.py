@@ -3,7 +3,7 @@
 Joins the kernels of the modules beside it; `launch` says how they keep the contract. A weight is a plain tensor. The
 tensors of a call lie on one CUDA device, or all on the CPU where kernels are interpreted. No op reads a tensor
 on the host, and no shape depends on what a tensor holds, so a CUDA graph can hold any of them; for attention that takes
-`AttentionBatch.lens`.
+`AttentionBatch.lens`, for a delta net one row of each sequence.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from .products import linear as linear
 from .products import linear_add as linear_add
 from .products import lm_head as lm_head
 from .products import qkv_parts
+from .recurrence import convolve as convolve
+from .recurrence import delta_rule as delta_rule
 from .rows import gate_mul as gate_mul
 from .rows import qkv_epilogue
 from .rows import rmsnorm as rmsnorm

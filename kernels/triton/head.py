@@ -285,11 +285,11 @@ def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT
 def gumbel_noise(words: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise of random words, as `reference` defines it."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
-    return -tl.log(-_log1p(-uniform))
+    return -tl.log(-log1p(-uniform))
 
 
 @device_function
-def _log1p(x: tl.tensor) -> tl.tensor:
+def log1p(x: tl.tensor) -> tl.tensor:
     """log(1 + x): the logarithm of the rounded sum, and to first order what rounding took from the sum."""
     rounded = 1.0 + x
     return tl.log(rounded) + (x - (rounded - 1.0)) / rounded

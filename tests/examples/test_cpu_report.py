@@ -10,7 +10,8 @@ import torch
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import load_model
-from trueroll.kernels.contract import AttentionBatch
+from trueroll.kernels.contract import NO_SLOT, AttentionBatch, StateBatch
+from trueroll.kernels.specs import DeltaNetSpec, NormSpec
 from trueroll.rollout.tools.bench import Workload
 
 REPORT = runpy.run_path(str(Path(__file__).parents[2] / "examples/cpu_report.py"))
@@ -41,3 +42,11 @@ def test_attention_counts_what_a_window_sees() -> None:
     everything = REPORT["attention_cost"](q, cache, cache, batch, 0.1, None, None)
     assert everything == (4 * (18 + 19 + 20) * 6 * 16, 2 * cache.nbytes)
     assert REPORT["attention_cost"](q, cache, cache, batch, 0.1, 5, None) == (4 * 15 * 6 * 16, 2 * 2 * cache[0].nbytes)
+
+
+def test_a_recurrence_reads_and_writes_each_state_once() -> None:
+    """Of two sequences, with three tokens and with one, one begins: it reads no state."""
+    spec, states = DeltaNetSpec(1, 2, 8, 16, 4, NormSpec(1e-6)), torch.zeros(5, 2, 8, 16)
+    batch = StateBatch([0, 3, 4], torch.tensor([4, NO_SLOT]), torch.tensor([4, 1]))
+    found = REPORT["recurrence_cost"](torch.zeros(4, spec.channels), None, None, spec, None, states, batch)
+    assert found == (4 * 7 * 2 * 8 * 16, 3 * 2 * 8 * 16 * 4)

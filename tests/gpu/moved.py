@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = dict(
     eos_token_id=2,
 )
 T = TypeVar("T")
-_WRITES_TO_CACHES = ("qkv", "write_kv", "layers")
+_WRITES_TO_MEMORIES = ("qkv", "write_kv", "convolve", "delta_rule", "layers")
 
 
 def sized(real: T, rehearsed: T) -> T:
@@ -40,10 +40,10 @@ def sized(real: T, rehearsed: T) -> T:
     return rehearsed if IS_REHEARSAL else real
 
 
-def cut_config(name: str, folder: Path) -> Path:
-    """The folder with a shipped configuration cut to two layers, or to one small one in a rehearsal."""
+def cut_config(name: str, folder: Path, **changes: Any) -> Path:
+    """The folder with a shipped configuration cut to two layers, or to one small one in a rehearsal; then changed."""
     config = json.loads((find_config(name) / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL)))
+    (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL) | changes))
     return folder
 
 
@@ -59,7 +59,7 @@ class Moved:
             there = move(args, DEVICE)
             result = move(getattr(self._ops, name)(*there, **options), torch.device("cpu"))
             for ours, theirs in zip(args, there, strict=True):
-                if name in _WRITES_TO_CACHES:
+                if name in _WRITES_TO_MEMORIES:
                     copy_back(ours, theirs)
             return result
 

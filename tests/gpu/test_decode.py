@@ -36,14 +36,20 @@ Samples: TypeAlias = dict[tuple[str, int], SampleOutput]
 
 @pytest.fixture(params=MODELS)
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
-    """Two layers of a model, for as many sequences as decode together."""
+    """Two layers of a model."""
+    return config_of(cut_config(request.param, tmp_path))
+
+
+def config_of(model: Path, **settings: Any) -> EngineConfig:
+    """For as many sequences as decode together."""
     return EngineConfig(
-        model=str(cut_config(request.param, tmp_path)),
+        model=str(model),
         device=str(DEVICE),
         backend="triton",
         max_model_len=sized(1024, 64),
         max_num_seqs=ALIVE[0],
         max_num_batched_tokens=sized(8192, 128),
+        **settings,
     )
 
 

@@ -1,4 +1,6 @@
-"""What `tests/kernels` asks of every backend, once more on a GPU: accuracy, joined ops, and the contract."""
+"""What `tests/kernels` asks of every backend, once more on a GPU: accuracy, joined ops, the contract, and
+delta nets.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from ..kernels import test_accuracy as accuracy
 from ..kernels import test_contract as contract
 from ..kernels import test_joined_ops as joined
 from ..kernels.backends import Served
+from ..kernels.delta_nets import SPECS, THIN
 from ..kernels.test_accuracy import *  # noqa: F403
 from ..kernels.test_contract import (  # noqa: F401
     FLOAT32_OPS,
@@ -21,6 +24,9 @@ from ..kernels.test_contract import (  # noqa: F401
     test_what_stands_behind_the_window_of_a_chunk_is_never_seen,
 )
 from ..kernels.test_joined_ops import *  # noqa: F403
+from ..kernels.test_recurrence import *  # noqa: F403
+from ..kernels.test_recurrence import Recurrent
+from .moved import sized
 
 OPS = TYPED_OPS | FLOAT32_OPS
 ROW_CHECKS = (
@@ -45,6 +51,11 @@ OTHER_CHECKS = (
     contract.test_attention_does_not_depend_on_later_tokens_in_the_call,
     contract.test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call,
 )
+
+
+@pytest.fixture(params=sized([*SPECS.values()], [THIN]), ids=sized([*SPECS], ["thin"]))
+def recurrent(request: pytest.FixtureRequest, served: Served) -> Recurrent:
+    return Recurrent(served.ops, served.dtype, request.param, most=sized(200, 40))
 
 
 def name_of(check: Callable[..., None]) -> str:

@@ -15,9 +15,13 @@ SPECS = {
     "small": DeltaNetSpec(1, 1, 16, 16, 4, NormSpec(1e-6)),
     "groups": DeltaNetSpec(2, 6, 16, 32, 4, NormSpec(1e-6)),
     "odd": DeltaNetSpec(3, 3, 7, 5, 3, NormSpec(1e-6)),
+    "wide values": DeltaNetSpec(1, 1, 16, 150, 2, NormSpec(1e-6)),
     "no tail": DeltaNetSpec(1, 2, 24, 16, 1, NormSpec(1e-6)),
     "real heads": DeltaNetSpec(2, 4, 128, 128, 4, NormSpec(1e-6)),
 }
+
+THIN = DeltaNetSpec(1, 2, 7, 5, 3, NormSpec(1e-6))
+"""For an interpreter, whose time goes with tokens and heads."""
 
 
 def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:

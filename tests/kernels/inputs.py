@@ -86,7 +86,9 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
 
 def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
     """A decoder of these layers with two rotations."""
-    size = layers[0].mixer.rotated or layers[0].mixer.head_dim
+    attentions = (layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
+    attention = next(attentions, AttentionSpec(1, 1, 16, scale=1.0))
+    size = attention.rotated or attention.head_dim
     rotations = [tuple((theta ** (-torch.arange(0, size, 2) / size)).tolist()) for theta in (1e4, 3e2)]
     return DecoderSpec(
         architecture="",
@@ -109,7 +111,7 @@ def make_layers(served: Served, *specs: LayerSpec, hidden: int = 130, seed: int 
         values = randn(*shape, dtype=served.dtype, seed=next(seeds))
         if len(shape) == 1:
             return values / 10 if name.endswith("norm.before") else values
-        return stored(served.ops, values)
+        return stored(served.ops, values) if len(shape) == 2 else values
 
     decoder = decoder_spec(*specs, hidden=hidden)
     return [make_layer(decoder, i, get) for i in range(len(specs))]

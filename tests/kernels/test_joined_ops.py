@@ -15,19 +15,23 @@ from torch import Tensor
 
 from trueroll.kernels.contract import (
     GREEDY,
+    NO_SLOT,
     SAMPLE,
     AttentionBatch,
     Backend,
     Layer,
+    Memory,
     Norms,
     Pages,
     Rotation,
+    StateBatch,
     Wanted,
     Weight,
 )
-from trueroll.kernels.layer import project
+from trueroll.kernels.cpu.weight import PackedLayers
+from trueroll.kernels.layer import project, run_layers
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, LayerSpec
+from trueroll.kernels.specs import Activation, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
 
 from .backends import Served, for_served
 from .inputs import (
@@ -162,6 +166,76 @@ LAYERS: dict[str, list[LayerSpec]] = {
     "norms": [layer_spec(6, 2, 64, qk_norm=NORM)] * 3,
     **FAMILY_LAYERS,
 }
+
+
+GATED = layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
+
+
+@dataclass(frozen=True)
+class HybridStep:
+    """Delta nets and attentions that take turns, and rows for them as in `Step`: two sequences begin, the others go on
+    from states that differ, one of them from a slot that it leaves as it is."""
+
+    step: Step
+    states: StateBatch
+
+    @classmethod
+    def new(cls, served: Served, *specs: LayerSpec) -> HybridStep:
+        step, slots = make_step(served, *[GATED] * len(specs)), 5
+        memories = [
+            caches if not isinstance(spec.mixer, DeltaNetSpec) else cls._memory(spec.mixer, served.dtype, slots, i)
+            for i, (spec, caches) in enumerate(zip(specs, step.caches, strict=True))
+        ]
+        layers = served.ops.new_layers(make_layers(served, *specs))
+        batch = StateBatch(
+            step.pages[0].batch.query_starts, torch.tensor([NO_SLOT, 4, 1, NO_SLOT]), torch.tensor([0, 2, 1, 3])
+        )
+        return cls(dataclasses.replace(step, layers=layers, caches=memories), batch)
+
+    @staticmethod
+    def _memory(spec: DeltaNetSpec, dtype: torch.dtype, slots: int, seed: int) -> Memory:
+        tails = randn(slots, *spec.tail_shape, dtype=dtype, seed=2 * seed + 70)
+        return randn(slots, *spec.state_shape, seed=2 * seed + 71) / 10, tails
+
+    def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return self.step.run(partial(compute, states=self.states))
+
+
+def delta_layer(*sizes: int, norm: NormSpec = ZERO_CENTERED, joined: bool = False, **norms: bool) -> LayerSpec:
+    """A layer with a delta net. `sizes`: key heads, value heads, their dimensions, the convolution's kernel."""
+    return LayerSpec(DeltaNetSpec(*sizes, NORM, joined), MlpSpec(77), norm, **norms)
+
+
+HYBRIDS: dict[str, list[LayerSpec]] = {
+    "family": [delta_layer(2, 2, 32, 32, 4), delta_layer(2, 2, 32, 32, 4), GATED, delta_layer(2, 2, 32, 32, 4), GATED],
+    "groups and other sizes": [delta_layer(2, 6, 16, 48, 3), GATED, delta_layer(1, 3, 24, 17, 1)],
+    "norms after": [delta_layer(1, 2, 16, 16, 4, norm=NORM, norm_before=False, norm_after=True), GATED],
+    "delta nets alone": [delta_layer(1, 2, 16, 16, 4)] * 2,
+    "joined": [delta_layer(2, 4, 16, 16, 4, joined=True), GATED],
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrid_layers(quick: Served, name: str) -> None:
+    hybrid = HybridStep.new(quick, *HYBRIDS[name])
+    x = hybrid.step.x.clone()
+    expected, expected_memories = hybrid.run(partial(run_layers, quick.ops))
+    assert expected.isfinite().all() and (expected != x).any(1).all(), "the layers change every row"
+
+    found, memories = hybrid.run(quick.ops.layers)
+
+    assert same_bits(found, expected) and same_bits(hybrid.step.x, x)
+    for memory, before, after in zip(memories, itertools.chain(*hybrid.step.caches), expected_memories, strict=True):
+        assert not same_bits(memory, before) or memory.numel() == 0, "every layer remembers"
+        assert same_bits(memory, after)
+
+
+def test_which_hybrid_layers_run_in_one_native_call() -> None:
+    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [GATED]).ops, torch.float32)
+    packed = {
+        name: isinstance(HybridStep.new(served, *specs).step.layers, PackedLayers) for name, specs in HYBRIDS.items()
+    }
+    assert packed == {name: name != "joined" for name in HYBRIDS}
 
 
 @for_served("name", [(name,) for name in LAYERS], interpreted=1)

@@ -14,8 +14,8 @@ from trueroll.kernels.contract import NO_SLOT, DeltaNetWeights, StateBatch
 from trueroll.kernels.specs import DeltaNetSpec
 
 from .accuracy import check
-from .backends import SERVED, Implementation, Served, served_id
-from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
+from .backends import SERVED, Served, served_id
+from .delta_nets import SPECS, THIN, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits, strided
 
 SLOTS = 9
@@ -23,21 +23,32 @@ Chunk = tuple[int, int, int]
 """(sequence, start, end)"""
 
 
-def serves(implementation: Implementation) -> bool:
-    return implementation.backend != "triton"
+CASES = [
+    pytest.param((served, spec), id=f"{served_id(served)}-{name}")
+    for served in SERVED
+    for name, spec in ({"thin": THIN} if served[0].interpreted else SPECS).items()
+]
 
 
-@pytest.fixture(params=[served for served in SERVED if serves(served[0])], ids=served_id)
-def recurrent(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Every implementation that has these ops, with every dtype."""
-    implementation, dtype = request.param
+@dataclass(frozen=True)
+class Recurrent(Served):
+    """An implementation, with a delta net. `most`: tokens of a long sequence."""
+
+    spec: DeltaNetSpec
+    most: int
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Of some sequences."""
+        return self.most // 5, 1, self.most * 3 // 20, self.most * 9 // 20
+
+
+@pytest.fixture(params=CASES)
+def recurrent(request: pytest.FixtureRequest) -> Iterator[Recurrent]:
+    """Every implementation with every dtype, with delta nets of several sizes, or a thin one for an interpreter."""
+    (implementation, dtype), spec = request.param
     with implementation.chosen() as ops:
-        yield Served(ops, dtype)
-
-
-@pytest.fixture(params=SPECS)
-def spec(request: pytest.FixtureRequest) -> DeltaNetSpec:
-    return SPECS[request.param]
+        yield Recurrent(ops, dtype, spec, most=40 if implementation.interpreted else 200)
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,8 @@ class Memory:
     tails: Tensor
 
     @classmethod
-    def new(cls, spec: DeltaNetSpec, dtype: torch.dtype) -> Memory:
+    def new(cls, recurrent: Recurrent) -> Memory:
+        spec, dtype = recurrent.spec, recurrent.dtype
         states = torch.full((SLOTS, *spec.state_shape), torch.nan)
         return cls(states, torch.full((SLOTS, *spec.tail_shape), torch.nan, dtype=dtype))
 
@@ -60,19 +72,19 @@ class Memory:
 class Sequences:
     """The inputs of a delta net for some sequences."""
 
-    served: Served
-    spec: DeltaNetSpec
+    recurrent: Recurrent
     weights: DeltaNetWeights
     inputs: list[tuple[Tensor, Tensor, Tensor]]
 
     @classmethod
-    def new(cls, served: Served, spec: DeltaNetSpec, lens: Sequence[int]) -> Sequences:
-        sizes, dtype = (spec.channels, spec.num_value_heads, spec.num_value_heads), served.dtype
+    def new(cls, recurrent: Recurrent, lens: Sequence[int]) -> Sequences:
+        spec, dtype = recurrent.spec, recurrent.dtype
+        sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
         inputs = [
             tuple(randn(length, size, dtype=dtype, seed=10 * i + j) for j, size in enumerate(sizes))
             for i, length in enumerate(lens)
         ]
-        return cls(served, spec, make_weights(spec, dtype), inputs)
+        return cls(recurrent, make_weights(spec, dtype), inputs)
 
     def run(self, memory: Memory, chunks: Sequence[Chunk], reads: Sequence[int], writes: Sequence[int]) -> list[Tensor]:
         """What comes out for each chunk, all of them computed in one step."""
@@ -82,37 +94,37 @@ class Sequences:
         return list(self.compute(memory, batch, *rows).split(lens))
 
     def compute(self, memory: Memory, batch: StateBatch, x: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        ops = self.served.ops
+        ops, spec = self.recurrent.ops, self.recurrent.spec
         qkv = ops.convolve(x, self.weights.convolution, memory.tails, batch)
         assert qkv.shape == x.shape and qkv.dtype == x.dtype
-        out = ops.delta_rule(qkv, b, a, self.spec, self.weights, memory.states, batch)
-        assert out.shape == (len(x), *self.spec.state_shape[::2]) and out.dtype == x.dtype
+        out = ops.delta_rule(qkv, b, a, spec, self.weights, memory.states, batch)
+        assert out.shape == (len(x), *spec.state_shape[::2]) and out.dtype == x.dtype
         return out
 
     def whole(self, i: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What comes out for sequence i alone in one step, and what is left of it."""
-        memory = Memory.new(self.spec, self.served.dtype)
+        memory = Memory.new(self.recurrent)
         [out] = self.run(memory, [(i, 0, len(self.inputs[i][0]))], [NO_SLOT], [0])
         return out, memory.at(0)
 
 
-def test_convolution(recurrent: Served, spec: DeltaNetSpec) -> None:
-    sequences = Sequences.new(recurrent, spec, [30])
-    [(x, _, _)], weight, memory = sequences.inputs, sequences.weights.convolution, Memory.new(spec, recurrent.dtype)
+def test_convolution(recurrent: Recurrent) -> None:
+    sequences, size = Sequences.new(recurrent, [30]), recurrent.spec.kernel_size
+    [(x, _, _)], weight, memory = sequences.inputs, sequences.weights.convolution, Memory.new(recurrent)
     batch = StateBatch([0, 30], torch.tensor([NO_SLOT]), torch.tensor([4]))
     found = recurrent.ops.convolve(x, weight, memory.tails, batch)
     expected, magnitude = exact_convolution(x, weight)
-    check(found, expected, 1, spec.kernel_size + 8, magnitude)
-    assert same_bits(memory.tails[4], x[30 - spec.kernel_size + 1 :])
+    check(found, expected, 1, size + 8, magnitude)
+    assert same_bits(memory.tails[4], x[30 - size + 1 :])
 
 
-def test_recurrence(recurrent: Served, spec: DeltaNetSpec) -> None:
-    sequences, memory = Sequences.new(recurrent, spec, [200]), Memory.new(spec, recurrent.dtype)
-    batch = StateBatch([0, 200], torch.tensor([NO_SLOT]), torch.tensor([4]))
-    weights, [inputs] = sequences.weights, sequences.inputs
+def test_recurrence(recurrent: Recurrent) -> None:
+    sequences, memory = Sequences.new(recurrent, [recurrent.most]), Memory.new(recurrent)
+    batch = StateBatch([0, recurrent.most], torch.tensor([NO_SLOT]), torch.tensor([4]))
+    spec, weights, [inputs] = recurrent.spec, sequences.weights, sequences.inputs
     found = recurrent.ops.delta_rule(*inputs, spec, weights, memory.states, batch)
     expected = exact_recurrence(*inputs, spec, weights)
-    earlier = exact_recurrence(*(x[150:] for x in inputs), spec, weights)
+    earlier = exact_recurrence(*(x[recurrent.most * 3 // 4 :] for x in inputs), spec, weights)
     remembered = (earlier[-1] - expected[-1]).abs().max() / expected[-1].abs().max()
     assert remembered > 1e-3
     # Roundings of the state are shares of the values; they decay with it, and a query adds up to K of them. In float32
@@ -121,25 +133,23 @@ def test_recurrence(recurrent: Served, spec: DeltaNetSpec) -> None:
     check(found, expected, 1, 6, size.expand_as(expected))
 
 
-def test_keys_and_queries_of_zeros(recurrent: Served, spec: DeltaNetSpec) -> None:
-    sequences = Sequences.new(recurrent, spec, [20])
+def test_keys_and_queries_of_zeros(recurrent: Recurrent) -> None:
+    sequences, spec = Sequences.new(recurrent, [20]), recurrent.spec
     sequences.inputs[0][0][:, : 2 * spec.key_size] = 0.0
     assert same_bits(sequences.whole(0)[0], torch.zeros(20, *spec.state_shape[::2], dtype=recurrent.dtype))
 
 
-LENS = (40, 1, 7, 90)
-
-
-def test_a_sequence_depends_on_neither_chunks_nor_company_nor_slots(recurrent: Served, spec: DeltaNetSpec) -> None:
+def test_a_sequence_depends_on_neither_chunks_nor_company_nor_slots(recurrent: Recurrent) -> None:
     """Each step reads other slots than it writes, for some sequences, and the same for others."""
-    sequences, memory = Sequences.new(recurrent, spec, LENS), Memory.new(spec, recurrent.dtype)
+    lens = recurrent.lens
+    sequences, memory = Sequences.new(recurrent, lens), Memory.new(recurrent)
     generator = torch.Generator().manual_seed(0)
-    done, slots, outs = [0] * 4, [NO_SLOT] * 4, [[] for _ in LENS]
+    done, slots, outs = [0] * 4, [NO_SLOT] * 4, [[] for _ in lens]
     steps = 0
-    while any(done[i] < length for i, length in enumerate(LENS)):
-        active = [i for i in torch.randperm(4, generator=generator).tolist() if done[i] < LENS[i]]
+    while any(done[i] < length for i, length in enumerate(lens)):
+        active = [i for i in torch.randperm(4, generator=generator).tolist() if done[i] < lens[i]]
         active = active[: 1 + steps % 4]
-        ends = [min(LENS[i], done[i] + int(torch.randint(1, 6, (), generator=generator))) for i in active]
+        ends = [min(lens[i], done[i] + int(torch.randint(1, 6, (), generator=generator))) for i in active]
         free = [slot for slot in torch.randperm(SLOTS, generator=generator).tolist() if slot not in slots]
         stay = [i for i in active if slots[i] != NO_SLOT and steps % 2]
         writes = [slots[i] if i in stay else free.pop() for i in active]
@@ -156,8 +166,8 @@ def test_a_sequence_depends_on_neither_chunks_nor_company_nor_slots(recurrent: S
         assert all(map(same_bits, memory.at(slots[i]), left)), i
 
 
-def test_what_is_read_stays_and_may_be_read_twice(recurrent: Served, spec: DeltaNetSpec) -> None:
-    sequences, memory = Sequences.new(recurrent, spec, [30, 30, 30]), Memory.new(spec, recurrent.dtype)
+def test_what_is_read_stays_and_may_be_read_twice(recurrent: Recurrent) -> None:
+    sequences, memory = Sequences.new(recurrent, [30, 30, 30]), Memory.new(recurrent)
     for each in zip(*sequences.inputs, strict=True):
         for x in each[1:]:
             x[:10] = each[0][:10]
@@ -176,8 +186,8 @@ def test_what_is_read_stays_and_may_be_read_twice(recurrent: Served, spec: Delta
     assert not same_bits(found[0], found[1])
 
 
-def test_a_sequence_without_rows_is_copied(recurrent: Served, spec: DeltaNetSpec) -> None:
-    sequences, memory = Sequences.new(recurrent, spec, [12, 9]), Memory.new(spec, recurrent.dtype)
+def test_a_sequence_without_rows_is_copied(recurrent: Recurrent) -> None:
+    sequences, memory = Sequences.new(recurrent, [12, 9]), Memory.new(recurrent)
     sequences.run(memory, [(0, 0, 12)], [NO_SLOT], [3])
     [nothing, _] = sequences.run(memory, [(0, 12, 12), (1, 0, 9)], [3, NO_SLOT], [5, 6])
     assert len(nothing) == 0 and all(map(same_bits, memory.at(5), memory.at(3)))
@@ -185,33 +195,31 @@ def test_a_sequence_without_rows_is_copied(recurrent: Served, spec: DeltaNetSpec
     assert not memory.states[5].any() and not memory.tails[5].any()
 
 
-def test_no_sequences(recurrent: Served, spec: DeltaNetSpec) -> None:
-    sequences, memory = Sequences.new(recurrent, spec, [4]), Memory.new(spec, recurrent.dtype)
+def test_no_sequences(recurrent: Recurrent) -> None:
+    sequences, memory = Sequences.new(recurrent, [4]), Memory.new(recurrent)
     none = torch.empty(0, dtype=torch.int64)
     x, b, a = (x[:0] for x in sequences.inputs[0])
     assert len(sequences.compute(memory, StateBatch([0], none, none), x, b, a)) == 0
     assert memory.states.isnan().all() and memory.tails.isnan().all()
 
 
-def test_what_others_hold_threads_and_places_in_memory(
-    recurrent: Served, spec: DeltaNetSpec, two_threads: None
-) -> None:
-    sequences = Sequences.new(recurrent, spec, LENS)
+def test_what_others_hold_threads_and_places_in_memory(recurrent: Recurrent, two_threads: None) -> None:
+    sequences = Sequences.new(recurrent, recurrent.lens)
     expected, left = sequences.whole(0)
     sequences.inputs[3][0][5], sequences.inputs[2][1][3] = torch.nan, torch.inf
-    chunks = [(i, 0, length) for i, length in enumerate(LENS)]
+    chunks = [(i, 0, length) for i, length in enumerate(recurrent.lens)]
     apart = replace(sequences, inputs=[tuple(map(strided, inputs)) for inputs in sequences.inputs])
     for threads, each in ((2, sequences), (1, sequences), (2, apart)):
         torch.set_num_threads(threads)
-        memory = Memory.new(spec, recurrent.dtype)
+        memory = Memory.new(recurrent)
         found = each.run(memory, chunks, [NO_SLOT] * 4, [4, 3, 2, 1])
         assert same_bits(found[0], expected) and all(map(same_bits, memory.at(4), left))
         assert found[3].isnan().any()
 
 
-def test_a_bit_of_the_state_decides_bits(recurrent: Served, spec: DeltaNetSpec) -> None:
+def test_a_bit_of_the_state_decides_bits(recurrent: Recurrent) -> None:
     """A checkpoint that was rounded is not one: the tests above would fail."""
-    sequences, memory = Sequences.new(recurrent, spec, [40]), Memory.new(spec, recurrent.dtype)
+    sequences, memory = Sequences.new(recurrent, [40]), Memory.new(recurrent)
     expected, left = sequences.whole(0)
     sequences.run(memory, [(0, 0, 20)], [NO_SLOT], [0])
     rounded = memory.states[0].bfloat16().float()

@@ -140,10 +140,18 @@ struct QkvPointers {
     const void *biases[3], *norms[2];  // or null
 };
 
+// And those of a delta net, in the order of `_delta_net_tensors`.
+struct DeltaNetPointers {
+    const void *inputs[4], *convolution, *decay, *bias, *norm;
+};
+
 // And those of a whole layer, in the order of `_layer_tensors`. Norms stand before and after, or are null.
 struct LayerPointers {
     const void* mixer_norms[2];
-    QkvPointers qkv;
+    union {
+        QkvPointers qkv;
+        DeltaNetPointers delta_net;
+    };
     const void *o, *mlp_norms[2], *gate, *up, *down;
 };
 static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as an array of pointers");
@@ -154,15 +162,32 @@ struct AttentionNumbers {
         pairs, is_gated;
 };
 
+// And those of a delta net, in the order of `_delta_net_numbers`.
+struct DeltaNetNumbers {
+    double key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, norm_zero_centered;
+};
+
 // And those of a whole layer, in the order of `_layer_numbers`.
 struct LayerNumbers {
-    AttentionNumbers mixer;
+    double has_delta_net;
+    union {
+        AttentionNumbers attention;
+        DeltaNetNumbers delta_net;
+    };
     double intermediate, activation, norm_eps, norm_zero_centered;
 };
-static_assert(sizeof(LayerNumbers) == 16 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 17 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
+};
+
+// What a layer remembers.
+union MemoryPointers {
+    CachePointers caches;
+    struct {
+        void *states, *tails;
+    } recurrent;
 };
 
 struct RotationPointers {
@@ -209,7 +234,7 @@ Norm<T> norm_of(const void* weight, double eps, double zero_centered) {
 template <class T>
 QkvArgs<T> qkv_args(
     const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from, const CachePointers& caches,
-    const RotationPointers& rotation, const int64_t* slots, long block_size, void* q
+    const RotationPointers& rotation, const int64_t* slots, long block_size
 ) {
     const Sizes sizes = sizes_of(numbers, block_size);
     QkvArgs<T> args = {};
@@ -222,10 +247,10 @@ QkvArgs<T> qkv_args(
     }
     for (long part = 0; part < 2; ++part)
         args.norms[part] = norm_of<T>(from.norms[part], numbers.norm_eps, numbers.norm_zero_centered);
-    args.over_heads = numbers.norm_over_heads != 0.0, args.is_gated = numbers.is_gated != 0.0;
+    args.over_heads = numbers.norm_over_heads != 0.0;
     args.pairs = static_cast<long>(numbers.pairs);
     args.cosines = rotation.cosines, args.sines = rotation.sines, args.slots = slots;
-    args.q = as<T>(q);
+    args.stride = sizes.head_dim;
     args.caches = sizes.caches<T>(caches);
     return args;
 }
@@ -258,38 +283,82 @@ struct LayerRun {
     const RotationPointers* rotations;
     long block_size, sequences;
     const int64_t *query_starts, *context_lens;
-    void *q, *attended, *middle, *active, *out;
+    StateBatch states;
+    void *projected, *convolved, *gates, *rates, *mixed, *middle, *active, *out;
 };
+
+// The arguments of a delta net that reads `x`.
+template <class T>
+DeltaNetArgs<T> delta_net_args(
+    const LayerRun& run, const Input<T>& x, const DeltaNetNumbers& numbers, const DeltaNetPointers& from,
+    const MemoryPointers& memory
+) {
+    const auto whole = [](double number) { return static_cast<long>(number); };
+    DeltaNetArgs<T> args = {};
+    T *b = as<T>(run.rates), *a = b + run.count * whole(numbers.value_heads);
+    args.delta_rule = {
+        as<const T>(run.convolved), b, a, as<const T>(from.decay), as<const T>(from.bias), whole(numbers.key_heads),
+        whole(numbers.value_heads), whole(numbers.key_dim), whole(numbers.value_dim),
+        as<float>(memory.recurrent.states), run.states, as<T>(run.mixed)
+    };
+    const long channels = args.delta_rule.channels(), heads = args.delta_rule.value_heads;
+    const long rows[] = {channels, heads * args.delta_rule.value_dim, heads, heads};
+    T* const out[] = {as<T>(run.projected), as<T>(run.gates), b, a};
+    for (long i = 0; i < 4; ++i)
+        args.inputs[i] = {x, {as<T>(from.inputs[i]), rows[i], x.columns}, nullptr, nullptr, out[i]};
+    args.convolve = {
+        out[0], as<const T>(from.convolution), channels, whole(numbers.kernel), as<T>(memory.recurrent.tails),
+        run.states, as<T>(run.convolved)
+    };
+    args.norm = norm_of<T>(from.norm, numbers.norm_eps, numbers.norm_zero_centered);
+    return args;
+}
+
+// Sets the arguments of a layer's attention that reads `x`.
+template <class T>
+void set_attention(
+    const LayerRun& run, const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from,
+    const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
+) {
+    const RotationPointers& rotation = run.rotations[static_cast<size_t>(numbers.rotation)];
+    const Scoring scoring = {
+        static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap)
+    };
+    args.qkv = qkv_args(x, numbers, from, caches, rotation, pages.slots, run.block_size);
+    args.qkv.q = as<T>(run.projected), args.qkv.gates = numbers.is_gated != 0.0 ? as<T>(run.gates) : nullptr;
+    const Sizes sizes = sizes_of(numbers, run.block_size);
+    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
+    args.attention = attention_args<T>(run.projected, caches, sizes, batch, scoring, run.mixed);
+}
 
 template <class T>
 LayerArgs<T> layer_args(
     const LayerRun& run, const void* x, const LayerNumbers& numbers, const LayerPointers& from,
-    const CachePointers& caches, const PagePointers& pages
+    const MemoryPointers& memory, const PagePointers& pages
 ) {
-    const AttentionNumbers& mixer = numbers.mixer;
-    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
-    const Sizes sizes = sizes_of(mixer, run.block_size);
-    const long k = run.k, width = sizes.heads * sizes.head_dim, n = static_cast<long>(numbers.intermediate);
-    const RotationPointers& rotation = run.rotations[static_cast<size_t>(mixer.rotation)];
-    const Scoring scoring = {
-        static_cast<float>(mixer.scale), static_cast<long>(mixer.window), static_cast<float>(mixer.soft_cap)
-    };
+    const long k = run.k, n = static_cast<long>(numbers.intermediate);
     const auto norm = [&](const void* weight) {
         return norm_of<T>(weight, numbers.norm_eps, numbers.norm_zero_centered);
     };
     const Input<T> before_mixer = input<T>(x, run.count, k, norm(from.mixer_norms[0]));
     const Input<T> before_mlp = input<T>(run.middle, run.count, k, norm(from.mlp_norms[0]));
+    LayerArgs<T> args = {};
+    args.has_delta_net = numbers.has_delta_net != 0.0;
+    if (args.has_delta_net)
+        args.delta_net = delta_net_args(run, before_mixer, numbers.delta_net, from.delta_net, memory);
+    else
+        set_attention(run, before_mixer, numbers.attention, from.qkv, memory.caches, pages, args);
+    const long width = args.has_delta_net ? args.delta_net.inputs[1].weight.rows
+                                          : args.attention.heads * args.attention.caches.head_dim;
     const Matrix<T> o = {as<T>(from.o), k, width}, down = {as<T>(from.down), k, n};
     const Matrix<T> gate = {as<T>(from.gate), n, k}, up = {as<T>(from.up), n, k};
-    return {
-        qkv_args(before_mixer, mixer, from.qkv, caches, rotation, pages.slots, run.block_size, run.q),
-        attention_args<T>(run.q, caches, sizes, batch, scoring, run.attended),
-        {input<T>(run.attended, run.count, width), o, nullptr, as<const T>(x), as<T>(run.middle)},
-        norm(from.mixer_norms[1]),
-        {before_mlp, gate, up, static_cast<Activation>(static_cast<int>(numbers.activation)), as<T>(run.active)},
-        {input<T>(run.active, run.count, n), down, nullptr, as<const T>(run.middle), as<T>(run.out)},
-        norm(from.mlp_norms[1]),
-    };
+    args.o = {input<T>(run.mixed, run.count, width), o, nullptr, as<const T>(x), as<T>(run.middle)};
+    args.after_mixer = norm(from.mixer_norms[1]);
+    const Activation activation = static_cast<Activation>(static_cast<int>(numbers.activation));
+    args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active)};
+    args.down = {input<T>(run.active, run.count, n), down, nullptr, as<const T>(run.middle), as<T>(run.out)};
+    args.after_mlp = norm(from.mlp_norms[1]);
+    return args;
 }
 
 template <class T>
@@ -362,7 +431,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 10; }
+EXPORT long trueroll_interface() { return 11; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -446,7 +515,10 @@ EXPORT void trueroll_qkv(
         using T = decltype(type);
         const CachePointers caches = {keys, values};
         const Input<T> rows = input<T>(x, count, k);
-        chosen->ops(type).qkv(qkv_args(rows, *numbers, *weights, caches, {cosines, sines}, slots, block_size, q));
+        QkvArgs<T> args = qkv_args(rows, *numbers, *weights, caches, {cosines, sines}, slots, block_size);
+        args.q = as<T>(q);
+        if (numbers->is_gated != 0.0) args.gates = args.q + args.stride, args.stride *= 2;
+        chosen->ops(type).qkv(args);
     });
 }
 
@@ -476,25 +548,28 @@ EXPORT void trueroll_attention(
     });
 }
 
-// One layer after the other, each with its numbers, weights, caches and pages. Memory for what passes from step to step:
-// `middle` [count, k], and as the largest layer needs `q` and `attended` [count, heads * head_dim] and `active` [count,
-// intermediate].
+// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of `StateBatch`, or
+// null if no layer is a delta net. Memory for what passes from step to step: `middle` [count, k], and as the largest layer
+// needs `active` [count, intermediate], and for attention `projected`, `gates` if it has any, and `mixed` [count, heads *
+// head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count, value_heads *
+// value_dim] and `rates` [2, count, value_heads].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
-    const LayerPointers* weights, const CachePointers* caches, const PagePointers* pages, long num_layers,
+    const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
-    const int64_t* context_lens, void* q, void* attended, void* middle, void* active, void* out
+    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, void* projected, void* convolved,
+    void* gates, void* rates, void* mixed, void* middle, void* active, void* out
 ) {
     const Call call(threads);
-    const LayerRun run = {
-        count, k, rotations, block_size, sequences, query_starts, context_lens, q, attended, middle, active, out
-    };
+    const StateBatch states = {sequences, query_starts, reads, writes};
+    const LayerRun run = {count,     k,         rotations, block_size, sequences, query_starts, context_lens, states,
+                          projected, convolved, gates,     rates,      mixed,     middle,       active,       out};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         std::vector<LayerArgs<T>> args;
         args.reserve(static_cast<size_t>(num_layers));
         for (long i = 0; i < num_layers; ++i)
-            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], caches[i], pages[i]));
+            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], memories[i], pages[i]));
         chosen->ops(type).layers(args.data(), num_layers);
     });
 }

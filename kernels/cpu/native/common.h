@@ -95,12 +95,14 @@ struct QkvArgs {
     const T* biases[3];  // or null
     Norm<T> norms[2];     // of q and k, each head by itself or, if `over_heads`, all of them at once
     bool over_heads;
-    bool is_gated;                 // each head's query has a gate behind it, in the weights and in `q`
     long pairs;                    // of a head that turn; what lies behind them stays as it is
     const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
-    T* q;
+    T *q, *gates;  // `gates`: null, or for what the weights have behind each head's query
+    long stride;   // from one head to the next, of each
     Caches<T> caches;
+
+    long heads() const { return weights[0].rows / caches.head_dim / (gates == nullptr ? 1 : 2); }
 };
 
 template <class T>
@@ -117,19 +119,6 @@ struct AttentionArgs {
 };
 
 constexpr long NO_WINDOW = 1l << 62;
-
-// The arguments of a layer's ops in their order. Each op reads what those before it wrote. `after_mixer` and
-// `after_mlp`: norms of what `o` and `down` add to their residual.
-template <class T>
-struct LayerArgs {
-    QkvArgs<T> qkv;
-    AttentionArgs<T> attention;
-    LinearArgs<T> o;
-    Norm<T> after_mixer;
-    GateUpArgs<T> gate_up;
-    LinearArgs<T> down;
-    Norm<T> after_mlp;
-};
 
 constexpr double L2_EPS = 1e-6;  // as in kernels/contract.py
 
@@ -160,6 +149,31 @@ struct DeltaRuleArgs {
     T* out;
 
     long channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+};
+
+// The arguments of a delta net's ops in their order. `inputs`: of q, k and v side by side, of z, which gates `norm` of
+// what comes out, of b and of a.
+template <class T>
+struct DeltaNetArgs {
+    LinearArgs<T> inputs[4];
+    ConvolveArgs<T> convolve;
+    DeltaRuleArgs<T> delta_rule;
+    Norm<T> norm;
+};
+
+// The arguments of a layer's ops in their order. Each op reads what those before it wrote. A layer has a delta net, or
+// queries and attention. `after_mixer` and `after_mlp`: norms of what `o` and `down` add to their residual.
+template <class T>
+struct LayerArgs {
+    bool has_delta_net;
+    DeltaNetArgs<T> delta_net;
+    QkvArgs<T> qkv;
+    AttentionArgs<T> attention;
+    LinearArgs<T> o;
+    Norm<T> after_mixer;
+    GateUpArgs<T> gate_up;
+    LinearArgs<T> down;
+    Norm<T> after_mlp;
 };
 
 // As in kernels/contract.py.

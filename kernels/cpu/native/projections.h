@@ -72,28 +72,43 @@ inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 
 template <class T>
 long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
 
+// Some rows of a product, and `width` panels of its columns or what is left of them.
 template <class T>
-void linear(const LinearArgs<T>& args) {
-    const Left<T> left(args.x);
-    const long N = args.weight.rows, panels = args.weight.panels(), width = panels_in_group(args.x.count);
-    for_tiles(args.x.count, round_up(panels, width) / width, [&](long start, long rows, long group) {
-        const long first = group * width, n = smaller(width, panels - first), ldc = n * LANES;
-        const T* b[MAX_PANELS];
-        for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
-        float* c = scratch<float>(PRODUCT, rows * ldc);
-        const T* a = left.data + start * left.stride;
-        multiply_all(a, left.stride, rows, b, n, args.weight.steps(), hop(args.weight, width), c, ldc);
-        for (long row = 0; row < rows; ++row)
-            for (long i = 0; i < ldc; i += LANES) {
-                const long column = first * LANES + i, rest = N - column;
-                F x = load(c + row * ldc + i);
-                if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
-                const long at = (start + row) * N + column;
-                if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));
-                store(args.out + at, x, rest);
-            }
+void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, long rows, long first, long width) {
+    const long N = args.weight.rows, n = smaller(width, args.weight.panels() - first), ldc = n * LANES;
+    const T* b[MAX_PANELS];
+    for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
+    float* c = scratch<float>(PRODUCT, rows * ldc);
+    const T* a = left.data + start * left.stride;
+    multiply_all(a, left.stride, rows, b, n, args.weight.steps(), hop(args.weight, width), c, ldc);
+    for (long row = 0; row < rows; ++row)
+        for (long i = 0; i < ldc; i += LANES) {
+            const long column = first * LANES + i, rest = N - column;
+            F x = load(c + row * ldc + i);
+            if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
+            const long at = (start + row) * N + column;
+            if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));
+            store(args.out + at, x, rest);
+        }
+}
+
+// Products of the same rows.
+template <class T>
+void linears(const LinearArgs<T>* products, long count) {
+    const Left<T> left(products->x);
+    const long width = panels_in_group(products->x.count);
+    const auto groups_of = [&](const LinearArgs<T>& args) { return round_up(args.weight.panels(), width) / width; };
+    long groups = 0;
+    for (long i = 0; i < count; ++i) groups += groups_of(products[i]);
+    for_tiles(products->x.count, groups, [&](long start, long rows, long group) {
+        const LinearArgs<T>* args = products;
+        for (; group >= groups_of(*args); ++args) group -= groups_of(*args);
+        linear_tile(*args, left, start, rows, group * width, width);
     });
 }
+
+template <class T>
+void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
 // linear(args), normed before the residual is added if there is such a norm.
 template <class T>
@@ -205,8 +220,9 @@ void place_head(const QkvArgs<T>& args, long part, long head, long row, const T*
     if (part == 1) write_key(args.caches, args.slots[row], head, out);
 }
 
-// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. Gates are every second head of q.
-// `keys`: if all heads are normed at once, where those of k wait for it; those of q do so in their place.
+// One head of q (part 0), k (1) or v (2) for one row, from the product's float32 `c`. Every second head of q is a gate,
+// if there are gates. `keys`: if all heads are normed at once, where those of k wait for it; those of q do so in their
+// place.
 template <class T>
 void finish_head(const QkvArgs<T>& args, long part, long head, long row, const float* c, T* keys) {
     const long D = args.caches.head_dim;
@@ -217,15 +233,19 @@ void finish_head(const QkvArgs<T>& args, long part, long head, long row, const f
         store(values + i, bias == nullptr ? x : add(x, load(bias + head * D + i)));
     }
     if (part == 2) return write_value(args.caches, args.slots[row], head, values);
-    T* q = args.q + row * args.weights[0].rows + head * D;
-    const bool is_gate = part == 0 && args.is_gated && head % 2 == 1;
+    const bool is_paired = part == 0 && args.gates != nullptr, is_gate = is_paired && head % 2 == 1;
+    T* out = values + D;
+    if (part == 0) {
+        const long place = row * args.heads() + (is_paired ? head / 2 : head);
+        out = (is_gate ? args.gates : args.q) + place * args.stride;
+    }
+    if (part == 1 && args.over_heads) out = keys + row * args.weights[1].rows + head * D;
     if (args.over_heads || is_gate) {
-        T* out = part == 0 ? q : keys + row * args.weights[1].rows + head * D;
         memcpy(out, values, static_cast<size_t>(D) * sizeof(T));
         return;
     }
     if (args.norms[part].weight != nullptr) normalize(values, D, args.norms[part], values);
-    place_head(args, part, head, row, values, part == 0 ? q : values + D);
+    place_head(args, part, head, row, values, out);
 }
 
 // The rows of q (part 0) or k (1), all heads at once.

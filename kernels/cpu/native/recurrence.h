@@ -91,8 +91,8 @@ void unit(const T* x, long n, double scale, float* out) {
 }
 
 // Columns of a state depend on no others. Their part of it stays in the first cache while `TOKENS` tokens pass; so many
-// are made ready at once.
-constexpr long COLUMNS = 2, TOKENS = 64;
+// are made ready at once. One token alone reads and writes whole rows, in parts of `ROW_PART`.
+constexpr long COLUMNS = ACCUMULATORS >= 24 ? 4 : 2, TOKENS = 64, ROW_PART = ACCUMULATORS >= 24 ? 8 : 4;
 
 // Some tokens of one head: queries and keys as `unit` makes them, [tokens][2][stride].
 struct HeadTokens {
@@ -113,7 +113,8 @@ void recur_columns(
     long rest[COLUMNS];
     for (long c = 0; c < COLUMNS; ++c) rest[c] = larger(0, V - column - c * LANES);
     float* state = scratch<float>(STATE, K * COLUMNS * LANES);
-    F read[COLUMNS] = {set1(0.0f), set1(0.0f)};
+    F read[COLUMNS];
+    for (long c = 0; c < COLUMNS; ++c) read[c] = set1(0.0f);
     const F decay = set1(gates.decay(tokens.first_row, tokens.head));
     for (long k = 0; k < K; ++k)
         for (long c = 0; c < COLUMNS; ++c) {
@@ -154,6 +155,46 @@ void recur_columns(
             store(after + k * V + column + c * LANES, load(state + (k * COLUMNS + c) * LANES), rest[c]);
 }
 
+// A line of the state that will be read next for each line of this one; or null, if none is known.
+struct NextState {
+    const float* state;
+
+    void fetch(long at) const {
+        if (state != nullptr) __builtin_prefetch(state + at);
+    }
+};
+
+// As `recur_columns`, for one token and N vectors of columns, which are whole ones.
+template <long N, class T>
+void recur_token(
+    const DeltaRuleArgs<T>& args, const Gates& gates, const HeadTokens& token, long column, const float* before,
+    float* after, const NextState& ahead
+) {
+    static constexpr float zeros[N * LANES] = {};
+    const long K = args.key_dim, V = args.value_dim, row = token.first_row, head = token.head;
+    const float *from = before == nullptr ? zeros : before + column, *query = token.query(0), *key = token.key(0);
+    const long stride = before == nullptr ? 0 : V;
+    const F decay = set1(gates.decay(row, head)), rate = set1(gates.rate(row, head));
+    F read[N], change[N], out[N];
+    for (long c = 0; c < N; ++c) read[c] = out[c] = set1(0.0f);
+    for (long k = 0; k < K; ++k)
+        for (long c = 0; c < N; ++c) {
+            if (k % 2 == 0) ahead.fetch(k / 2 * V + column + c * LANES);
+            read[c] = fma(set1(key[k]), mul(decay, load(from + k * stride + c * LANES)), read[c]);
+        }
+    const T* values = args.qkv + row * args.channels() + 2 * args.key_heads * K + head * V + column;
+    for (long c = 0; c < N; ++c) change[c] = mul(rate, sub(load(values + c * LANES), read[c]));
+    for (long k = 0; k < K; ++k)
+        for (long c = 0; c < N; ++c) {
+            if (k % 2 == 0) ahead.fetch((K + k) / 2 * V + column + c * LANES);
+            const F s = fma(set1(key[k]), change[c], mul(decay, load(from + k * stride + c * LANES)));
+            out[c] = fma(set1(query[k]), s, out[c]);
+            store(after + k * V + column + c * LANES, s);
+        }
+    T* to = args.out + (row * args.value_heads + head) * V + column;
+    for (long c = 0; c < N; ++c) store(to + c * LANES, out[c]);
+}
+
 template <class T>
 HeadTokens head_tokens(const DeltaRuleArgs<T>& args, long head, long row, long count) {
     const long K = args.key_dim, stride = round_up(K, LANES);
@@ -167,11 +208,21 @@ HeadTokens head_tokens(const DeltaRuleArgs<T>& args, long head, long row, long c
     return {units, stride, count, row, head};
 }
 
+// The state that a task begins with, if there is such a task and such a state.
+template <class T>
+NextState next_state(const DeltaRuleArgs<T>& args, long task) {
+    const long sequence = task / args.value_heads;
+    if (sequence >= args.batch.sequences || args.batch.reads[sequence] < 0) return {nullptr};
+    const long place = args.batch.reads[sequence] * args.value_heads + task % args.value_heads;
+    return {args.states + place * args.key_dim * args.value_dim};
+}
+
 // One head of one sequence.
 template <class T>
 void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long head) {
     const long size = args.key_dim * args.value_dim, end = args.batch.starts[sequence + 1];
     const auto state = [&](long slot) { return args.states + (slot * args.value_heads + head) * size; };
+    const NextState ahead = next_state(args, sequence * args.value_heads + head + num_threads());
     const long read = args.batch.reads[sequence];
     const float* before = read < 0 ? nullptr : state(read);
     float* after = state(args.batch.writes[sequence]);
@@ -180,7 +231,11 @@ void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long
     if (row == end && before != nullptr) memmove(after, before, static_cast<size_t>(size) * sizeof(float));
     for (; row < end; row += TOKENS, before = after) {
         const HeadTokens tokens = head_tokens(args, head, row, smaller(TOKENS, end - row));
-        for (long column = 0; column < args.value_dim; column += COLUMNS * LANES)
+        long column = 0;
+        if (tokens.count == 1)
+            for (; column + ROW_PART * LANES <= args.value_dim; column += ROW_PART * LANES)
+                recur_token<ROW_PART>(args, gates, tokens, column, before, after, ahead);
+        for (; column < args.value_dim; column += COLUMNS * LANES)
             recur_columns(args, gates, tokens, column, before, after);
     }
 }

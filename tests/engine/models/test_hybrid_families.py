@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,22 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.d
         assert torch.equal(found[row, 1 : len(ids)], expected) and torch.equal(packed[row][1:], expected)
 
 
+def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
+    """In the interpreter, so a thin model and few tokens; with gradients, which are torch's."""
+    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, hidden_size=32)
+    sizes |= dict(intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+    layers = dict(layer_types=["linear_attention", "full_attention"], mlp_only_layers=[0, 1])
+    folder = make_tiny_model("qwen3_next", tmp_path, **sizes, **layers)
+    ours, rows = Hybrid(folder, torch.bfloat16, "triton"), [prompt(9), prompt(3, seed=1)]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    align(model, "triton")
+    packed = token_log_probs(model, torch.cat(rows), lengths=[9, 3])
+    for found, ids in zip(packed.detach().split([9, 3]), rows, strict=True):
+        assert torch.equal(found[1:], ours.log_probs(ids))
+    packed.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
 def test_masters_under_autocast_have_the_bits_of_bfloat16(hybrid_model: Path, backend: str) -> None:
     model, ids = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32), prompt(70)
     align(model, backend)
@@ -339,11 +356,22 @@ def test_what_it_does_not_compute_is_refused(
         describe(raw | change)
 
 
-def test_triton_says_what_it_cannot_compute(hybrid_model: Path) -> None:
-    *_, delta_net, attention = describe(read_config(hybrid_model)).layers
-    with pytest.raises(ConfigError, match="expect attention in every layer, found a gated delta net"):
-        select_backend("triton", CPU, torch.bfloat16, [attention, delta_net])
-    assert select_backend("triton", CPU, torch.bfloat16, [attention]).name == "triton"
+@pytest.mark.parametrize(
+    ("field", "most", "expected"),
+    [
+        ("key_head_dim", 256, "keys of a gated delta net with up to 256 elements"),
+        ("kernel_size", 17, "a convolution of up to 17 tokens"),
+    ],
+)
+def test_triton_says_what_it_cannot_compute(tiny_qwen3_5: Path, field: str, most: int, expected: str) -> None:
+    *_, delta_net, attention = describe(read_config(tiny_qwen3_5)).layers
+    assert isinstance(delta_net.mixer, DeltaNetSpec)
+    fits, does_not = (
+        [attention, replace(delta_net, mixer=replace(delta_net.mixer, **{field: size}))] for size in (most, most + 1)
+    )
+    assert select_backend("triton", CPU, torch.bfloat16, fits).name == "triton"
+    with pytest.raises(ConfigError, match=f"expect {expected}, found {most + 1}; use the backend reference"):
+        select_backend("triton", CPU, torch.bfloat16, does_not)
 
 
 def test_random_weights_give_finite_logits(hybrid_model: Path) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
 from trueroll.engine.running.graphs import DecodeGraphs, Outputs
 from trueroll.engine.running.loading import load_model
 from trueroll.kernels import reference
-from trueroll.kernels.contract import AttentionBatch
+from trueroll.kernels.contract import NO_SLOT, AttentionBatch
 
 from ..drive import bits, drain, generate, run, tokens, top_bits
 
@@ -59,6 +60,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("qwen3", folder, dtype="bfloat16", num_hidden_layers=1, vocab_size=64)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A delta net, with few columns for an interpreter, and an attention."""
+    folder, layers = tmp_path_factory.mktemp("graphs") / "hybrid", ["linear_attention", "full_attention"]
+    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, vocab_size=64)
+    sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
+    return make_tiny_model("qwen3_5", folder, "bfloat16", num_hidden_layers=2, layer_types=layers, **sizes)
+
+
 @pytest.fixture
 def log() -> list[str]:
     return []
@@ -80,10 +90,10 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
     monkeypatch.setattr(reference, "paged_attention", read_lens)
     monkeypatch.setattr(engine_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
 
-    def make(cuda_graphs: bool, **changes: Any) -> Engine:
+    def make(cuda_graphs: bool, folder: Path = model, **changes: Any) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
-        settings |= dict(model=str(model), backend="reference", cuda_graphs=cuda_graphs) | changes
-        config = EngineConfig(**settings)
+        settings |= dict(backend="reference", cuda_graphs=cuda_graphs) | changes
+        config = EngineConfig(model=str(folder), **settings)
         loaded = load_model(config)
         return Engine(
             config, dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
@@ -144,8 +154,8 @@ def test_graphs_have_tables_for_each_window(
     make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
 ) -> None:
     sizes: dict[str, Any] = dict(sliding_window=8, vocab_size=64, num_hidden_layers=2)
-    settings = dict(model=str(make_tiny_model("ministral", tmp_path / "m", "bfloat16", **sizes)), backend=backend)
-    settings |= dict(max_num_seqs=3, max_num_batched_tokens=8)
+    settings: dict[str, Any] = dict(folder=make_tiny_model("ministral", tmp_path / "m", "bfloat16", **sizes))
+    settings |= dict(backend=backend, max_num_seqs=3, max_num_batched_tokens=8)
     requests = [generate(f"long {i}", prompt(30, seed=i), max_tokens=2) for i in range(4)]
     requests += [generate("group", prompt(11, seed=9), n=3, max_tokens=12)]
     expected = serve(make_engine(False, **settings), requests)
@@ -235,6 +245,51 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
         graphs.forward.replay()
     for cache, was in zip(caches, before, strict=True):
         assert torch.equal(cache[:NUM_BLOCKS].view(torch.int16), was.view(torch.int16))
+
+
+def test_rows_of_a_hybrid_go_on_from_their_states(make_engine: MakeEngine, log: list[str], hybrid: Path) -> None:
+    """Samples of one prompt go on from its state, and leave theirs in slots of their own."""
+    settings = dict(folder=hybrid, num_blocks=24, max_num_batched_tokens=9, state_interval=4)
+    requests = [generate(str(i), prompt(3 + 5 * i, seed=i), n=1 + i, max_tokens=3 + 4 * i) for i in range(3)]
+    expected = serve(make_engine(False, **settings), requests)
+    assert log == []
+    engine = make_engine(True, **settings)
+    assert serve(engine, requests) == expected and log.count("replay") > 10
+    assert serve(engine, requests) == expected and engine.stats().checkpoints_restored > 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_hybrid_goes_on_from_a_checkpoint_as_if_it_had_begun(
+    make_engine: MakeEngine, log: list[str], hybrid: Path, backend: str
+) -> None:
+    """One that another prompt left."""
+    settings = dict(folder=hybrid, backend=backend, max_num_seqs=1, state_interval=4)
+    shared, request = prompt(5), generate("r", np.concatenate((prompt(5), prompt(2, seed=1))), max_tokens=3)
+    expected = serve(make_engine(False, **settings), [request])
+    assert log == []
+    engine = make_engine(True, **settings)
+    serve(engine, [generate("before", shared, max_tokens=1)])
+    assert engine.stats().checkpoints_restored == 0
+    assert serve(engine, [request]) == expected
+    assert engine.stats().checkpoints_restored == 1 and log.count("replay") > 3
+
+
+def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None:
+    engine = make_engine(True, folder=hybrid)
+    run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
+    graphs, slots = engine._graphs._graphs[4], engine.info.live_states + engine.info.checkpoints
+    states = graphs.inputs.states
+    assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], "premise: three rows of four"
+    (memory, tails), *_ = engine._runner.memories
+    assert len(memory) == len(tails) == slots + 1
+    before = memory[:slots].clone(), tails[:slots].clone()
+    with torch.inference_mode():
+        states.copy_(states[:, 3:].clone().expand_as(states))
+        memory[slots] = torch.nan
+        graphs.forward.replay()
+    assert memory[slots].isfinite().all(), "premise: it was written"
+    for found, was in zip((memory, tails), before, strict=True):
+        assert torch.equal(found[:slots].view(torch.int16), was.view(torch.int16))
 
 
 def test_a_sleep_forgets_the_graphs_and_they_are_captured_once_all_is_awake(

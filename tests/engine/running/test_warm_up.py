@@ -26,7 +26,7 @@ from trueroll.engine.running.loading import load_model
 from trueroll.engine.running.model_runner import ModelRunner
 from trueroll.errors import ConfigError
 from trueroll.kernels import reference
-from trueroll.kernels.triton import attention, backend, head, products, rows
+from trueroll.kernels.triton import attention, backend, head, products, recurrence, rows
 from trueroll.kernels.triton.launch import Launch, form_of
 
 from ..drive import drain, generate, make_engine, tokens
@@ -146,7 +146,7 @@ def test_a_cpu_needs_nothing_of_it(tiny_llama: Path, backend: str, monkeypatch: 
         drain(engine)
 
 
-KERNELS: tuple[ModuleType, ...] = (attention, head, products, rows)
+KERNELS: tuple[ModuleType, ...] = (attention, head, products, recurrence, rows)
 
 
 def requests() -> list[Request]:
@@ -160,9 +160,23 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
+ONE_LAYER: dict[str, Any] = dict(num_hidden_layers=1)
+HYBRID: dict[str, Any] = dict(
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=1,
+    linear_num_value_heads=1,
+    linear_value_head_dim=8,
+)
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen2", ONE_LAYER), ("olmo3", ONE_LAYER), ("qwen3_5", HYBRID)])
 def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
-    family: str, tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
+    family: str, sizes: dict[str, Any], tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Launch] = []
     launched: set[Launch] = set()
@@ -173,8 +187,9 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
         launch(kernel, grid, *args, warps=warps, stages=stages, **constants)
 
     monkeypatch.setattr(backend, "compile_all", lambda forms, device: prepared.extend(forms))
-    folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, num_hidden_layers=1)
-    engine = engine_of(folder, backend="triton", num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17)
+    folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, **sizes)
+    settings = dict(num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17, state_interval=64)
+    engine = engine_of(folder, backend="triton", **settings)
     assert len(set(prepared)) == len(prepared) > 12
     del events[:]
     for module in KERNELS:
@@ -183,4 +198,6 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
         engine.add(request)
     drain(engine)
     assert launched <= set(prepared) and len(launched) > 12
+    forms = {dict(form.constants)["LISTED"] for form in launched if form.kernel is recurrence._delta_rule_kernel}
+    assert forms == ({True, False} if family == "qwen3_5" else set())
     assert {event[1] for event in events} >= {2, 17} and {event[0] for event in events} == {"forward"}

@@ -2,7 +2,8 @@
 
 `examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
 interpreter. Of the forms that the models have it compiles as many as show all of this, and for sm_90 all of
-Qwen2.5-7B; `python examples/triton_report.py --all` compiles every one for every target, and no test does.
+Qwen2.5-7B and of delta nets; `python examples/triton_report.py --all` compiles every one for every target, and no test
+does.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ SPILLS_ALLOWED = {
     ("products._gate_up_kernel", 80): (NOT_FOR_80, 240),
     ("products._parts_kernel", 80): (NOT_FOR_80, 240),
 }
+
+IN_A_WARP = "#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [1, 1], order = [1, 0]}>"
 
 Compiled = dict[str, Any]
 
@@ -146,6 +149,22 @@ def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
             layouts[c["capability"], c["constants"]["SIZE"]].add(tuple(c["reductions"]))
     assert {capability for capability, _ in layouts} == SHARED_MEMORY.keys()
     assert all(len(found) == 1 and len(*found) == 1 for found in layouts.values()), layouts
+
+
+def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compiled]) -> None:
+    """In decodes and prompts, for any number of heads: four keys in each thread of one warp."""
+    layouts = defaultdict(set)
+    for c in compiled_of("recurrence", compiled):
+        if c["kernel"].endswith("_delta_rule_kernel"):
+            layouts[c["capability"]].add((c["warps"], *c["reductions"]))
+    forms = {
+        (c["constants"]["LISTED"], c["constants"]["HEADS"])
+        for c in compiled_of("recurrence", compiled)
+        if c["capability"] == 90 and "HEADS" in c["constants"]
+    }
+    assert forms == {(listed, heads) for listed in (True, False) for heads in (16, 48)}
+    assert layouts.keys() == SHARED_MEMORY.keys() and all(len(found) == 1 for found in layouts.values()), layouts
+    assert {found for [found] in layouts.values()} == {(1, f"1x128 of {IN_A_WARP}", f"8x128 of {IN_A_WARP}")}
 
 
 MULTIPLY_ADD = """

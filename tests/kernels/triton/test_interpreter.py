@@ -77,6 +77,19 @@ def test_narrowing_rounds_to_nearest_even(dtype: torch.dtype) -> None:
     assert same_bits(found[~x.isnan()], expected[~x.isnan()])
 
 
+@triton.jit
+def masked_kernel(x_ptr, limit_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask=(at > 2) & (tl.load(limit_ptr) >= 0), other=7.0))
+
+
+def test_one_comparison_masks_a_whole_tile() -> None:
+    x, y = randn(16), torch.empty(16)
+    for limit, first in ((5, 3), (-1, 16)):
+        masked_kernel[(1,)](x, torch.tensor([limit]), y, BLOCK=16)
+        assert same_bits(y, torch.where(torch.arange(16) < first, 7.0, x))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_product_is_right_and_does_not_depend_on_its_tile(dtype: torch.dtype) -> None:
     a, b, c = randn(64, 256, dtype=dtype), randn(256, 128, dtype=dtype, seed=1), randn(64, 128, seed=2)

@@ -41,7 +41,8 @@ void trueroll_attention(
 );
 void trueroll_layers(
     long, int, const void*, long, long, const double*, const void*, const void*, const void*, long, const void*, long,
-    long, const int64_t*, const int64_t*, void*, void*, void*, void*, void*
+    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*, void*, void*, void*, void*, void*, void*,
+    void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -303,6 +304,7 @@ struct Run {
         for (const long seen : {window, 0l}) {
             const bool other = seen > 0;
             const std::vector<double> more = mixer(seen);
+            specs.push_back(0.0);
             specs.insert(specs.end(), more.begin(), more.end());
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
@@ -316,9 +318,9 @@ struct Run {
         const Pages pages[2] = {{fresh.data(), tables.data(), max_blocks}, {fresh.data(), copied.data(), max_blocks}};
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2,
-            turns.data(), block_size, sequences, starts.data(), lens.data(), q.data(), out.data(), middle.data(),
-            active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2, turns.data(),
+            block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, q.data(), nullptr, nullptr, nullptr,
+            out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -343,9 +345,66 @@ struct Run {
         digest->add(qkv), digest->add(tails), digest->add(states), digest->add(out);
     }
 
+    // A delta net, attention with an output gate and a delta net once more, for the first tokens of three sequences and
+    // a token of one that goes on. Heads are as large as those of the delta nets' values.
+    void hybrid(long key_heads, long value_heads, long key_dim, long size) const {
+        const std::vector<int64_t> starts = {0, 3, 4, 6, 20}, reads = {-1, 2, -1, -1}, writes = {0, 1, 3, 4};
+        const std::vector<int64_t> lens = {3, 1, 2, 14}, tables = {0, 1, 2, 3};
+        std::vector<int64_t> slots;
+        for (int64_t i = 0; i < 4; ++i)
+            for (int64_t token = 0; token < lens[static_cast<size_t>(i)]; ++token) slots.push_back(i * 16 + token);
+        const long rows = 20, k = 33, n = 19, pairs = 5, kernel = 4;
+        const long channels = 2 * key_heads * key_dim + value_heads * size, width = value_heads * size;
+        Values x = random(rows * k), norm = random(k, false), head_norm = random(size, false);
+        Values qkv = packed(channels, k), z = packed(width, k), b = packed(value_heads, k), a = packed(value_heads, k);
+        Values taps = random(channels * kernel, false), decay = random(value_heads, false);
+        Values wq = packed(2 * width, k), wk = packed(size, k), wv = packed(size, k), o = packed(k, width);
+        Values gate = packed(n, k), up = packed(n, k), down = packed(k, n);
+        Values keys(bfloat16, 4 * 16 * size), values(bfloat16, 4 * 16 * size);
+        Values tails = random(5 * (kernel - 1) * channels, false), more_tails = tails;
+        std::vector<float> states(static_cast<size_t>(5 * value_heads * key_dim * size), 0.5f), more_states = states;
+        const std::vector<float> cosines(static_cast<size_t>(rows * pairs), 0.8f), sines(cosines.size(), 0.6f);
+        const auto whole = [](long number) { return static_cast<double>(number); };
+        std::vector<double> specs;
+        std::vector<const void*> layers;
+        for (const bool is_delta_net : {true, false, true}) {
+            std::vector<double> mixer = {1.0, whole(key_heads), whole(value_heads), whole(key_dim), whole(size)};
+            mixer.insert(mixer.end(), {whole(kernel), 1e-6});
+            if (!is_delta_net)
+                mixer = {0.0, whole(value_heads), 1.0, whole(size), 1e-5, 1.0, 0.0, 0.125, 0.0, 0.0, 0.0, pairs, 1.0};
+            mixer.resize(13);
+            specs.insert(specs.end(), mixer.begin(), mixer.end());
+            specs.insert(specs.end(), {whole(n), 0.0, 1e-5, 1.0});
+            layers.insert(layers.end(), {norm.data(), nullptr});
+            if (is_delta_net)
+                layers.insert(layers.end(), {qkv.data(), z.data(), b.data(), a.data()}),
+                    layers.insert(layers.end(), {taps.data(), decay.data(), decay.data(), head_norm.data()});
+            else
+                layers.insert(layers.end(), {wq.data(), wk.data(), wv.data(), nullptr, nullptr, nullptr}),
+                    layers.insert(layers.end(), {head_norm.data(), head_norm.data()});
+            layers.insert(layers.end(), {o.data(), norm.data(), nullptr, gate.data(), up.data(), down.data()});
+        }
+        const std::vector<const void*> memories = {
+            states.data(), tails.data(), keys.data(), values.data(), more_states.data(), more_tails.data()
+        };
+        const std::vector<const void*> turns = {cosines.data(), sines.data()};
+        Values projected = random(rows * std::max(channels, width)), convolved = random(rows * channels);
+        Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
+        Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
+        trueroll_layers(
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), 3, turns.data(),
+            slots.data(), 16, 4, starts.data(), lens.data(), tables.data(), 1, reads.data(), writes.data(),
+            projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
+            y.data()
+        );
+        digest->add(keys), digest->add(values), digest->add(y);
+        digest->add(states), digest->add(tails), digest->add(more_states), digest->add(more_tails);
+    }
+
     // With heads of two sizes.
     void some(long size, long other) const {
-        delta_net(2, 4, 16, 48, 4), delta_net(3, 3, 7, 5, 1);
+        delta_net(2, 4, 16, 48, 4), delta_net(3, 3, 7, 5, 1), delta_net(1, 2, 5, 150, 2);
+        hybrid(2, 4, 7, 32), hybrid(1, 1, 16, 16);
         products(13, 130, 33), head(5, 33, 1001), layer(24, 3, 1, size, true), layer(16, 2, 2, other, false);
         layer(24, 3, 1, size, true, 150), layer(16, 2, 2, other, false, 13);
     }

@@ -1,0 +1,265 @@
+"""Gated delta nets: the convolution, and the recurrence token by token.
+
+Owned here: which program computes what, and the order of every sum. Both ops do the same arithmetic in the same order
+for prompts and decodes, so that it does not matter where a chunk ends.
+
+- The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of its state, which depend on no
+  others. It holds that part of the state in registers while the sequence's tokens pass, and loads a token while it
+  computes the one before. There is one tile, of one warp, so a sum over keys has the order of that tile's layout.
+  Fewer programs, with more columns, would leave most of a GPU idle where a single prompt is computed; and 8 float32 are
+  the least that memory reads at once.
+- The convolution: a program takes some rows of one sequence and some channels, each element by itself, from the oldest
+  token on. That of a sequence's first rows, which alone reads the old tail, also writes the new one.
+
+There are two forms of each kernel, for batches in which every sequence has one row and for all others. The first form
+knows where a row stands and needs no tensor that says it, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import L2_EPS, DeltaNetWeights, StateBatch
+from ..specs import DeltaNetSpec
+from ..transfer import current_stream, to_device
+from . import MOST_KERNEL_SIZE
+from .head import log1p
+from .launch import aligned, device_function, exact_jit, launch
+from .products import gate_mul_tile
+
+COLUMNS = 8
+# Rows and channels of a program, and its warps: of a convolution in which every sequence has one row, and of others.
+SINGLE, SEVERAL = (1, 512, 2), (MOST_KERNEL_SIZE - 1, 128, 4)
+_L2_EPS = tl.constexpr(L2_EPS)
+
+
+class _Places(NamedTuple):
+    """Where the rows of a batch stand. The tensors are int64, and unread unless `listed`.
+
+    `pieces` [n, 2]: sequence and first row of what each program of a convolution takes. `starts`: `query_starts`.
+    """
+
+    listed: bool
+    pieces: Tensor
+    starts: Tensor
+
+
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+    """SiLU of a causal convolution of each channel of x [M, C] by itself, with weight [C, 1, K]: [M, C].
+
+    `tails` [slots, K - 1, C], contiguous: what is read and left there is as `Backend.convolve` says.
+    """
+    x, places = aligned(x), _places(batch)
+    out, channels = torch.empty_like(x), x.shape[1]
+    rows, tile, warps = SEVERAL if places.listed else SINGLE
+    grid = len(places.pieces), -(-channels // tile)
+    args = x, aligned(weight), tails, *places[1:], aligned(batch.reads), aligned(batch.writes), out
+    sizes = dict(CHANNELS=channels, KERNEL=weight.shape[2], ROWS=rows, TILE=tile)
+    launch(_convolve_kernel, grid, *args, warps=warps, LISTED=places.listed, **sizes)
+    return out
+
+
+def delta_rule(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    spec: DeltaNetSpec,
+    weights: DeltaNetWeights,
+    states: Tensor,
+    batch: StateBatch,
+) -> Tensor:
+    """The recurrence of `Backend.delta_rule`: [M, value_heads, V]. `states` float32 [slots, value_heads, K, V],
+    contiguous.
+    """
+    places, heads, size = _places(batch), spec.num_value_heads, spec.value_head_dim
+    out = qkv.new_empty(len(qkv), heads, size)
+    inputs = map(aligned, (qkv, b, a, weights.decay, weights.bias))
+    args = *inputs, states, places.starts, aligned(batch.reads), aligned(batch.writes), out, spec.key_head_dim**-0.5
+    columns = min(COLUMNS, triton.next_power_of_2(size))
+    sizes = dict(KEY_HEADS=spec.num_key_heads, HEADS=heads, KEY_SIZE=spec.key_head_dim, SIZE=size, COLUMNS=columns)
+    grid = (-(-size // columns) * heads * len(batch.reads),)
+    launch(_delta_rule_kernel, grid, *args, warps=1, LISTED=places.listed, **sizes)
+    return out
+
+
+def _places(batch: StateBatch) -> _Places:
+    device, unread = batch.reads.device, aligned(batch.reads)
+    listed = _list_places(tuple(batch.query_starts), device, current_stream(device))
+    return listed or _Places(False, unread, unread)
+
+
+@lru_cache(maxsize=1)
+def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> _Places | None:
+    """Those of a batch, made once for all layers; None if every sequence has one row. They are on their way on
+    `stream`, so no other may read them.
+
+    A sequence without rows has a piece too, which writes its tail.
+    """
+    if starts == tuple(range(len(starts))):
+        return None
+    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    pieces = [(i, first) for i, count in enumerate(counts) for first in range(0, max(count, 1), SEVERAL[0])]
+    return _Places(True, *(to_device(torch.tensor(x, dtype=torch.int64), device) for x in (pieces, starts)))
+
+
+@exact_jit
+def _convolve_kernel(
+    x_ptr,
+    weight_ptr,
+    tails_ptr,
+    pieces_ptr,
+    starts_ptr,
+    reads_ptr,
+    writes_ptr,
+    out_ptr,
+    LISTED: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    KERNEL: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (i, j): the rows of piece i, and the channels of tile j."""
+    sequence, first = tl.program_id(0).to(tl.int64), 0
+    if LISTED:
+        sequence, first = tl.load(pieces_ptr + tl.program_id(0) * 2), tl.load(pieces_ptr + tl.program_id(0) * 2 + 1)
+    start, count = _rows_of(sequence, starts_ptr, LISTED)
+    row = first + tl.arange(0, ROWS)[:, None]
+    channel = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
+    x = x_ptr + start * CHANNELS, tails_ptr, tl.load(reads_ptr + sequence)
+    inside = (row < count) & (channel < CHANNELS)
+    total = tl.zeros([ROWS, TILE], tl.float32)
+    for j in tl.static_range(KERNEL):  # type: ignore[reportGeneralTypeIssues]
+        tap = tl.load(weight_ptr + channel * KERNEL + j, mask=channel < CHANNELS, other=0.0).to(tl.float32)
+        total += tap * _rows_or_tail(x, row - (KERNEL - 1) + j, channel, inside, CHANNELS, KERNEL).to(tl.float32)
+    out = gate_mul_tile(total, 1.0, "silu").to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (start + row) * CHANNELS + channel, out, mask=inside)
+    if KERNEL > 1:
+        if first == 0:
+            _move_tail(x, tl.load(writes_ptr + sequence), count, channel, CHANNELS, KERNEL)
+
+
+@device_function
+def _rows_of(sequence, starts_ptr, LISTED: tl.constexpr):
+    """(the first row of a sequence, how many it has)."""
+    start = sequence
+    count = 1
+    if LISTED:
+        start = tl.load(starts_ptr + sequence)
+        count = tl.load(starts_ptr + sequence + 1) - start
+    return start, count
+
+
+@device_function
+def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
+    """Elements of the rows of a sequence, those before its first from its tail, where they are `inside`.
+
+    `x`: pointers to its first row and to all tails, and the slot of its tail.
+    """
+    rows_ptr, tails_ptr, slot = x
+    is_old = row < 0
+    new = tl.load(rows_ptr + row * CHANNELS + channel, mask=inside & (row >= 0), other=0.0)
+    place = (slot * (KERNEL - 1) + KERNEL - 1 + row) * CHANNELS + channel
+    old = tl.load(tails_ptr + place, mask=inside & is_old & (slot >= 0), other=0.0)
+    return tl.where(is_old, old, new)
+
+
+@device_function
+def _move_tail(x, slot, count, channel, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
+    """Leaves the last rows of a sequence in a slot, which may be the one that its tail is read from."""
+    KEPT: tl.constexpr = KERNEL - 1
+    place = tl.arange(0, triton.next_power_of_2(KEPT))[:, None]  # type: ignore[reportArgumentType]
+    inside = (place < KEPT) & (channel < CHANNELS)
+    tail = _rows_or_tail(x, count - KEPT + place, channel, inside, CHANNELS, KERNEL)
+    tl.debug_barrier()  # all threads have read what is overwritten now
+    tl.store(x[1] + (slot * KEPT + place) * CHANNELS + channel, tail, mask=inside)
+
+
+@exact_jit
+def _delta_rule_kernel(
+    qkv_ptr,
+    b_ptr,
+    a_ptr,
+    decay_ptr,
+    bias_ptr,
+    states_ptr,
+    starts_ptr,
+    reads_ptr,
+    writes_ptr,
+    out_ptr,
+    scale,
+    LISTED: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """For each sequence and value head the programs of its columns, so that neighbours read neighbouring memory."""
+    TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + HEADS * SIZE
+    head = tl.program_id(0) // TILES % HEADS
+    sequence = (tl.program_id(0) // (TILES * HEADS)).to(tl.int64)
+    start, count = _rows_of(sequence, starts_ptr, LISTED)
+    key = tl.arange(0, triton.next_power_of_2(KEY_SIZE))[None, :]  # type: ignore[reportArgumentType]
+    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    real = (key < KEY_SIZE) & (column < SIZE)
+    place = (head * KEY_SIZE + key) * SIZE + column
+    slot = tl.load(reads_ptr + sequence)
+    state = tl.load(states_ptr + slot * (HEADS * KEY_SIZE * SIZE) + place, mask=real & (slot >= 0), other=0.0)
+    speed, bias = tl.exp(tl.load(decay_ptr + head).to(tl.float32)), tl.load(bias_ptr + head).to(tl.float32)
+    q_ptr = qkv_ptr + start * CHANNELS + head // (HEADS // KEY_HEADS) * KEY_SIZE
+    v_ptr = qkv_ptr + start * CHANNELS + 2 * KEY_HEADS * KEY_SIZE + head * SIZE
+    tokens = q_ptr, q_ptr + KEY_HEADS * KEY_SIZE, v_ptr, b_ptr + start * HEADS + head, a_ptr + start * HEADS + head
+    q, k, v, b, a = _load_token(tokens, 0, count, key, column, CHANNELS, HEADS, KEY_SIZE, SIZE)
+    for i in range(0, count):
+        later = _load_token(tokens, i + 1, count, key, column, CHANNELS, HEADS, KEY_SIZE, SIZE)
+        q, k = _unit(q) * scale, _unit(k)
+        state *= tl.exp(-speed * _softplus(a + bias))
+        change = (v - tl.sum(state * k, axis=1, keep_dims=True)) / (1.0 + tl.exp(-b))
+        state += k * change
+        out = tl.sum(state * q, axis=1, keep_dims=True).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + ((start + i) * HEADS + head) * SIZE + column, out, mask=column < SIZE)
+        q, k, v, b, a = later
+    tl.store(states_ptr + tl.load(writes_ptr + sequence) * (HEADS * KEY_SIZE * SIZE) + place, state, mask=real)
+
+
+@device_function
+def _load_token(
+    tokens,
+    i,
+    count,
+    key,
+    column,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], and b and a; zeros beyond the last.
+
+    `tokens`: pointers to those of the first one.
+    """
+    q_ptr, k_ptr, v_ptr, b_ptr, a_ptr = tokens
+    row, is_there = tl.cast(i, tl.int64), i < count
+    q = tl.load(q_ptr + row * CHANNELS + key, mask=is_there & (key < KEY_SIZE), other=0.0)
+    k = tl.load(k_ptr + row * CHANNELS + key, mask=is_there & (key < KEY_SIZE), other=0.0)
+    v = tl.load(v_ptr + row * CHANNELS + column, mask=is_there & (column < SIZE), other=0.0)
+    b = tl.load(b_ptr + row * HEADS, mask=is_there, other=0.0)
+    a = tl.load(a_ptr + row * HEADS, mask=is_there, other=0.0)
+    return q.to(tl.float32), k.to(tl.float32), v.to(tl.float32), b.to(tl.float32), a.to(tl.float32)
+
+
+@device_function
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + _L2_EPS)
+
+
+@device_function
+def _softplus(x):
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
