@@ -391,11 +391,11 @@ struct Run {
         Values projected = random(rows * std::max(channels, width)), convolved = random(rows * channels);
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
+        const std::vector<Pages> pages(3, {slots.data(), tables.data(), 1});
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), 3, turns.data(),
-            slots.data(), 16, 4, starts.data(), lens.data(), tables.data(), 1, reads.data(), writes.data(),
-            projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
-            y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), pages.data(), 3,
+            turns.data(), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(), projected.data(),
+            convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
         digest->add(states), digest->add(tails), digest->add(more_states), digest->add(more_tails);
