@@ -207,11 +207,12 @@ def layers(
         )
     if not layers:
         return x
-    x, numbers = x.contiguous(), {id(page): _PageNumbers(page) for page in pages}
+    x, groups = x.contiguous(), {id(page): page for page in pages}
+    numbers = {key: _PageNumbers(page) for key, page in groups.items()}
     turns = [part.contiguous() for rotation in rotations for part in rotation]
     starts, lens = pages[0].batch.tensors
     weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
-    paged = array("Q", chain.from_iterable(numbers[id(page)].pointers for page in pages))
+    paged = array("Q", b"".join([numbers[id(page)].pointers for page in pages]))
     reads, writes = _slots(layers, states)
     buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
     _library.layers(
@@ -227,7 +228,8 @@ class _PageNumbers:
 
     def __init__(self, page: Pages) -> None:
         self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()
-        self.pointers = self._slots.data_ptr(), self._tables.data_ptr(), self._tables.shape[1]
+        numbers = self._slots.data_ptr(), self._tables.data_ptr(), self._tables.shape[1]
+        self.pointers = array("Q", numbers).tobytes()
 
 
 def _slots(layers: PackedLayers, states: StateBatch | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
