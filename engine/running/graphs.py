@@ -4,8 +4,8 @@ There are two graphs for each number of rows, which is a power of two: one holds
 other those of plain draws from the hidden states, at the addresses they had when they were captured. A step in which
 each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
 otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
-contract of the ops changes no bit of the others. Padding reads and writes `spare_blocks`, a block of the KV cache for
-each window that no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no
+contract of the ops changes no bit of the others. Padding reads and writes `spare_blocks`, for each window a block of
+the KV cache that no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no
 sequence has either.
 
 Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
@@ -86,12 +86,13 @@ class _Inputs:
     def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
-        columns = runner.to_device(np.vstack((step.positions, step.context_lens, step.states, *step.slots)))
-        (positions, lens), states, slots = columns[:2], columns[2:4], columns[4:]
+        columns = np.vstack((step.positions, step.context_lens, step.states, *step.slots))
+        positions, lens, reads, writes, *slots = runner.to_device(columns)
         self.token_ids[:count] = runner.token_ids(step, drawn)
         self.positions[:count] = positions
         self.lens[:count], self.lens[count:] = lens, 1
-        self.states[:, :count], self.states[:, count:] = states, self._spare_states
+        self.states[0, :count], self.states[1, :count] = reads, writes
+        self.states[:, count:] = self._spare_states
         for i, spare in enumerate(self._spare_blocks):
             tables = runner.to_device(step.block_tables[i])
             self.slots[i][:count], self.slots[i][count:] = slots[i], spare * runner.block_size

@@ -119,8 +119,8 @@ def _outline(loaded: LoadedModel) -> Decoder:
 def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """The bytes that are free while memory is held for all graphs and for the largest step."""
     computation = _Computation(loaded.model, config, max_model_len)
-    spare_blocks = [0] * len(computation.runner.windows)
-    graphs = DecodeGraphs(computation.runner, computation.sampler, spare_blocks, 0, config.max_num_seqs, max_model_len)
+    spare = [0] * len(computation.runner.windows), 0
+    graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
         graphs.capture()  # first, since it gives back what torch keeps of other memory
     computation.heads(computation.hidden(config.max_num_batched_tokens)[:HEAD_ROWS])

@@ -187,9 +187,8 @@ class HybridStep:
             for i, (spec, caches) in enumerate(zip(specs, step.caches, strict=True))
         ]
         layers = served.ops.new_layers(make_layers(served, *specs))
-        batch = StateBatch(
-            step.pages[0].batch.query_starts, torch.tensor([NO_SLOT, 4, 1, NO_SLOT]), torch.tensor([0, 2, 1, 3])
-        )
+        starts, reads = step.pages[0].batch.query_starts, torch.tensor([NO_SLOT, 4, 1, NO_SLOT])
+        batch = StateBatch(starts, reads, torch.tensor([0, 2, 1, 3]))
         return cls(dataclasses.replace(step, layers=layers, caches=memories), batch)
 
     @staticmethod

@@ -320,6 +320,7 @@ void set_attention(
     const LayerRun& run, const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from,
     const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
 ) {
+    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
     const RotationPointers& rotation = run.rotations[static_cast<size_t>(numbers.rotation)];
     const Scoring scoring = {
         static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap)
@@ -327,7 +328,6 @@ void set_attention(
     args.qkv = qkv_args(x, numbers, from, caches, rotation, pages.slots, run.block_size);
     args.qkv.q = as<T>(run.projected), args.qkv.gates = numbers.is_gated != 0.0 ? as<T>(run.gates) : nullptr;
     const Sizes sizes = sizes_of(numbers, run.block_size);
-    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
     args.attention = attention_args<T>(run.projected, caches, sizes, batch, scoring, run.mixed);
 }
 
@@ -548,11 +548,11 @@ EXPORT void trueroll_attention(
     });
 }
 
-// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of `StateBatch`, or
-// null if no layer is a delta net. Memory for what passes from step to step: `middle` [count, k], and as the largest layer
-// needs `active` [count, intermediate], and for attention `projected`, `gates` if it has any, and `mixed` [count, heads *
-// head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count, value_heads *
-// value_dim] and `rates` [2, count, value_heads].
+// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of `StateBatch`,
+// or null if no layer is a delta net. Memory for what passes from step to step: `middle` [count, k], and as the largest
+// layer needs `active` [count, intermediate], and for attention `projected`, `gates` if it has any, and `mixed` [count,
+// heads * head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count,
+// value_heads * value_dim] and `rates` [2, count, value_heads].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
@@ -562,8 +562,10 @@ EXPORT void trueroll_layers(
 ) {
     const Call call(threads);
     const StateBatch states = {sequences, query_starts, reads, writes};
-    const LayerRun run = {count,     k,         rotations, block_size, sequences, query_starts, context_lens, states,
-                          projected, convolved, gates,     rates,      mixed,     middle,       active,       out};
+    const LayerRun run = {
+        count, k, rotations, block_size, sequences, query_starts, context_lens, states, projected, convolved, gates,
+        rates, mixed, middle, active, out
+    };
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         std::vector<LayerArgs<T>> args;

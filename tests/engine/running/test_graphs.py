@@ -92,8 +92,8 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
 
     def make(cuda_graphs: bool, folder: Path = model, **changes: Any) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
-        settings |= dict(backend="reference", cuda_graphs=cuda_graphs) | changes
-        config = EngineConfig(model=str(folder), **settings)
+        settings |= dict(model=str(folder), backend="reference", cuda_graphs=cuda_graphs) | changes
+        config = EngineConfig(**settings)
         loaded = load_model(config)
         return Engine(
             config, dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
@@ -154,8 +154,8 @@ def test_graphs_have_tables_for_each_window(
     make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
 ) -> None:
     sizes: dict[str, Any] = dict(sliding_window=8, vocab_size=64, num_hidden_layers=2)
-    settings: dict[str, Any] = dict(folder=make_tiny_model("ministral", tmp_path / "m", "bfloat16", **sizes))
-    settings |= dict(backend=backend, max_num_seqs=3, max_num_batched_tokens=8)
+    settings = dict(model=str(make_tiny_model("ministral", tmp_path / "m", "bfloat16", **sizes)), backend=backend)
+    settings |= dict(max_num_seqs=3, max_num_batched_tokens=8)
     requests = [generate(f"long {i}", prompt(30, seed=i), max_tokens=2) for i in range(4)]
     requests += [generate("group", prompt(11, seed=9), n=3, max_tokens=12)]
     expected = serve(make_engine(False, **settings), requests)

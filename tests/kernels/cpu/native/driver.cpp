@@ -41,8 +41,8 @@ void trueroll_attention(
 );
 void trueroll_layers(
     long, int, const void*, long, long, const double*, const void*, const void*, const void*, long, const void*, long,
-    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*, void*, void*, void*, void*, void*, void*,
-    void*
+    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*, void*, void*, void*, void*, void*,
+    void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -318,9 +318,9 @@ struct Run {
         const Pages pages[2] = {{fresh.data(), tables.data(), max_blocks}, {fresh.data(), copied.data(), max_blocks}};
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2, turns.data(),
-            block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, q.data(), nullptr, nullptr, nullptr,
-            out.data(), middle.data(), active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2,
+            turns.data(), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, q.data(), nullptr,
+            nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -391,11 +391,12 @@ struct Run {
         Values projected = random(rows * std::max(channels, width)), convolved = random(rows * channels);
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
-        const std::vector<Pages> pages(3, {slots.data(), tables.data(), 1});
+        const Pages page = {slots.data(), tables.data(), 1}, pages[3] = {page, page, page};
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), pages.data(), 3,
-            turns.data(), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(), projected.data(),
-            convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(), y.data()
+            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), pages, 3,
+            turns.data(), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
+            projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
+            y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
         digest->add(states), digest->add(tails), digest->add(more_states), digest->add(more_tails);
