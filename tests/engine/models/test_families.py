@@ -74,7 +74,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             )
         ),
     ),
-    "other windows": ("gemma3", dict(layer_types=["full_attention", "sliding_attention"] * 3)),
+    "other windows": ("gemma3", dict(num_hidden_layers=6, layer_types=["full_attention", "sliding_attention"] * 3)),
+    "no layer types": ("gemma3", dict(num_hidden_layers=6, layer_types=None)),
 }
 
 
