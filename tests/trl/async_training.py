@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
-from trl_setup import async_settings, num_vowels
+from trl_setup import async_settings
 
 from trueroll.rollout import AsyncRolloutClient, WeightPublisher, launch_worker
 from trueroll.rollout.integrations.trl import TruerollWeightTransfer, TruerollWorker
@@ -80,13 +80,13 @@ class RecordingTrainer(AsyncGRPOTrainer):
 
 
 def make_reward(kill: int | None) -> Any:
-    """Counts vowels. Kills the process `kill`, if there is one, when it gets its third group."""
+    """Differs from text to text. Kills the process `kill`, if there is one, when it gets its third group."""
     groups = itertools.count(1)
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         if kill is not None and next(groups) == 3:
             os.kill(kill, signal.SIGKILL)
-        return num_vowels(completions, **columns)
+        return [float(sum(map(ord, messages[0]["content"])) % 7) for messages in completions]
 
     return reward
 
@@ -117,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     make_trl_run_on_a_cpu()
     # Without another push, the trainer learns of the worker's death from its rollouts alone.
-    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else dict(max_steps=4)
+    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else dict(max_steps=4, learning_rate=1e-3)
     with launch_worker(options.model, device="cpu", dtype="float32", num_blocks=256) as worker:
         args = async_settings(Path(options.output), **changes)
         trainer = train(args, options.model, worker.address, worker.pid if options.kill else None)
