@@ -23,6 +23,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton_interpreter  # noqa: E402, I001
 from conversion import convert_smollm2  # noqa: E402
+from forked import workers_are_forked  # noqa: E402
 from tiny import FAMILIES, HYBRID, WINDOWED, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
@@ -127,6 +128,13 @@ def native_library() -> Iterator[Library]:
     before = library.instruction_set()
     yield library
     library.choose(before)
+
+
+@pytest.fixture(scope="module")
+def forked_workers() -> Iterator[None]:
+    """The workers of a module that is not about how they start begin in a fraction of the time."""
+    with workers_are_forked():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,15 +34,15 @@ _FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any
 FAMILIES = tuple(_FAMILIES)
 _WINDOW: dict[str, Any] = dict(sliding_window=32)
 _QWEN_WINDOW = dict(**_WINDOW, use_sliding_window=True, max_window_layers=1)
+_BOTH = dict(layer_types=["sliding_attention", "full_attention"])
 # With one matrix for both, its large embeddings would make each token follow itself.
-_GEMMA3 = dict(num_hidden_layers=6, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=False)
-_MINISTRAL = dict(head_dim=16, layer_types=["sliding_attention", "full_attention"])
+_GEMMA3 = dict(**_BOTH, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=False)
 _FAMILIES |= {
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _WINDOW | _GEMMA3),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, _WINDOW | dict(head_dim=16)),
-    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM, _WINDOW | dict(num_hidden_layers=4)),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM, _WINDOW | _BOTH),
     "qwen2_window": (*_FAMILIES["qwen2"][:2], _FAMILIES["qwen2"][2] | _QWEN_WINDOW),
-    "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM, _WINDOW | _MINISTRAL),
+    "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM, _WINDOW | _BOTH | dict(head_dim=16)),
     "qwen3_window": (*_FAMILIES["qwen3"][:2], _FAMILIES["qwen3"][2] | _QWEN_WINDOW),
 }
 _DELTA_NET: dict[str, Any] = dict(

@@ -33,7 +33,7 @@ SETTINGS = dict(dtype="bfloat16", max_model_len=256)
 
 
 @pytest.fixture(scope="module")
-def worker(model: Path) -> Iterator[WorkerProcess]:
+def worker(model: Path, forked_workers: None) -> Iterator[WorkerProcess]:
     """For all runs in this process in which it lives. Each pushes its own weights before it asks for anything."""
     with launch_worker(str(model), **SETTINGS) as worker:
         yield worker

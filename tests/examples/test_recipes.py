@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def workers(model: Path) -> Iterator[list[WorkerProcess]]:
+def workers(model: Path, forked_workers: None) -> Iterator[list[WorkerProcess]]:
     """Two that serve the weights of the folder, for all recipes that let their workers live."""
     with ExitStack() as stack:
         yield [stack.enter_context(launch_worker(str(model), **SETTINGS)) for _ in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -41,6 +41,11 @@ class RowOp:
 
     compute: Callable[..., Tensor | tuple[Tensor, ...]]
     rows: tuple[Tensor, ...]
+
+    @cached_property
+    def together(self) -> tuple[Tensor, ...]:
+        """The results of all rows in one call."""
+        return self(*self.rows)
 
     def __len__(self) -> int:
         return len(self.rows[0])
@@ -274,15 +279,17 @@ def cases(implementation: Implementation, dtype: torch.dtype) -> dict[str, Calla
 
 
 CASES = [
-    pytest.param(*served, make, id=f"{name} {served_id(served)}")
+    pytest.param((*served, make), id=f"{name} {served_id(served)}")
     for served in SERVED
     for name, make in cases(*served).items()
 ]
-every_op = pytest.mark.parametrize("implementation,dtype,make", CASES)
+every_op = pytest.mark.parametrize("row_op", CASES, indirect=True, scope="module")
+"""Of module scope, so that each op is made once and its tests come one after the other."""
 
 
-@pytest.fixture
-def row_op(implementation: Implementation, dtype: torch.dtype, make: Callable[[Served], RowOp]) -> Iterator[RowOp]:
+@pytest.fixture(scope="module")
+def row_op(request: pytest.FixtureRequest) -> Iterator[RowOp]:
+    implementation, dtype, make = request.param
     with implementation.chosen() as ops:
         row_op = make(Served(ops, dtype))
         rows = INTERPRETED_ROWS if implementation.interpreted else None
@@ -301,9 +308,8 @@ def batches(rows: int) -> list[Tensor]:
 
 @every_op
 def test_a_row_does_not_depend_on_how_many_share_the_call_or_where_it_stands(row_op: RowOp) -> None:
-    together = row_op(*row_op.rows)
     for batch in batches(len(row_op)):
-        row_op.check(batch, together, f"{len(batch)} rows: {batch[0]} to {batch[-1]}")
+        row_op.check(batch, row_op.together, f"{len(batch)} rows: {batch[0]} to {batch[-1]}")
 
 
 EXTREMES = (lambda dtype: torch.nan, lambda dtype: torch.inf, lambda dtype: torch.finfo(dtype).max)
@@ -311,14 +317,13 @@ EXTREMES = (lambda dtype: torch.nan, lambda dtype: torch.inf, lambda dtype: torc
 
 @every_op
 def test_a_row_does_not_depend_on_what_the_others_hold(row_op: RowOp) -> None:
-    expected = row_op(*row_op.rows)
     kept = torch.arange(len(row_op)) % 3 == 1
     for extreme in EXTREMES:
         rows = [x.clone() for x in row_op.rows]
         for x in rows:
             if x.is_floating_point():
                 x[~kept] = extreme(x.dtype)
-        for found, before in zip(row_op(*rows), expected, strict=True):
+        for found, before in zip(row_op(*rows), row_op.together, strict=True):
             assert same_bits(found[kept], before[kept]), f"the others hold {extreme(torch.float32)}"
 
 

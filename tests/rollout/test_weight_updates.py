@@ -23,7 +23,7 @@ Bits = list[tuple[bytes, bytes]]
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def old(forked_workers: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("qwen2", tmp_path_factory.mktemp("versions") / "old", dtype="bfloat16")
 
 

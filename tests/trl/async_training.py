@@ -1,4 +1,4 @@
-"""Trains with the real AsyncGRPOTrainer on a CPU, and prints what happened as JSON: `async_training.py OUTPUT_FOLDER`.
+"""Trains with the real AsyncGRPOTrainer on a CPU, and prints what happened as JSON: `async_training.py MODEL OUTPUT`.
 
 With `--kill` the worker is killed on the way. TRL's attention and its table of devices know no CPU; both
 are replaced here, and nothing else of TRL.
@@ -20,9 +20,8 @@ from datasets import Dataset
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
-from trl_setup import async_settings, num_vowels
+from trl_setup import async_settings
 
-from trueroll.engine.models.smollm2 import smollm2_folder
 from trueroll.rollout import AsyncRolloutClient, WeightPublisher, launch_worker
 from trueroll.rollout.integrations.trl import TruerollWeightTransfer, TruerollWorker
 
@@ -81,13 +80,13 @@ class RecordingTrainer(AsyncGRPOTrainer):
 
 
 def make_reward(kill: int | None) -> Any:
-    """Counts vowels. Kills the process `kill`, if there is one, when it gets its third group."""
+    """Differs from text to text. Kills the process `kill`, if there is one, when it gets its third group."""
     groups = itertools.count(1)
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         if kill is not None and next(groups) == 3:
             os.kill(kill, signal.SIGKILL)
-        return num_vowels(completions, **columns)
+        return [float(sum(map(ord, messages[0]["content"])) % 7) for messages in completions]
 
     return reward
 
@@ -112,16 +111,16 @@ def train(args: AsyncGRPOConfig, folder: str, address: str, kill: int | None) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("model")
     parser.add_argument("output")
     parser.add_argument("--kill", action="store_true")
     options = parser.parse_args()
     make_trl_run_on_a_cpu()
-    folder = str(smollm2_folder())
     # Without another push, the trainer learns of the worker's death from its rollouts alone.
-    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else dict(max_steps=4)
-    with launch_worker(folder, device="cpu", dtype="float32", num_blocks=256) as worker:
+    changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else dict(max_steps=4, learning_rate=1e-3)
+    with launch_worker(options.model, device="cpu", dtype="float32", num_blocks=256) as worker:
         args = async_settings(Path(options.output), **changes)
-        trainer = train(args, folder, worker.address, worker.pid if options.kill else None)
+        trainer = train(args, options.model, worker.address, worker.pid if options.kill else None)
     print(json.dumps({"log": trainer.state.log_history, "staleness": trainer.staleness}))
 
 

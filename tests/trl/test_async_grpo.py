@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -38,8 +39,17 @@ def run_training(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
 
 
-def test_a_training_is_on_policy_at_first_never_too_stale_and_exits_cleanly(smollm2: Path, tmp_path: Path) -> None:
-    done = run_training(str(tmp_path))
+def with_template(folder: Path, parent: Path) -> str:
+    """A copy of a tiny model that can chat."""
+    copy = shutil.copytree(folder, parent / "model")
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(copy)
+    return str(copy)
+
+
+def test_a_training_is_on_policy_at_first_never_too_stale_and_exits_cleanly(tiny_qwen3: Path, tmp_path: Path) -> None:
+    done = run_training(with_template(tiny_qwen3, tmp_path), str(tmp_path / "output"))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     ratios = [entry["ratio"] for entry in result["log"] if "ratio" in entry]
@@ -49,8 +59,8 @@ def test_a_training_is_on_policy_at_first_never_too_stale_and_exits_cleanly(smol
     assert all(math.isfinite(entry["reward"]) for entry in result["log"] if "reward" in entry)
 
 
-def test_a_worker_that_is_killed_ends_the_training_with_an_error(smollm2: Path, tmp_path: Path) -> None:
-    done = run_training(str(tmp_path), "--kill")
+def test_a_worker_that_is_killed_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
+    done = run_training(with_template(tiny_llama, tmp_path), str(tmp_path / "output"), "--kill")
     assert done.returncode == 1
     assert "'ratio'" in done.stdout  # it had trained
     assert done.stderr.splitlines()[-1].startswith("trueroll.errors.WorkerLostError: worker: no answer from")

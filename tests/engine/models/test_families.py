@@ -74,7 +74,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             )
         ),
     ),
-    "other windows": ("gemma3", dict(layer_types=["full_attention", "sliding_attention"] * 3)),
+    "other windows": ("gemma3", dict(num_hidden_layers=6, layer_types=["full_attention", "sliding_attention"] * 3)),
+    "no layer types": ("gemma3", dict(num_hidden_layers=6, layer_types=None)),
 }
 
 
@@ -207,8 +208,8 @@ def test_what_it_does_not_compute_is_refused(tiny_llama: Path, tmp_path: Path, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(layer_types=["full_attention"] * 5), "expected 6 layer_types of|number of `layer_types` .5."),
-        (dict(layer_types=["chunked_attention"] * 6), "layer_types of full_attention or sliding_attention"),
+        (dict(layer_types=["full_attention"] * 5), "expected 2 layer_types of|number of `layer_types` .5."),
+        (dict(layer_types=["chunked_attention"] * 2), "layer_types of full_attention or sliding_attention"),
         (dict(sliding_window=None), "expected a sliding_window in config.json, found none"),
         (dict(hidden_activation="gelu"), "hidden_activation = 'gelu_pytorch_tanh'.*found 'gelu'"),
         (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* expected at least .* found 0"),

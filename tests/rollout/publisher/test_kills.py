@@ -10,7 +10,6 @@ import json
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forked import ForkedPopen
 from safetensors.torch import load_file, save_file
 from serving import RawClient
 
@@ -88,7 +88,7 @@ class Trainer:
 
     def __init__(self) -> None:
         command = [sys.executable, str(HERE / "trainer_process.py")]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = ForkedPopen(command, text=True)
         self.is_pushing = False
 
     def connect(self, addresses: list[str], settings: dict[str, Any] | None = None) -> None:
@@ -119,7 +119,6 @@ class Trainer:
         return self.hear()
 
     def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the trainer ended with {self.process.wait()}"
         answer = json.loads(line)
@@ -130,11 +129,9 @@ class Trainer:
         self.process.kill()
         assert self.process.wait() == -signal.SIGKILL
         for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
             pipe.close()
 
     def _tell(self, line: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
 
@@ -291,7 +288,9 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def whole_fleet(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def whole_fleet(
+    models: dict[str, Path], forked_workers: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     fleet = Fleet(models, tmp_path_factory.mktemp("sockets"))
     yield fleet
     fleet.close()
