@@ -54,7 +54,7 @@ from .request import (
     derive_seed,
 )
 from .running.graphs import DecodeGraphs
-from .running.loading import LoadedModel, engine_info, find_max_model_len, load_model, uses_graphs
+from .running.loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, load_model, uses_graphs
 from .running.model_runner import ModelRunner
 from .running.sampler import Drawing, Drawn, Sampler
 from .running.step import Purposes, ScoredRows, Step, plan_step, purposes_of
@@ -144,6 +144,15 @@ def _runs_ahead(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def _buckets(info: EngineInfo) -> dict[str, int]:
+    """What an engine's memory is for, in bytes."""
+    blocks = " + ".join(map(str, info.blocks_by_window))
+    buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
+    if info.state_bytes:
+        buckets[f"{info.live_states} live states and {info.checkpoints} checkpoints"] = info.state_bytes
+    return buckets | {"largest step": info.scratch_bytes}
+
+
 def _check_prior(request: GenerateRequest) -> None:
     if request.num_prior_tokens > (most := len(request.prompt_token_ids)):
         raise InvalidRequestError(
@@ -223,7 +232,8 @@ class Engine:
             self._graphs.capture()
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
         if is_needed(loaded.model.device):
-            log.info("warmed up in %.1f s; the KV cache takes %d bytes", self.info.warm_up_seconds, info.kv_bytes)
+            log.info("warmed up in %.1f s", self.info.warm_up_seconds)
+        log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(info).items()))
 
     @property
     def weight_version(self) -> int:

@@ -23,7 +23,7 @@ from ..models.dummy import fill_randomly, find_config
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
 from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
-from .planner import Sizes, Storage, plan_memory
+from .planner import Sizes, Storage, plan_memory, scratch_bytes
 from .weights import WeightStore
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ class EngineInfo:
     `windows`: those of the model's layers in tokens, None for layers without one first; the layers of one window share
     blocks, `num_blocks` of the first one, `window_blocks` of each further one.
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
-    models without. `warm_up_seconds`: how long it took to compile kernels, plan memory and capture CUDA graphs, once
-    the weights were there.
+    models without. `scratch_bytes`: about what the largest step takes. `warm_up_seconds`: how long it took to compile
+    kernels, plan memory and capture CUDA graphs, once the weights were there.
     """
 
     model: str
@@ -89,6 +89,7 @@ class EngineInfo:
     state_bytes: int = 0
     windows: tuple[int | None, ...] = (None,)
     window_blocks: tuple[int, ...] = ()
+    scratch_bytes: int = 0
     warm_up_seconds: float = 0.0
 
     @property
@@ -176,6 +177,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         weight_bytes=model.num_bytes,
         kv_bytes=plan.kv_bytes,
         state_bytes=plan.state_bytes,
+        scratch_bytes=scratch_bytes(model.spec, model.dtype, config),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from array import array
 from pathlib import Path
@@ -512,3 +513,13 @@ def test_an_unsupported_architecture_names_the_supported_ones(tiny_llama: Path, 
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match="LlamaForCausalLM, .*Qwen3ForCausalLM, .*, found .GPT2LMHeadModel"):
         make_engine(tmp_path)
+
+
+def test_the_log_says_what_memory_is_for(tiny_qwen3_5: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trueroll.engine.engine"):
+        info = make_engine(tiny_qwen3_5, state_budget=7).info
+    assert info.scratch_bytes > 0 and info.live_states == 72
+    assert caplog.messages == [
+        f"memory in bytes: weights {info.weight_bytes}, KV cache of 512 blocks {info.kv_bytes}, "
+        f"72 live states and 7 checkpoints {info.state_bytes}, largest step {info.scratch_bytes}"
+    ]

@@ -192,8 +192,8 @@ HYBRID = dataclasses.replace(SMALL, prompt_lengths=(100, 40, 5), varied_length=4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_bit_differs_in_any_cell_of_a_hybrid(tiny_qwen3_5: Path, dtype: str) -> None:
-    config = EngineConfig(model=str(tiny_qwen3_5), dtype=dtype, backend="reference")
+def test_no_bit_differs_in_any_cell_of_a_hybrid(tiny_qwen3_5: Path, dtype: str, backend: str) -> None:
+    config = EngineConfig(model=str(tiny_qwen3_5), dtype=dtype, backend=backend)
     assert failing_cells(config, HYBRID) == []
 
 
