@@ -160,9 +160,11 @@ def requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo3"])
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("qwen2", {}), ("olmo3", dict(layer_types=["sliding_attention"]))], ids=["qwen2", "olmo3"]
+)
 def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
-    family: str, tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
+    family: str, overrides: dict[str, Any], tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Launch] = []
     launched: set[Launch] = set()
@@ -173,7 +175,7 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
         launch(kernel, grid, *args, warps=warps, stages=stages, **constants)
 
     monkeypatch.setattr(backend, "compile_all", lambda forms, device: prepared.extend(forms))
-    folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, num_hidden_layers=1)
+    folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, num_hidden_layers=1, **overrides)
     engine = engine_of(folder, backend="triton", num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17)
     assert len(set(prepared)) == len(prepared) > 12
     del events[:]
