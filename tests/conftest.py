@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -45,6 +46,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(partial(shutil.rmtree, folder))
     os.environ["TRUEROLL_TEST_RUN"] = folder
     os.environ.setdefault("TRUEROLL_CACHE", f"{folder}/cache")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects garbage no sooner than all tests are there, and from then on without walking through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Lets the process free at its end what libraries would report as leaked."""
+    gc.unfreeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

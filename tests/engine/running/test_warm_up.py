@@ -161,6 +161,7 @@ def requests() -> list[Request]:
 
 
 ONE_LAYER: dict[str, Any] = dict(num_hidden_layers=1)
+WINDOWED_LAYER = ONE_LAYER | dict(layer_types=["sliding_attention"])
 HYBRID: dict[str, Any] = dict(
     hidden_size=32,
     intermediate_size=32,
@@ -174,7 +175,7 @@ HYBRID: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen2", ONE_LAYER), ("olmo3", ONE_LAYER), ("qwen3_5", HYBRID)])
+@pytest.mark.parametrize(("family", "sizes"), [("qwen2", ONE_LAYER), ("olmo3", WINDOWED_LAYER), ("qwen3_5", HYBRID)])
 def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
     family: str, sizes: dict[str, Any], tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
