@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
@@ -82,8 +83,10 @@ def _run_python(stdin: Connection, stdout: Connection, arguments: Sequence[str])
 
 @contextmanager
 def workers_are_forked() -> Iterator[None]:
-    """What `launch_worker` starts is forked."""
+    """What `launch_worker` starts is forked. Leaves no process behind, since other tests count them."""
     forking = SimpleNamespace(Popen=ForkedPopen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local_worker, "subprocess", forking)
         yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
