@@ -39,17 +39,18 @@ class EngineConfig(BaseModel):
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `dtype` `auto`: that of
     config.json, or float32 if it names none; weights stored in another are converted. `backend` `auto`: `cpu` or, on a
     GPU, `triton` where they serve the model, else `reference`. KV memory is `num_blocks` blocks of `block_size` tokens,
-    or as many as `kv_memory` bytes hold, or as the share `kv_memory_fraction` of the available memory holds. With none
-    of them given, it is what `max_num_seqs` sequences of `max_model_len` tokens need, but at most 0.9 of the available
-    memory on a GPU and 0.25 on a CPU. Available on a GPU is what is free beside the weights, the largest step and the
-    CUDA graphs. `block_size` is even, since native kernels store tokens in pairs. `max_model_len` None: what the model
-    was trained for. `max_num_seqs`: samples that run at the same time; None: 256 on a GPU, 64 on a CPU.
-    `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU. For models with recurrent
-    layers: `state_interval`, tokens between the checkpoints of a prompt's states, from which prefixes are resumed
-    (None: so many that these take no more memory than the blocks between them); `decode_state_interval`, the same while
-    decoding (0: none); `state_budget`, the most checkpoints that are held (None: as many as the blocks have intervals).
-    `cuda_graphs`: whether decode steps on a GPU run as graphs. `num_threads` None: torch's choice. Results depend on
-    `model`, `dtype`, `device`, `backend` and its instruction set alone.
+    or as many as `kv_memory` bytes hold beside recurrent states, or as the share `kv_memory_fraction` of the available
+    memory does. With none of them given, it is what `max_num_seqs` sequences of `max_model_len` tokens need, but at
+    most 0.9 of the available memory on a GPU and 0.25 on a CPU. Available on a GPU is what is free beside the weights,
+    the largest step and the CUDA graphs. `block_size` is even, since native kernels store tokens in pairs.
+    `max_model_len` None: what the model was trained for. `max_num_seqs`: samples that run at the same time; None: 256
+    on a GPU, 64 on a CPU. `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU. For
+    models with recurrent layers: `state_interval`, tokens between the checkpoints of a prompt's states, from which
+    prefixes are resumed (None: so many that these take no more memory than the blocks between them);
+    `decode_state_interval`, the same while decoding (0: none); `state_budget`, the most checkpoints that are held
+    (None: as many as the blocks have intervals). `cuda_graphs`: whether decode steps on a GPU run as graphs.
+    `num_threads` None: torch's choice. Results depend on `model`, `dtype`, `device`, `backend` and its instruction set
+    alone.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

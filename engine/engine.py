@@ -191,7 +191,7 @@ class Engine:
         self._vocabulary = _load_vocabulary(self._loaded.folder)
         self._warm_up(config)
         info = self.info
-        self._slots = StateSlots(info.live_states + info.checkpoints, info.checkpoints)
+        self._slots = StateSlots(info.num_slots, info.checkpoints)
         forget = self._slots.forget
         num_blocks = dict(zip(info.windows, info.blocks_by_window, strict=True))
         self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
@@ -218,16 +218,15 @@ class Engine:
     def _warm_up(self, config: EngineConfig) -> None:
         """Makes all that computes, ready for the first step."""
         started, loaded = time.monotonic(), self._loaded
-        available = warm_up(config, loaded, find_max_model_len(config, loaded))
+        available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
         spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
-        num_slots = info.live_states + info.checkpoints
         num_blocks = [count + spare for count in info.blocks_by_window]
-        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, num_slots + spare)
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
-            parts = self._runner, self._sampler, info.blocks_by_window, num_slots
+            parts = self._runner, self._sampler, info.blocks_by_window, info.num_slots
             self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
             self._graphs.capture()
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)

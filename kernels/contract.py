@@ -34,6 +34,7 @@ from .specs import Activation, AttentionSpec, DeltaNetSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # of reference and cpu; triton has its own
 
+LOGITS_ROWS = 256  # ops that join the head to what follows hold the logits of no more rows at once
 L2_EPS = 1e-6  # keeps a query or key of zeros from NaN
 NO_SLOT = -1
 

@@ -184,6 +184,11 @@ class DecoderSpec:
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
 
     @property
+    def delta_nets(self) -> list[DeltaNetSpec]:
+        """The mixers of the layers that keep a state."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec)]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Of the layers that have a KV cache, the full ones first: layers of one window are a group, with blocks of
         their own.

@@ -48,7 +48,7 @@ class ModelRunner:
         self._caches: list[list[Tensor]] = [[] for _ in self.windows]  # of each group
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
-        self._has_states = len(model.spec.attentions) < len(mixers)
+        self._has_states = bool(model.spec.delta_nets)
 
     @torch.inference_mode()
     def run(self, step: Step, drawn: Tensor | None = None) -> Tensor:

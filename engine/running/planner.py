@@ -16,10 +16,9 @@ import torch
 
 from trueroll.errors import ConfigError
 
-from ...kernels.specs import DecoderSpec, DeltaNetSpec
+from ...kernels.contract import LOGITS_ROWS
+from ...kernels.specs import DecoderSpec
 from ..config import EngineConfig, defaults_of
-
-_HEAD_ROWS = 256  # logits of more rows are never in memory at once
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,7 @@ class Sizes:
         tokens = dict.fromkeys(spec.windows, 0)
         for m in spec.attentions:
             tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
-        state = sum(
-            storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape)
-            for m in (layer.mixer for layer in spec.layers)
-            if isinstance(m, DeltaNetSpec)
-        )
+        state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
         block, *others = (2 * block_size * token // storage.ranks for token in tokens.values())
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
         return cls(block_size, block, state // storage.ranks, further)
@@ -145,7 +140,7 @@ def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -
     """
     widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
-    return rows + 2 * 4 * min(config.max_num_seqs, _HEAD_ROWS) * spec.vocab_size
+    return rows + 2 * 4 * min(config.max_num_seqs, LOGITS_ROWS) * spec.vocab_size
 
 
 def _budget(config: EngineConfig, available: int) -> int:

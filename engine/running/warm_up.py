@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trueroll.errors import ConfigError
 
-from ...kernels.contract import AttentionBatch, Pages
+from ...kernels.contract import LOGITS_ROWS, AttentionBatch, Pages
 from ..config import EngineConfig
 from ..models.decoder import Decoder
 from ..request import Distribution
@@ -24,8 +24,6 @@ from .graphs import DecodeGraphs
 from .loading import LoadedModel, available_memory, uses_graphs
 from .model_runner import ModelRunner
 from .sampler import Sampler
-
-HEAD_ROWS = 256  # logits of more rows are never in memory at once
 
 
 def is_needed(device: torch.device) -> bool:
@@ -74,7 +72,7 @@ class _Computation:
         hidden = self.hidden(rows)
         if rows <= self._max_num_seqs:
             self._decode(rows)
-        if rows <= HEAD_ROWS:
+        if rows <= LOGITS_ROWS:
             self.heads(hidden)
 
     def hidden(self, rows: int) -> Tensor:
@@ -123,5 +121,5 @@ def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> 
     graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
         graphs.capture()  # first, since it gives back what torch keeps of other memory
-    computation.heads(computation.hidden(config.max_num_batched_tokens)[:HEAD_ROWS])
+    computation.heads(computation.hidden(config.max_num_batched_tokens)[:LOGITS_ROWS])
     return available_memory(loaded.model.device)

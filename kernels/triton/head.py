@@ -18,11 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import SAMPLE, TokenStatistics, Wanted
+from ..contract import LOGITS_ROWS, SAMPLE, TokenStatistics, Wanted
 from .launch import aligned, device_function, exact_jit, launch
 from .products import lm_head
 
-LOGITS_ROWS = 256
 SECTION = 2048
 _LISTED = 32  # tokens whose log-probs are stored at a time
 _SAMPLE = tl.constexpr(SAMPLE)

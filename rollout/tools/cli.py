@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands, so that `trueroll --help` answer
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from trueroll.errors import TruerollError
 
-from ...engine.config import BackendName, Dtype, EngineConfig
+from ...engine.config import BackendName, Dtype, EngineConfig, defaults_of
 from ...engine.request import SamplingParams
 from ..config import WorkerConfig
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
 WORKER = {name: field.default for name, field in WorkerConfig.model_fields.items()}
+GPU = defaults_of("cuda")
 SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.items()}
 
 
@@ -79,9 +81,9 @@ def serve(
     num_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the KV cache. Default: as the available memory allows.")
     ] = ENGINE["num_blocks"],
-    kv_memory: Annotated[int | None, typer.Option(help="Bytes for the KV cache, instead of --num-blocks.")] = ENGINE[
-        "kv_memory"
-    ],
+    kv_memory: Annotated[
+        int | None, typer.Option(help="Bytes for the KV cache and states, instead of --num-blocks.")
+    ] = ENGINE["kv_memory"],
     kv_memory_fraction: Annotated[
         float | None,
         typer.Option(help="Or its share of the available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU."),
@@ -330,13 +332,16 @@ def bench(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, a folder that holds one, or a name.")],
-    memory: Annotated[float, typer.Option(help="GiB of a device for weights, caches and all else.")] = 80.0,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Samples that run at the same time.")] = 256,
+    memory: Annotated[float, typer.Option(help="GiB of a device, all of which are planned.")] = 80.0,
+    max_num_seqs: Annotated[int, typer.Option(help="Samples that run at the same time.")] = GPU.max_num_seqs,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt with its new tokens.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = ENGINE["block_size"],
     state_interval: Annotated[int | None, typer.Option(help="Tokens between checkpoints of recurrent states.")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(min=1, max=4, help="Of an element of keys and values.")] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Devices that share a model.")] = 1,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, max=4, help="Of an element of keys and values, which a worker stores as --dtype says."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Devices that share a model; a worker uses one.")] = 1,
     dtype: DtypeOption = ENGINE["dtype"],
 ) -> None:
     """Show how a worker would share a device's memory, and what other intervals of checkpoints would give."""
@@ -344,13 +349,15 @@ def plan(
 
     from .plan import plan as show
 
+    if not 0 < memory < math.inf:
+        raise typer.BadParameter(f"memory: expected a positive number of GiB, found {memory}")
     config = EngineConfig(
         model=model,
         dtype=dtype,
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=GPU.max_num_batched_tokens,
         state_interval=state_interval,
         kv_memory_fraction=1.0,
     )

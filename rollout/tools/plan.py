@@ -11,11 +11,11 @@ from rich.table import Table
 from trueroll.errors import ConfigError
 
 from ...engine.config import EngineConfig
-from ...engine.running.loading import outline
+from ...engine.running.loading import find_max_model_len, outline
 from ...engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory, scratch_bytes
 
 MIB = 2**20
-_BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_BLOCKS = [2**i for i in range(12)]
 
 
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, console: Console) -> None:
@@ -33,11 +33,10 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
     if available <= 0:
         raise ConfigError(
             f"memory: expected more than the {weights} bytes of weights and {scratch} of the largest step on each of "
-            f"{ranks} ranks, found {memory}; use more ranks or a smaller model"
+            f"{ranks} ranks, found {memory}; raise it, or use more ranks or a smaller model"
         )
     sizes = Sizes.of(model.spec, storage, config.block_size)
-    max_model_len = config.max_model_len or model.spec.max_position_embeddings
-    found = plan_memory(config, sizes, max_model_len, available)
+    found = plan_memory(config, sizes, find_max_model_len(config, model.spec), available)
     console.print(_buckets(found, weights, scratch, memory))
     if sizes.state:
         console.print(_intervals(found))
@@ -69,7 +68,9 @@ def _intervals(plan: MemoryPlan) -> Table:
     """What other intervals would give in the memory of blocks and checkpoints."""
     sizes = plan.sizes
     pool = plan.num_blocks * sizes.block + plan.checkpoints * sizes.state
-    table = Table("state_interval", "tokens that fit", "recomputed by a hit, on average", title="Checkpoints")
+    table = Table(
+        "state_interval", "tokens that fit", "recomputed by a hit, on average", title="Checkpoints (*: as planned)"
+    )
     for column in table.columns:
         column.justify = "right"
     for interval in sorted({blocks * sizes.block_size for blocks in _BLOCKS} | {plan.state_interval}):

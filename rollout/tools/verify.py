@@ -134,12 +134,7 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Itera
 
 def cells_of(loaded: LoadedModel) -> Sequence[Cell]:
     """Those of a model."""
-    return CELLS + STATE_CELLS if has_states(loaded) else CELLS
-
-
-def has_states(loaded: LoadedModel) -> bool:
-    """Whether a model has recurrent layers."""
-    return len(loaded.model.spec.attentions) < len(loaded.model.spec.layers)
+    return CELLS + STATE_CELLS if loaded.model.spec.delta_nets else CELLS
 
 
 class _Lab:
@@ -156,7 +151,9 @@ class _Lab:
         with _thread_count(cell.threads):
             engine = Engine(self._engine_config(cell), self.loaded)
             runs = list(self._runs(engine, cell, baseline))
-            return runs, check_premises(cell, runs, torch.get_num_threads(), cuts=has_states(self.loaded))
+            return runs, check_premises(
+                cell, runs, torch.get_num_threads(), cuts=bool(self.loaded.model.spec.delta_nets)
+            )
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
         # Room for what layers hold of all prompts, and one more block for each request: they start together and outgrow

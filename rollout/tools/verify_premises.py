@@ -63,6 +63,8 @@ class Cell:
             yield f"{self.threads} thread{'s' * (self.threads > 1)}"
         if self.states:
             yield f"checkpoint {self.states}"
+        if self.checkpoints == 0:
+            yield "no checkpoints"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Run:
     @property
     def hits(self) -> int:
         """Prompt tokens that were not computed for whatever reason."""
-        return self.history[-1].prefix_hits - self.history[0].prefix_hits
+        return self.growth("prefix_hits")
 
     def growth(self, counter: str) -> int:
         """Of one of the engine's counters."""
@@ -104,7 +106,7 @@ class Run:
 
     @property
     def preemptions(self) -> int:
-        return self.history[-1].preemptions - self.history[0].preemptions
+        return self.growth("preemptions")
 
     @property
     def steps(self) -> list[tuple[int, int]]:

@@ -279,7 +279,7 @@ def test_a_hybrid_goes_on_from_a_checkpoint_as_if_it_had_begun(
 def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None:
     engine = make_engine(True, folder=hybrid)
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
-    graphs, slots = engine._graphs._graphs[4], engine.info.live_states + engine.info.checkpoints
+    graphs, slots = engine._graphs._graphs[4], engine.info.num_slots
     states = graphs.inputs.states
     assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], "premise: three rows of four"
     (memory, tails), *_ = engine._runner.memories

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trueroll.kernels import reference
-from trueroll.kernels.contract import GREEDY, SAMPLE, Wanted
+from trueroll.kernels.contract import GREEDY, LOGITS_ROWS, SAMPLE, Wanted
 from trueroll.kernels.triton import head
 from trueroll.kernels.triton.head import SECTION, filter_logits, log_probs, next_tokens, sample
 from trueroll.kernels.triton.launch import exact_jit, launch, recording
@@ -193,13 +193,13 @@ def test_next_tokens_scores_what_it_drew() -> None:
 
 
 def test_next_tokens_of_more_rows_than_fit_at_once(quick_lm_head: None) -> None:
-    rows = head.LOGITS_ROWS + 20
+    rows = LOGITS_ROWS + 20
     hidden, weight = head_of(17, torch.bfloat16, rows=20)
     asked = wanted([SAMPLE, GREEDY, 3] * (rows // 3))
     assert len(asked.rows) == rows
     asked = dataclasses.replace(asked, rows=asked.rows * 7 % 20)
     found = next_tokens(hidden, weight, asked)
-    last = range(head.LOGITS_ROWS - 3, rows)
+    last = range(LOGITS_ROWS - 3, rows)
     few = Wanted(*(getattr(asked, field.name)[last.start :] for field in dataclasses.fields(Wanted)))
     assert all_same([x[last.start :] for x in found], next_tokens(hidden, weight, few))
 

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tiny import make_tiny_model
+from trueroll.errors import ConfigError
 from trueroll.rollout.tools import cli
 
 
@@ -34,3 +35,24 @@ def test_each_window_has_a_bucket_of_its_own(family: str, tmp_path: Path) -> Non
         assert holds == f"{int(count.replace(',', '')) * 16:,} tokens"
     shared = [float(told[name][2].replace(",", "")) for name in told if name not in ("bucket", "Memory of a device")]
     assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets are all of the memory"
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "0", "-1"])
+def test_memory_that_no_device_has_is_refused(memory: str) -> None:
+    found = CliRunner().invoke(cli.app, ["plan", "qwen3.5-0.15b", "--memory", memory])
+    assert found.exit_code == 2 and f"expected a positive number of GiB, found {float(memory)}" in found.output
+
+
+def test_a_length_that_a_worker_refuses_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len: expected at most 8192, what the model was trained for"):
+        CliRunner().invoke(cli.app, ["plan", "qwen3.5-0.15b", "--max-model-len", "8193"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(("given", "chosen"), [([], 2048), (["--state-interval", "48"], 48)])
+def test_shorter_and_longer_intervals_stand_beside_the_one_that_is_planned(given: list[str], chosen: int) -> None:
+    told = rows("qwen3.5-0.15b", "--memory", "2", "--max-num-seqs", "16", *given)
+    intervals = {int(name.removesuffix(" *").replace(",", "")): name for name in told if name[:1].isdigit()}
+    assert [interval for interval, name in intervals.items() if name.endswith("*")] == [chosen]
+    assert min(intervals) < chosen < 8 * chosen <= max(intervals)
+    fitting = [int(told[name][0].replace(",", "")) for name in intervals.values()]
+    assert [*intervals] == sorted(intervals) and fitting == sorted(fitting), "a longer one leaves more tokens"

@@ -250,6 +250,12 @@ def run_alone(folder: Path) -> Run:
     return verify.run_together(engine, verify.make_subjects(SMALL, engine.info.vocab_size)[:1])
 
 
+def test_each_cell_has_a_name_of_its_own() -> None:
+    names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS)]
+    assert len(set(names)) == len(names)
+    assert "cache warm, with 1 other, no checkpoints" in names
+
+
 def failed_premises(cell: Cell, run: Run) -> list[str]:
     return [premise.name for premise in check_premises(cell, [run], num_threads=1) if not premise.holds]
 
