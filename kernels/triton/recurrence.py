@@ -82,8 +82,10 @@ def delta_rule(
     inputs = map(aligned, (qkv, b, a, weights.decay, weights.bias))
     args = *inputs, states, places.starts, aligned(batch.reads), aligned(batch.writes), out, spec.key_head_dim**-0.5
     columns = min(COLUMNS, triton.next_power_of_2(size))
-    sizes = dict(KEY_HEADS=spec.num_key_heads, HEADS=heads, KEY_SIZE=spec.key_head_dim, SIZE=size, COLUMNS=columns)
-    grid = (-(-size // columns) * heads * len(batch.reads),)
+    tiles = -(-size // columns)
+    sizes = dict(KEY_HEADS=spec.num_key_heads, HEADS=heads, KEY_SIZE=spec.key_head_dim, SIZE=size)
+    sizes |= dict(COLUMNS=columns, TILES=tiles)
+    grid = (tiles * heads * len(batch.reads),)
     launch(_delta_rule_kernel, grid, *args, warps=1, LISTED=places.listed, **sizes)
     return out
 
@@ -199,9 +201,9 @@ def _delta_rule_kernel(
     KEY_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """For each sequence and value head the programs of its columns, so that neighbours read neighbouring memory."""
-    TILES: tl.constexpr = (SIZE + COLUMNS - 1) // COLUMNS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + HEADS * SIZE
     head = tl.program_id(0) // TILES % HEADS
     sequence = (tl.program_id(0) // (TILES * HEADS)).to(tl.int64)

@@ -176,6 +176,23 @@ def test_the_oldest_checkpoint_gives_way_to_a_new_one() -> None:
     assert driver.slots.stats.evicted == 1 and driver.slots.stats.skipped == 0
 
 
+def test_the_checkpoint_used_least_recently_gives_way() -> None:
+    driver = HybridDriver(checkpoints=2, intervals=Intervals(0, 0))
+    first, second, third = [2] * 5, [3] * 7, [4] * 9
+    for prompt in (first, second, first):
+        run(driver, prompt, [1])
+    assert driver.checkpoints() == [4, 6] and driver.slots.stats.restored == 1
+    run(driver, third, [1])
+    assert driver.checkpoints() == [4, 8], "the first one is older, but was restored since"
+
+
+def test_a_prompt_of_whole_blocks_goes_on_before_its_last_one() -> None:
+    """Its last token is always computed."""
+    driver = HybridDriver(intervals=Intervals(0, 0))
+    cached = [run(driver, PROMPT[:10], [1]).num_cached_tokens for _ in range(2)]
+    assert driver.checkpoints() == [8] and cached == [0, 8] and driver.scheduler.stats.shortened_hits == 0
+
+
 def test_a_checkpoint_without_a_place_is_skipped() -> None:
     driver = HybridDriver(checkpoints=1)
     sequence = run(driver, PROMPT, [1])
