@@ -218,7 +218,7 @@ class Engine:
     def _warm_up(self, config: EngineConfig) -> None:
         """Makes all that computes, ready for the first step."""
         started, loaded = time.monotonic(), self._loaded
-        available = warm_up(config, loaded, find_max_model_len(config, loaded))
+        available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
         spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
         num_slots = info.live_states + info.checkpoints

@@ -149,7 +149,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     """What an engine with this configuration is, with `available` bytes for its KV cache. Raise ConfigError if the
     model or the memory does not allow it.
     """
-    model, max_model_len = loaded.model, find_max_model_len(config, loaded)
+    model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
     plan = plan_memory(config, sizes, max_model_len, available)
     return EngineInfo(
@@ -260,9 +260,9 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
     return own
 
 
-def find_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
+def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     """The longest sequence. Raise ConfigError for one that is too long for the model."""
-    limit = loaded.model.spec.max_position_embeddings
+    limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len: expected at most {limit}, what the model was trained for, found {config.max_model_len}"

@@ -29,6 +29,7 @@ app = typer.Typer(
 
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
 WORKER = {name: field.default for name, field in WorkerConfig.model_fields.items()}
+_MOST_GIB = 2**20
 SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.items()}
 
 
@@ -38,6 +39,12 @@ def _check_folder(file: Path | None) -> Path | None:
     if file is not None and file.is_dir():
         raise typer.BadParameter(f"expected a file, found the folder {file}")
     return file
+
+
+def _check_gib(size: float) -> float:
+    if not 0 < size <= _MOST_GIB:
+        raise typer.BadParameter(f"expected more than 0 GiB and at most {_MOST_GIB}, found {size}")
+    return size
 
 
 _MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] of the hub, or smollm2.")
@@ -330,7 +337,9 @@ def bench(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, a folder that holds one, or a name.")],
-    memory: Annotated[float, typer.Option(help="GiB of a device for weights, caches and all else.")] = 80.0,
+    memory: Annotated[
+        float, typer.Option(help="GiB of a device for weights, caches and all else.", callback=_check_gib)
+    ] = 80.0,
     max_num_seqs: Annotated[int | None, typer.Option(help="Samples that run at the same time.")] = 256,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt with its new tokens.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = ENGINE["block_size"],

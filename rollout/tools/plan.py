@@ -11,7 +11,7 @@ from rich.table import Table
 from trueroll.errors import ConfigError
 
 from ...engine.config import EngineConfig
-from ...engine.running.loading import outline
+from ...engine.running.loading import find_max_model_len, outline
 from ...engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory, scratch_bytes
 
 MIB = 2**20
@@ -28,6 +28,7 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
     storage = Storage(
         kv=kv_bytes or dtype.itemsize, tail=dtype.itemsize, kv_head=4 if kv_bytes == 1 else 0, ranks=ranks
     )
+    sizes = Sizes.of(model.spec, storage, config.block_size)
     weights, scratch = model.num_bytes // ranks, scratch_bytes(model.spec, dtype, config) // ranks
     available = memory - weights - scratch
     if available <= 0:
@@ -35,9 +36,7 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
             f"memory: expected more than the {weights} bytes of weights and {scratch} of the largest step on each of "
             f"{ranks} ranks, found {memory}; use more ranks or a smaller model"
         )
-    sizes = Sizes.of(model.spec, storage, config.block_size)
-    max_model_len = config.max_model_len or model.spec.max_position_embeddings
-    found = plan_memory(config, sizes, max_model_len, available)
+    found = plan_memory(config, sizes, find_max_model_len(config, model.spec), available)
     console.print(_buckets(found, weights, scratch, memory))
     if sizes.state:
         console.print(_intervals(found))

@@ -193,6 +193,17 @@ def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
     assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
 
 
+def test_who_finds_no_slot_has_not_restored_a_checkpoint() -> None:
+    driver = HybridDriver(num_slots=3, checkpoints=1, intervals=Intervals(0, 0))
+    run(driver, PROMPT, [1])
+    group = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1], [1, 0])]
+    driver.step()
+    assert len(driver.scheduler.running) == 2 and group[2].slot == NO_SLOT, "premise: the third one waits for a slot"
+    assert driver.slots.stats.restored == 2
+    driver.drain()
+    assert driver.slots.stats.restored == sum(sequence.num_cached_tokens == 10 for sequence in group)
+
+
 def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read() -> None:
     driver = HybridDriver(budget=4)
     run(driver, PROMPT, [1])

@@ -34,3 +34,21 @@ def test_each_window_has_a_bucket_of_its_own(family: str, tmp_path: Path) -> Non
         assert holds == f"{int(count.replace(',', '')) * 16:,} tokens"
     shared = [float(told[name][2].replace(",", "")) for name in told if name not in ("bucket", "Memory of a device")]
     assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets are all of the memory"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "code", "message"),
+    [
+        ("--memory", "nan", 2, "expected more than 0 GiB and at most"),
+        ("--memory", "inf", 2, "expected more than 0 GiB and at most"),
+        ("--max-model-len", "1025", 1, "max_model_len: expected at most 1024, .* found 1025"),
+        ("--ranks", "3", 1, "ranks: expected a number that divides the 2 heads of keys .* found 3"),
+    ],
+)
+def test_what_no_worker_can_have_is_refused(
+    hybrid_models: dict[str, Path], option: str, value: str, code: int, message: str
+) -> None:
+    found = CliRunner().invoke(cli.app, ["plan", str(hybrid_models["qwen3_5"]), option, value])
+    said = " ".join(re.sub("[│\n]", " ", f"{found.output} {found.exception}").split())
+    assert re.search(message, said), said
+    assert found.exit_code == code
