@@ -132,6 +132,14 @@ def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> No
     assert driver.scheduler.states is not None and not driver.scheduler.states._branches
 
 
+def test_prompts_hit_what_they_share_in_a_cache_that_holds_one_of_them() -> None:
+    """The second one computes again what is cached, and keeps it within reach while it takes all other blocks."""
+    driver, common = HybridDriver(num_blocks=16, intervals=Intervals(0, 0)), [*PROMPT, 1, 0, 1, 0, 0]
+    cached = [run(driver, [*common, *[own] * 3], [10]).num_cached_tokens for own in (2, 3, 4, 5)]
+    assert cached == [0, 0, 16, 16]
+    assert driver.cache.evictions > 0, "premise"
+
+
 def test_prompts_that_come_together_compute_what_they_share_twice() -> None:
     """Once to find that it is shared, and once for the checkpoint."""
     driver = HybridDriver(intervals=Intervals(0, 0), max_num_seqs=8, budget=200, num_slots=20)
