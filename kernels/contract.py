@@ -255,7 +255,7 @@ class Backend(Protocol):
         later call has to; does nothing where nothing is compiled.
 
         `compute` may be called for some of these numbers: it computes with this backend, on tensors without memory
-        (device meta).
+        (device meta). Raise ConfigError for files that cannot be used: the compiler's, or those that it leaves.
         """
         ...
 

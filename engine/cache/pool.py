@@ -36,6 +36,10 @@ class Pool(Generic[Owner]):
         """Free blocks that are still published."""
         return len(self._cached)
 
+    def is_cached(self, block: int) -> bool:
+        """Whether a block is free and still published."""
+        return block in self._cached
+
     def num_free_beside(self, blocks: Iterable[int]) -> int:
         """Free blocks but for some."""
         return self.num_free - sum(block in self._cached for block in blocks)

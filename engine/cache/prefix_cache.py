@@ -20,9 +20,9 @@ cache salt), keyed by a secret of this process that changes with every epoch. On
 and the parent are compared as well: a hash alone never decides.
 
 Promises: lookup changes nothing; allocation happens whole or not at all; a block in use is never evicted; a cached
-block can be hit until it is handed out again; `invalidate` drops the index, puts the cached blocks next in line, and
-changes nothing else; what was computed under an earlier epoch is never published afterwards. Nothing but `invalidate`
-and `check_integrity` costs more the more blocks there are.
+block can be hit until it is handed out again, or until one in use, with the same KV, takes its place; `invalidate`
+drops the index, puts the cached blocks next in line, and changes nothing else; what was computed under an earlier epoch
+is never published afterwards. Nothing but `invalidate` and `check_integrity` costs more the more blocks there are.
 """
 
 from __future__ import annotations
@@ -323,7 +323,11 @@ class PrefixCache:
         return entry if same else None
 
     def _publish(self, chain: Chain, tokens: bytes, blocks: list[int]) -> Entry:
-        """The entry for the next block of a chain: one that was there, which gets what it lacks, or a new one."""
+        """The entry for the next block of a chain: one that was there, which gets what it lacks, or a new one.
+
+        A block in use takes the place of a cached one, which could be handed out while the chain goes on: what is
+        published behind it would be out of reach.
+        """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, chain.extra)
         if entry is None:
@@ -332,10 +336,14 @@ class PrefixCache:
             entry = self._index[key] = Entry(key, parent, tokens, chain.extra, [None] * len(blocks))
             if parent is not None:
                 parent.num_children += 1
-        for group, block in enumerate(blocks):
-            if entry.blocks[group] is None:
-                entry.blocks[group] = block
-                self.pools[group].published[block] = entry
+        for pool, group, block in zip(self.pools, range(len(blocks)), blocks, strict=True):
+            known = entry.blocks[group]
+            if known is not None and pool.is_cached(known):
+                pool.unpublish(known)
+            elif known is not None:
+                continue
+            entry.blocks[group] = block
+            pool.published[block] = entry
         return entry
 
     def _lose(self, group: int, entry: Entry) -> None:

@@ -109,7 +109,6 @@ class StateSlots:
     def restore(self, entry: Entry) -> int:
         """The slot of an entry's checkpoint, with a reference more, so that it stays."""
         self._ready.move_to_end(entry)
-        self.stats.restored += 1
         return self.share(self._ready[entry])
 
     def forget(self, entries: Iterable[Entry]) -> None:

@@ -53,7 +53,8 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
-        """Those of a decoder, on one of the ranks."""
+        """Those of a decoder, on one of the ranks. Raise ConfigError for ranks that cannot have as many heads each."""
+        _check_ranks(spec, storage.ranks)
         tokens = dict.fromkeys(spec.windows, 0)
         for m in spec.attentions:
             tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
@@ -111,16 +112,27 @@ class MemoryPlan:
         return self.num_slots * self.sizes.state
 
 
+def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
+    heads = {m.num_kv_heads for m in spec.attentions} | {m.num_key_heads for m in spec.delta_nets}
+    if any(count % ranks for count in heads):
+        raise ConfigError(
+            f"ranks: expected a number that divides the {' and the '.join(map(str, sorted(heads)))} heads of keys in a "
+            f"layer, found {ranks}; share the model among fewer"
+        )
+
+
 def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, available: int) -> MemoryPlan:
     """The plan for `available` bytes. Raise ConfigError where the configuration leaves no block, or needs more."""
     live, interval = _live_states(config, sizes), (config.state_interval or sizes.interval) if sizes.state else 0
-    room = _budget(config, available) - (live + (config.state_budget or 0)) * sizes.state
+    budget = (config.state_budget or 0) if _has_checkpoints(config, interval) else 0
+    room = _budget(config, available) - (live + budget) * sizes.state
     num_blocks = config.num_blocks or _blocks_in(room, config, sizes, interval, max_model_len)
     if num_blocks <= 0:
-        beside = f" beside {live} live states of {sizes.state} bytes" if live else ""
+        states = f"{live} live states" + (f" and {budget} checkpoints" if budget else "")
+        beside = f" beside {states} of {sizes.state} bytes" if live else ""
         raise ConfigError(
             f"kv_memory: expected at least one block = {sizes.block} bytes{beside}, found "
-            f"{_budget(config, available)} bytes; raise it, or lower max_num_seqs"
+            f"{_budget(config, available)} bytes; raise it, or lower max_num_seqs{' or state_budget' if budget else ''}"
         )
     if not any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         num_blocks = min(num_blocks, config.max_num_seqs * _blocks(max_model_len, config.block_size))

@@ -34,19 +34,14 @@ def is_needed(device: torch.device) -> bool:
 def warm_up(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> int:
     """Compiles kernels, and returns how many bytes are available for the KV cache.
 
-    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights, or if compiled
-    kernels cannot be kept.
+    Raise ConfigError if the largest step and the graphs do not fit into memory beside the weights, or if
+    kernels cannot be compiled or kept.
     """
     device = loaded.model.device
     if not is_needed(device):
         return available_memory(device)
     ops, forms = loaded.backend.ops, _Computation(_outline(loaded), config, max_model_len)
-    try:
-        ops.prepare(forms, config.max_num_batched_tokens, device)
-    except OSError as error:
-        raise ConfigError(
-            f"TRITON_CACHE_DIR: expected a folder that compiled kernels can be written to, found: {error}; name another"
-        ) from error
+    ops.prepare(forms, config.max_num_batched_tokens, device)
     try:
         return _rehearse(config, loaded, max_model_len)
     except torch.OutOfMemoryError as error:
@@ -76,8 +71,8 @@ class _Computation:
             self.heads(hidden)
 
     def hidden(self, rows: int) -> Tensor:
-        """Hidden states of a decode beside a part of a prompt."""
-        lens, zeros = ([1, rows - 1] if rows > 1 else [1]), self._zeros(rows)
+        """Hidden states of a decode beside a part of a prompt, or of that alone where it would be a decode too."""
+        lens, zeros = ([1, rows - 1] if rows > 2 else [rows]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens)))
 

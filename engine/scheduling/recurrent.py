@@ -65,6 +65,7 @@ class RecurrentStates:
             return False
         sequence.slot = sequence.target = own
         sequence.source = source
+        self.slots.stats.restored += source != NO_SLOT
         return True
 
     def branch_under_way(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:

@@ -11,7 +11,7 @@ from typing import Any
 from trueroll.errors import ModelError, brief
 
 from ..specs import DecoderSpec, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
-from .settings import LINEAR, expect, fill_layer_types, read_settings
+from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=32768,
@@ -40,7 +40,12 @@ def _describe(settings: Any, architecture: str, joined: bool, **names: Any) -> D
     whole = rotated == settings.head_dim
     attention = settings.attention(qk_norm=norm, output_gate=True, rotated=None if whole else rotated)
     delta_net, mlp = _delta_net(settings, joined), MlpSpec(settings.intermediate_size)
-    layers = [LayerSpec(delta_net if kind == LINEAR else attention, mlp, norm) for kind in settings.types(LINEAR)]
+    types = settings.types(LINEAR)
+    if FULL not in types:
+        raise ModelError(
+            f"expected at least one {FULL} layer in config.json, found {brief(types)}; serve another model"
+        )
+    layers = [LayerSpec(delta_net if kind == LINEAR else attention, mlp, norm) for kind in types]
     return settings.decoder(architecture, layers, [rotation], **names)
 
 

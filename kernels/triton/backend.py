@@ -11,10 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
+from triton import knobs
+
+from trueroll.errors import ConfigError
 
 from ..contract import AttentionWeights, Backend, Rotation
 from ..layer import project, run_layers
@@ -61,7 +65,22 @@ def _processor() -> str:
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
-    compile_all(forms_of(compute, most_rows), device)
+    try:
+        compile_all(forms_of(compute, most_rows), device)
+    except OSError as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _explain(error: OSError) -> str:
+    """What to do about a file: one on the way to compiled kernels or of these, or a program that compiles."""
+    folder, file = Path(knobs.cache.dir).absolute(), error.filename
+    if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
+        return (
+            f"TRITON_CACHE_DIR: expected a folder that compiled kernels can be written to, found: {error}; name another"
+        )
+    return (
+        f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or name one by CC"
+    )
 
 
 def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:

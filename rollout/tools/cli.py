@@ -6,7 +6,6 @@ Heavy modules are imported inside the commands, so that `trueroll --help` answer
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +30,7 @@ app = typer.Typer(
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
 WORKER = {name: field.default for name, field in WorkerConfig.model_fields.items()}
 GPU = defaults_of("cuda")
+_MOST_GIB = 2**20
 SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.items()}
 
 
@@ -40,6 +40,12 @@ def _check_folder(file: Path | None) -> Path | None:
     if file is not None and file.is_dir():
         raise typer.BadParameter(f"expected a file, found the folder {file}")
     return file
+
+
+def _check_gib(size: float) -> float:
+    if not 0 < size <= _MOST_GIB:
+        raise typer.BadParameter(f"expected more than 0 GiB and at most {_MOST_GIB}, found {size}")
+    return size
 
 
 _MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] of the hub, or smollm2.")
@@ -332,7 +338,9 @@ def bench(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, a folder that holds one, or a name.")],
-    memory: Annotated[float, typer.Option(help="GiB of a device, all of which are planned.")] = 80.0,
+    memory: Annotated[
+        float, typer.Option(help="GiB of a device, all of which are planned.", callback=_check_gib)
+    ] = 80.0,
     max_num_seqs: Annotated[int, typer.Option(help="Samples that run at the same time.")] = GPU.max_num_seqs,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt with its new tokens.")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in one block of the KV cache.")] = ENGINE["block_size"],
@@ -349,8 +357,6 @@ def plan(
 
     from .plan import plan as show
 
-    if not 0 < memory < math.inf:
-        raise typer.BadParameter(f"memory: expected a positive number of GiB, found {memory}")
     config = EngineConfig(
         model=model,
         dtype=dtype,

@@ -28,6 +28,7 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
     storage = Storage(
         kv=kv_bytes or dtype.itemsize, tail=dtype.itemsize, kv_head=4 if kv_bytes == 1 else 0, ranks=ranks
     )
+    sizes = Sizes.of(model.spec, storage, config.block_size)
     weights, scratch = model.num_bytes // ranks, scratch_bytes(model.spec, dtype, config) // ranks
     available = memory - weights - scratch
     if available <= 0:
@@ -35,7 +36,6 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
             f"memory: expected more than the {weights} bytes of weights and {scratch} of the largest step on each of "
             f"{ranks} ranks, found {memory}; raise it, or use more ranks or a smaller model"
         )
-    sizes = Sizes.of(model.spec, storage, config.block_size)
     found = plan_memory(config, sizes, find_max_model_len(config, model.spec), available)
     console.print(_buckets(found, weights, scratch, memory))
     if sizes.state:

@@ -96,11 +96,21 @@ class Model:
             if key not in self.index or self.index[key].parent is not parent:
                 self.drop(key)
                 self.index[key] = Node([None] * len(self.groups), parent)
-            node, own = self.index[key], [blocks[i] for blocks in holder.table.blocks]
-            node.blocks = [old if old is not None else new for old, new in zip(node.blocks, own, strict=True)]
-            holder.nodes.append(node)
+            own = [blocks[i] for blocks in holder.table.blocks]
+            self.take_over(self.index[key], own)
+            holder.nodes.append(self.index[key])
             if self.claims.get(key) is holder.chain:
                 del self.claims[key]
+
+    def take_over(self, node: Node, own: list[int]) -> None:
+        """Gives a node the blocks that it lacks, and those whose like is free."""
+        for group, free in enumerate(self.free):
+            old = node.blocks[group]
+            if old in free:
+                free.remove(old)
+                free.insert(0, old)
+            if old is None or old in free:
+                node.blocks[group] = own[group]
 
     def take(self, group: int, hits: list[int], num_new: int) -> list[int]:
         free = [b for b in self.free[group] if b not in hits]
@@ -491,6 +501,21 @@ def test_the_least_recently_released_prefix_is_reused_first() -> None:
     assert table.blocks == second.blocks  # a hit is a use: second is now the latest
     cache.release(table)
     assert take(cache, 3) == blocks_of(first) + blocks_of(third) + blocks_of(second)
+
+
+def test_a_block_in_use_takes_the_place_of_a_free_one() -> None:
+    """So that nobody who takes free blocks takes a prefix from the sequence that computes it again."""
+    cache = PrefixCache({None: 4}, BLOCK_SIZE)
+    first = publish(cache, [1, 1])
+    cache.release(first)
+    second = publish(cache, [1, 1])
+    assert blocks_of(first) != blocks_of(second), "premise"
+    assert find(cache, [1, 1, 2]) == blocks_of(second)
+    third = publish(cache, [1, 1])
+    assert find(cache, [1, 1, 2]) == blocks_of(second), "which is in use as well"
+    take(cache, 2)
+    assert cache.evictions == 0 and find(cache, [1, 1, 2]) == blocks_of(second)
+    cache.release(third)
 
 
 def test_nothing_is_found_before_it_is_published() -> None:

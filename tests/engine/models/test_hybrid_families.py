@@ -108,7 +108,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd sizes of a delta net": ("qwen3_5", ODD | dict(linear_conv_kernel_dim=3)),
     "odd sizes of a joined delta net": ("qwen3_next", ODD | dict(linear_conv_kernel_dim=2)),
     "a key head for each value head": ("qwen3_next", dict(linear_num_key_heads=4)),
-    "delta nets alone": ("qwen3_5", dict(layer_types=["linear_attention"] * 2, num_hidden_layers=2)),
     "attention alone": ("qwen3_5", dict(layer_types=["full_attention"] * 2, num_hidden_layers=2)),
     "heads that turn as a whole": ("qwen3_5", dict(partial_rotary_factor=1.0)),
     "yarn of a part": (
@@ -332,6 +331,8 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
         ("qwen3_5", dict(linear_conv_kernel_dim=0), "'linear_conv_kernel_dim'.* expected at least 1 .* found 0"),
         ("qwen3_5", dict(layer_types=["sliding_attention"] * 4), "layer_types of full_attention or linear_attention"),
         ("qwen3_5", dict(layer_types=None, full_attention_interval=0), "fault: ZeroDivisionError"),
+        ("qwen3_5", dict(layer_types=["linear_attention"] * 4), "at least one full_attention layer .* found"),
+        ("qwen3_next", dict(layer_types=None, full_attention_interval=5), "at least one full_attention layer .* found"),
         (
             "qwen3_5",
             dict(rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=1.5)),

@@ -93,6 +93,18 @@ def test_windows_that_do_not_fit_are_refused_with_the_numbers() -> None:
         plan(WINDOWED, 500_000, kv_memory_fraction=None, num_blocks=200, max_num_batched_tokens=32)
 
 
+@pytest.mark.parametrize("ranks", [3, 8, 10**12])
+def test_ranks_that_cannot_share_the_heads_are_refused(ranks: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"ranks: expected .* divides the 4 and the 16 heads of keys .* found {ranks}"
+    ):
+        Sizes.of(decoder([DELTA, ATTENTION]), Storage(2, 2, ranks=ranks), 16)
+
+
+def test_without_a_prefix_cache_a_budget_of_checkpoints_takes_no_memory() -> None:
+    assert plan(HYBRID, enable_prefix_caching=False, state_budget=100) == plan(HYBRID, enable_prefix_caching=False)
+
+
 def test_settings_are_kept() -> None:
     found = plan(HYBRID, state_interval=64, state_budget=7)
     assert (found.state_interval, found.checkpoints) == (64, 7)
@@ -115,7 +127,10 @@ def test_by_default_there_are_no_more_blocks_than_sequences_can_have() -> None:
         ),
         (dict(max_num_seqs=400), "450 live states of 5000 bytes, found 1000000 bytes; raise it, or lower max_num_seqs"),
         (dict(kv_memory_fraction=None, num_blocks=990), "990 blocks of 1000 bytes and 128 states of 5000 bytes; lower"),
-        (dict(state_budget=500), "at least one block"),
+        (
+            dict(state_budget=500),
+            "5 live states and 500 checkpoints of 5000 bytes, .*; raise it, or lower max_num_seqs or state_budget",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(settings: dict[str, object], message: str) -> None:

@@ -127,10 +127,27 @@ def test_a_cache_that_cannot_be_written_is_named(
     model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*inputs: Any) -> None:
-        raise PermissionError(13, "Permission denied", "/cache")
+        raise fault
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/cache/kernels")
+    monkeypatch.setattr(backend, "compile_all", fail)
+    for place in ("/cache", "/cache/kernels/ABC"):
+        fault = PermissionError(13, "Permission denied", place)
+        with pytest.raises(ConfigError, match=f"^TRITON_CACHE_DIR: .* found: .*denied: '{place}'; name another"):
+            engine_of(model, backend="triton")
+    fault = OSError(28, "No space left on device")
+    with pytest.raises(ConfigError, match="^TRITON_CACHE_DIR: .* found: .*No space left on device; name another"):
+        engine_of(model, backend="triton")
+
+
+def test_a_compiler_that_is_not_there_is_named(model: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*inputs: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "gcc")
 
     monkeypatch.setattr(backend, "compile_all", fail)
-    with pytest.raises(ConfigError, match="^TRITON_CACHE_DIR: .* found: .*Permission denied: '/cache'; name another"):
+    with pytest.raises(
+        ConfigError, match="^triton: .* found: .*No such file or directory: 'gcc'; install a C compiler"
+    ):
         engine_of(model, backend="triton")
 
 
@@ -175,9 +192,17 @@ HYBRID: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen2", ONE_LAYER), ("olmo3", WINDOWED_LAYER), ("qwen3_5", HYBRID)])
+@pytest.mark.parametrize(
+    ("family", "sizes", "most_rows"),
+    [("qwen2", ONE_LAYER, 17), ("olmo3", WINDOWED_LAYER, 17), ("qwen3_5", HYBRID, 17), ("qwen3_5", HYBRID, 2)],
+)
 def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
-    family: str, sizes: dict[str, Any], tmp_path: Path, events: list[Any], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    sizes: dict[str, Any],
+    most_rows: int,
+    tmp_path: Path,
+    events: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared: list[Launch] = []
     launched: set[Launch] = set()
@@ -189,7 +214,7 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
 
     monkeypatch.setattr(backend, "compile_all", lambda forms, device: prepared.extend(forms))
     folder = make_tiny_model(family, tmp_path, "bfloat16", vocab_size=64, **sizes)
-    settings = dict(num_blocks=40, max_num_seqs=2, max_num_batched_tokens=17, state_interval=64)
+    settings = dict(num_blocks=40, max_num_seqs=2, max_num_batched_tokens=most_rows, state_interval=64)
     engine = engine_of(folder, backend="triton", **settings)
     assert len(set(prepared)) == len(prepared) > 12
     del events[:]
@@ -201,4 +226,4 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
     assert launched <= set(prepared) and len(launched) > 12
     forms = {dict(form.constants)["LISTED"] for form in launched if form.kernel is recurrence._delta_rule_kernel}
     assert forms == ({True, False} if family == "qwen3_5" else set())
-    assert {event[1] for event in events} >= {2, 17} and {event[0] for event in events} == {"forward"}
+    assert {event[1] for event in events} >= {2, most_rows} and {event[0] for event in events} == {"forward"}

@@ -132,6 +132,14 @@ def test_where_prompts_branch_there_is_a_checkpoint_after_the_second_one() -> No
     assert driver.scheduler.states is not None and not driver.scheduler.states._branches
 
 
+def test_prompts_hit_what_they_share_in_a_cache_that_holds_one_of_them() -> None:
+    """The second one computes again what is cached, and keeps it within reach while it takes all other blocks."""
+    driver, common = HybridDriver(num_blocks=16, intervals=Intervals(0, 0)), [*PROMPT, 1, 0, 1, 0, 0]
+    cached = [run(driver, [*common, *[own] * 3], [10]).num_cached_tokens for own in (2, 3, 4, 5)]
+    assert cached == [0, 0, 16, 16]
+    assert driver.cache.evictions > 0, "premise"
+
+
 def test_prompts_that_come_together_compute_what_they_share_twice() -> None:
     """Once to find that it is shared, and once for the checkpoint."""
     driver = HybridDriver(intervals=Intervals(0, 0), max_num_seqs=8, budget=200, num_slots=20)
@@ -208,6 +216,17 @@ def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
     assert len({chunk.sequence.slot for chunk in chunks}) == 2 and driver.slots.stats.restored == 2
     driver.drain()
     assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
+
+
+def test_who_finds_no_slot_has_not_restored_a_checkpoint() -> None:
+    driver = HybridDriver(num_slots=3, checkpoints=1, intervals=Intervals(0, 0))
+    run(driver, PROMPT, [1])
+    group = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1], [1, 0])]
+    driver.step()
+    assert len(driver.scheduler.running) == 2 and group[2].slot == NO_SLOT, "premise: the third one waits for a slot"
+    assert driver.slots.stats.restored == 2
+    driver.drain()
+    assert driver.slots.stats.restored == sum(sequence.num_cached_tokens == 10 for sequence in group)
 
 
 def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read() -> None:
