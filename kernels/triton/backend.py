@@ -11,12 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
-from triton import knobs
 
 from trueroll.errors import ConfigError
 
@@ -35,7 +33,7 @@ from .head import next_token_statistics as next_token_statistics
 from .head import next_tokens as next_tokens
 from .head import sample as sample
 from .head import token_statistics as token_statistics
-from .launch import Launch, compile_all, describe_settings, recording
+from .launch import Launch, compile_all, describe_fault, describe_settings, recording
 from .products import gate_up as gate_up
 from .products import linear as linear
 from .products import linear_add as linear_add
@@ -68,19 +66,7 @@ def prepare(compute: Callable[[int], object], most_rows: int, device: torch.devi
     try:
         compile_all(forms_of(compute, most_rows), device)
     except OSError as error:
-        raise ConfigError(_explain(error)) from error
-
-
-def _explain(error: OSError) -> str:
-    """What to do about a file: one on the way to compiled kernels or of these, or a program that compiles."""
-    folder, file = Path(knobs.cache.dir).absolute(), error.filename
-    if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
-        return (
-            f"TRITON_CACHE_DIR: expected a folder that compiled kernels can be written to, found: {error}; name another"
-        )
-    return (
-        f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or name one by CC"
-    )
+        raise ConfigError(describe_fault(error)) from error
 
 
 def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:

@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from inspect import signature
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.nvidia.compiler import CUDAOptions
 from triton.compiler.compiler import get_cache_invalidating_env_vars
 from triton.runtime.interpreter import InterpretedFunction
@@ -167,6 +169,18 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
         for launch in launches:
             # As Triton's own tutorials load a kernel that they do not launch yet.
             compile_form(launch, arch=_architecture(device))._init_handles()
+
+
+def describe_fault(error: OSError) -> str:
+    """What to do about a fault while kernels are compiled: of Triton's cache, or of a program that compiles."""
+    folder, file = Path(knobs.cache.dir).absolute(), error.filename
+    if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
+        return (
+            f"TRITON_CACHE_DIR: expected a folder that compiled kernels can be written to, found: {error}; name another"
+        )
+    return (
+        f"triton: expected the programs that compile kernels, found: {error}; install a C compiler, or name one by CC"
+    )
 
 
 class _Compilers(ThreadPoolExecutor):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trueroll.kernels import reference
+from trueroll.kernels.contract import Pages
 from trueroll.kernels.triton import backend
 
 from ..backends import Served
@@ -27,13 +28,13 @@ def make_step(name: str) -> Step:
         [(0, 10, 13), (1, 11, 12)],
     )
     positions = torch.tensor([10, 11, 12, 11])
+    slots = torch.cat([paged.slots(i)[start:end] for i, start, end in chunks])
     return Step(
         layers=backend.new_layers(make_layers(served, *specs, hidden=34)),
         x=randn(4, 34, dtype=torch.bfloat16),
         rotations=make_rotations(TRITON, decoder_spec(*specs), positions),
         caches=[(paged.k_cache, paged.v_cache)] * 2,
-        slots=torch.cat([paged.slots(i)[start:end] for i, start, end in chunks]),
-        batch=paged.batch(chunks)[1],
+        pages=[Pages(slots, paged.batch(chunks)[1])] * 2,
     )
 
 

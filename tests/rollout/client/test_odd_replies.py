@@ -56,6 +56,7 @@ def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[Ro
                     router.send_multipart([identity, msgpack.packb(told)])
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0  # what is for a client that went is not waited for
         router.bind(f"ipc://{folder}/worker.sock")
         thread = threading.Thread(target=serve, args=(router,))
         thread.start()

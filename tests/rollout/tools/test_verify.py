@@ -37,7 +37,7 @@ SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_b
 # The native kernels are fast enough for a prompt that the attention cuts into four.
 LONGER = dataclasses.replace(SMALL, prompt_lengths=(400, 64, 5))
 # The reference is slow. Its attention cuts at 128, and nothing of it depends on a whole last block.
-SHORTER = verify.Sizes(prompt_lengths=(130, 5), max_tokens=10, longest_token_by_token=5, varied_length=130)
+SHORTER = verify.Sizes(prompt_lengths=(130, 8), max_tokens=10, longest_token_by_token=8, varied_length=130)
 
 
 @pytest.fixture(autouse=True)
