@@ -11,7 +11,8 @@ prompt was cut into chunks, the block size of the cache, or the number of thread
 - A recurrence takes a sequence's tokens one by one, in one order, prompts and decodes alike. Its state is float32 and
   never rounded, so that it is the same however a prompt was cut.
 - Reductions and elementwise functions have no path that depends on a row's place in memory.
-- Ties go to the lower vocabulary id.
+- A row's experts are added by ascending id, each product in the order it has for any number of rows.
+- Ties go to the lower vocabulary id, or the lower expert id.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, with no state. Each backend is exact
@@ -30,13 +31,16 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from .specs import Activation, AttentionSpec, DeltaNetSpec, LayerSpec, NormSpec
+from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # of reference and cpu; triton has its own
 
 LOGITS_ROWS = 256  # ops that join the head to what follows hold the logits of no more rows at once
 L2_EPS = 1e-6  # keeps a query or key of zeros from NaN
 NO_SLOT = -1
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
+"""Of `clamped_silu`: activation(gate) * up is min(gate, CLAMP) * sigmoid(CLAMPED_SLOPE * min(gate, CLAMP)) times 1 +
+up, with up held within [-CLAMP, CLAMP]."""
 
 Rotation: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of M tokens, each float32 [M, P], for the P pairs of a head that are rotated."""
@@ -114,7 +118,7 @@ class AttentionWeights:
 
     `q` [heads * D, H], or [heads * 2 * D, H] with an output gate; `k` and `v` [kv_heads * D, H]; `biases` of the three,
     or none; `qk_norms` of q and k, or none: [D], or [heads * D] and [kv_heads * D] if all heads are normed at once; `o`
-    [H, heads * D].
+    [H, heads * D]; `o_bias` [H] and `sinks` [heads], or none.
     """
 
     q: Weight
@@ -123,6 +127,8 @@ class AttentionWeights:
     biases: tuple[Tensor, Tensor, Tensor] | None
     qk_norms: tuple[Tensor, Tensor] | None
     o: Weight
+    o_bias: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,25 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class ExpertsWeights:
+    """The weights of E experts of intermediate size I.
+
+    `router` [E, H] and `router_bias` [E]. `gate_up` [E * 2 * I, H]: of each expert the rows of gate, then those of up.
+    `down` [E * H, I]: of each expert H rows. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] in the same order.
+    Biases are none without `ExpertsSpec.bias`. `shared`: of the shared expert, and `shared_score` [1, H], or none.
+    """
+
+    router: Weight
+    router_bias: Tensor | None
+    gate_up: Weight
+    gate_up_bias: Tensor | None
+    down: Weight
+    down_bias: Tensor | None
+    shared: MlpWeights | None = None
+    shared_score: Weight | None = None
+
+
+@dataclass(frozen=True)
 class Norms:
     """The weights [H] of the norms around a mixer or an MLP; none where the spec has none."""
 
@@ -167,7 +192,7 @@ class Layer:
     mixer_norms: Norms
     mixer: AttentionWeights | DeltaNetWeights
     mlp_norms: Norms
-    mlp: MlpWeights
+    mlp: MlpWeights | ExpertsWeights
 
 
 SAMPLE, GREEDY = -1, -2
@@ -289,8 +314,8 @@ class Backend(Protocol):
         """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N] in x's dtype."""
         ...
 
-    def linear_add(self, x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-        """linear(x, weight) + residual [M, N]."""
+    def linear_add(self, x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+        """linear(x, weight, bias) + residual [M, N]."""
         ...
 
     def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Activation) -> Tensor:
@@ -300,7 +325,35 @@ class Backend(Protocol):
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up of tensors of one shape, computed in float32 and rounded once.
 
-        `sigmoid` is the gate of attention's output; `silu` also that of a delta net's.
+        `sigmoid` is the gate of attention's output; `silu` also that of a delta net's. `clamped_silu` of experts clamps
+        both, and adds 1 to up (`CLAMP`).
+        """
+        ...
+
+    def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(experts, gates) of a router's logits [M, E]: int32 and float32 [M, top_k].
+
+        Each row's experts are those of the highest logits, of equal ones the lower id, or those `chosen` for it (int32
+        [M, top_k], ascending); and they are listed by ascending id. A gate is e^(logit - peak) over the sum of these,
+        in float32: over the experts of the row if `spec.normed`, added by ascending id, else over all. A row with NaN
+        has gates of NaN, and different ids below E that mean nothing.
+        """
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        spec: ExpertsSpec,
+        weights: ExpertsWeights,
+        experts: Tensor,
+        gates: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
+        """What the experts of each row, as `route` gives them, make of x [M, H]: [M, H].
+
+        An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. Its product with `down`
+        stays in float32, where the bias is added; it is multiplied by its gate, and the experts of a row are added by
+        ascending id, at last `shared` [M, H], and rounded once. Reads no weight of router or shared expert.
         """
         ...
 
@@ -349,11 +402,13 @@ class Backend(Protocol):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
         A query at position p sees the tokens (p - window, p], or all up to p. A score s = scale * (q . k) becomes
-        soft_cap * tanh(s / soft_cap) if there is a cap.
+        soft_cap * tanh(s / soft_cap) if there is a cap. `sinks` [heads]: the score of one key more that every query of
+        a head sees, whose value is zero; it is folded in behind the last split.
         """
         ...
 
@@ -397,12 +452,14 @@ class Backend(Protocol):
         memories: Sequence[Memory],
         pages: Sequence[Pages],
         states: StateBatch | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [M, H] after a run of layers, from x [M, H], which stays as it is.
 
         `layers`: from `new_layers`. For each layer, with its memory and its pages, what `layer.run_layers` says; x
         itself if there is no layer. The batches of all pages, and `states`, are of the same sequences; `states` is None
-        if no layer is a delta net. Raise ValueError unless `memories` and `pages` have one for each layer.
+        if no layer is a delta net. `routes`, int32 [layers with experts, M, top_k]: filled with the experts of each
+        row, unless it is None. Raise ValueError unless `memories` and `pages` have one for each layer.
         """
         ...
 

@@ -16,6 +16,7 @@ from .contract import (
     AttentionWeights,
     Backend,
     DeltaNetWeights,
+    ExpertsWeights,
     Layer,
     Memory,
     MlpWeights,
@@ -25,16 +26,22 @@ from .contract import (
     StateBatch,
     Weight,
 )
-from .specs import Activation, AttentionSpec, DecoderSpec, DeltaNetSpec, NormSpec
+from .specs import Activation, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, NormSpec
+from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
-"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and else a tensor."""
+"""get(name, *shape): the weight of that name, a `Weight` for two dimensions and else a tensor. With `layout`, a
+`StackLayout`: the matrices of a layer's experts, of shape [E, rows, columns], or biases, [E, rows], in the order of
+`ExpertsWeights`."""
 
 Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
 """attend(hidden, spec, weights): what the heads make of hidden states [M, H], [M, heads * D]."""
 
 Recur: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeltaNetSpec, DeltaNetWeights], Tensor]
 """recur(qkv, b, a, spec, weights): `delta_rule` of the convolution of qkv [M, channels], [M, value_heads, V]."""
+
+Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
+"""choose(logits, spec): the experts of each row and their gates, as `Backend.route` gives them."""
 
 
 class LayerOps(Protocol):
@@ -44,13 +51,23 @@ class LayerOps(Protocol):
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor: ...
 
-    def linear_add(self, x: Tensor, weight: Any, residual: Tensor) -> Tensor: ...
+    def linear_add(self, x: Tensor, weight: Any, residual: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def gate_up(self, x: Tensor, gate: Any, up: Any, activation: Activation) -> Tensor: ...
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor: ...
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor: ...
+
+    def experts(
+        self,
+        x: Tensor,
+        spec: ExpertsSpec,
+        weights: Any,
+        experts: Tensor,
+        gates: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 # Names of the weights outside layers, and where a layer's begin.
@@ -61,21 +78,15 @@ def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
     """A layer of weights, each of which `get(name, *shape)` makes or finds, always in the same order."""
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
-    def of(role: str, *shape: int) -> Any:
-        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape)
+    def of(role: str, *shape: int, **layout: StackLayout) -> Any:
+        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape, **layout)
 
     def norms(role: str) -> Norms:
         before = of(f"{role}.before", hidden) if spec.norm_before else None
         return Norms(before, of(f"{role}.after", hidden) if spec.norm_after else None)
 
-    inner = spec.mlp.intermediate_size
-    return Layer(
-        spec,
-        norms("mixer_norm"),
-        _mixer_weights(spec.mixer, hidden, of),
-        norms("mlp_norm"),
-        MlpWeights(of("mlp.gate", inner, hidden), of("mlp.up", inner, hidden), of("mlp.down", hidden, inner)),
-    )
+    mixer = norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of)
+    return Layer(spec, *mixer, norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of))
 
 
 def _mixer_weights(
@@ -84,6 +95,28 @@ def _mixer_weights(
     if isinstance(spec, AttentionSpec):
         return _attention_weights(spec, hidden, of)
     return _delta_net_weights(spec, hidden, of)
+
+
+def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> MlpWeights | ExpertsWeights:
+    if isinstance(spec, MlpSpec):
+        return _gated_weights("mlp", spec.intermediate_size, hidden, of)
+    count, inner = spec.num_experts, spec.intermediate_size
+    gate_up, down = StackLayout(spec.transposed, spec.transposed), StackLayout(spec.transposed)
+    return ExpertsWeights(
+        of("router", count, hidden),
+        of("router_bias", count) if spec.bias else None,
+        of("experts.gate_up", count, 2 * inner, hidden, layout=gate_up),
+        of("experts.gate_up_bias", count, 2 * inner, layout=gate_up) if spec.bias else None,
+        of("experts.down", count, hidden, inner, layout=down),
+        of("experts.down_bias", count, hidden, layout=down) if spec.bias else None,
+        _gated_weights("shared", spec.shared_size, hidden, of) if spec.shared_size else None,
+        of("shared.score", 1, hidden) if spec.shared_size else None,
+    )
+
+
+def _gated_weights(role: str, inner: int, hidden: int, of: GetWeight) -> MlpWeights:
+    gate, up = of(f"{role}.gate", inner, hidden), of(f"{role}.up", inner, hidden)
+    return MlpWeights(gate, up, of(f"{role}.down", hidden, inner))
 
 
 def _delta_net_weights(spec: DeltaNetSpec, hidden: int, of: GetWeight) -> DeltaNetWeights:
@@ -108,7 +141,10 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
     q, k, v = (of(f"mixer.{part}", count, hidden) for part, count in rows.items())
     biases = tuple(of(f"mixer.{part}_bias", count) for part, count in rows.items()) if spec.qkv_bias else None
     norms = tuple(of(f"mixer.{part}_norm", n) for part, n in normed.items()) if spec.qk_norm is not None else None
-    return AttentionWeights(q, k, v, biases, norms, of("mixer.o", hidden, spec.num_heads * size))  # type: ignore[arg-type]
+    o = of("mixer.o", hidden, spec.num_heads * size)
+    o_bias = of("mixer.o_bias", hidden) if spec.o_bias else None
+    sinks = of("mixer.sinks", spec.num_heads) if spec.sinks else None
+    return AttentionWeights(q, k, v, biases, norms, o, o_bias, sinks)  # type: ignore[arg-type]
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
@@ -116,7 +152,7 @@ def scale_embedding(x: Tensor, scale: float) -> Tensor:
     return x if scale == 1.0 else x * torch.tensor(scale).to(x.dtype).item()
 
 
-def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur) -> Tensor:
+def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:
     """Hidden states [M, H] after a layer, from x [M, H]."""
     spec, mlp = layer.spec, layer.mlp
     hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
@@ -124,21 +160,45 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
         mixed = attend(hidden, spec.mixer, cast(AttentionWeights, layer.mixer))
     else:
         mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
-    x = _added(ops, x, mixed, layer.mixer.o, layer.mixer_norms.after, spec.norm)
+    bias = layer.mixer.o_bias if isinstance(layer.mixer, AttentionWeights) else None
+    x = _added(ops, x, mixed, layer.mixer.o, layer.mixer_norms.after, spec.norm, bias)
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
+    if isinstance(spec.mlp, ExpertsSpec):
+        mixture, after = _mixture(ops, hidden, spec.mlp, cast(ExpertsWeights, mlp), choose), layer.mlp_norms.after
+        return x + (mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
+    mlp = cast(MlpWeights, mlp)
     active = ops.gate_up(hidden, mlp.gate, mlp.up, spec.mlp.activation)
     return _added(ops, x, active, mlp.down, layer.mlp_norms.after, spec.norm)
+
+
+def _mixture(ops: LayerOps, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, choose: Choose) -> Tensor:
+    """What the experts of each row, and the shared one, make of x [M, H]: [M, H]."""
+    experts, gates = choose(ops.linear(x, weights.router, weights.router_bias), spec)
+    shared = None
+    if weights.shared is not None:
+        mlp, score = weights.shared, ops.linear(x, weights.shared_score)
+        shared = ops.linear(ops.gate_up(x, mlp.gate, mlp.up, spec.activation), mlp.down)
+        shared = ops.gate_mul(score.expand_as(shared), shared, "sigmoid")
+    return ops.experts(x, spec, weights, experts, gates, shared)
 
 
 def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> Tensor:
     return x if weight is None else ops.rmsnorm(x, weight, norm)
 
 
-def _added(ops: LayerOps, x: Tensor, inner: Tensor, weight: Weight, after: Tensor | None, norm: NormSpec) -> Tensor:
+def _added(
+    ops: LayerOps,
+    x: Tensor,
+    inner: Tensor,
+    weight: Weight,
+    after: Tensor | None,
+    norm: NormSpec,
+    bias: Tensor | None = None,
+) -> Tensor:
     """x plus the product of `inner` with `weight`, normed if there is a norm after it."""
     if after is None:
-        return ops.linear_add(inner, weight, x)
-    return x + ops.rmsnorm(ops.linear(inner, weight), after, norm)
+        return ops.linear_add(inner, weight, x, bias)
+    return x + ops.rmsnorm(ops.linear(inner, weight, bias), after, norm)
 
 
 def project(
@@ -208,8 +268,17 @@ def run_layers(
     memories: Sequence[Memory],
     pages: Sequence[Pages],
     states: StateBatch | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     """`Backend.layers` by the other ops."""
+    records = iter(()) if routes is None else iter(routes)
+
+    def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+        experts, gates = ops.route(logits, spec)
+        if (record := next(records, None)) is not None:
+            record.copy_(experts)
+        return experts, gates
+
     for layer, memory, page in zip(layers, memories, pages, strict=True):
 
         def attend(
@@ -217,7 +286,7 @@ def run_layers(
         ) -> Tensor:
             q = ops.qkv(x, spec, weights, rotations[spec.rotation], *memory, page.slots)
             scoring = spec.scale, spec.window, spec.soft_cap
-            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring))
+            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring, weights.sinks))
 
         def recur(
             qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, memory: Memory = memory
@@ -227,5 +296,5 @@ def run_layers(
             qkv = ops.convolve(qkv, weights.convolution, tails, states)
             return ops.delta_rule(qkv, b, a, spec, weights, state, states)
 
-        x = run_layer(ops, layer, x, attend, recur)
+        x = run_layer(ops, layer, x, attend, recur, choose)
     return x

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import (
+    CLAMP,
+    CLAMPED_SLOPE,
     GREEDY,
     KV_SPLIT,
     L2_EPS,
@@ -33,6 +35,7 @@ from .contract import (
     AttentionWeights,
     Backend,
     DeltaNetWeights,
+    ExpertsWeights,
     Layer,
     Rotation,
     StateBatch,
@@ -40,7 +43,7 @@ from .contract import (
     Wanted,
 )
 from .layer import project, run_layers
-from .specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
+from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -126,8 +129,8 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    return linear(x, weight) + residual
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear(x, weight, bias) + residual
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -136,9 +139,46 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tens
 
 def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     wide = gate.float()
+    if activation == "clamped_silu":
+        wide, raised = wide.clamp(max=CLAMP), up.float().clamp(-CLAMP, CLAMP) + 1.0
+        return (wide / (1.0 + torch.exp(wide * -CLAMPED_SLOPE)) * raised).to(gate.dtype)
     slope = wide * (GELU_SLOPE + GELU_CUBIC * (wide * wide)) if activation == "gelu_tanh" else wide
     numerator = torch.ones_like(wide) if activation == "sigmoid" else wide
     return (numerator / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
+
+
+def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    wide = logits.float()
+    if chosen is None:
+        best = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+        chosen = best.sort(dim=-1).values.int()
+    scores = wide.gather(1, chosen.long())
+    shared_by = scores if spec.normed else wide
+    peak = shared_by.amax(-1, keepdim=True)
+    # A plain sum of one row shares it among threads; a running one takes its elements in order.
+    return chosen, torch.exp(scores - peak) / torch.exp(shared_by - peak).cumsum(-1)[:, -1:]
+
+
+def experts(
+    x: Tensor,
+    spec: ExpertsSpec,
+    weights: ExpertsWeights,
+    experts: Tensor,
+    gates: Tensor,
+    shared: Tensor | None = None,
+) -> Tensor:
+    matrices = cast(Tensor, weights.gate_up), cast(Tensor, weights.down)
+    gate_ups, downs = (matrix.unflatten(0, (spec.num_experts, -1)) for matrix in matrices)
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in experts.unique().tolist():  # ascending
+        rows, places = (experts == expert).nonzero(as_tuple=True)
+        bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
+        gate, up = linear(x[rows], gate_ups[expert], bias).chunk(2, 1)
+        made = lm_head(gate_mul(gate, up, spec.activation), downs[expert])
+        if weights.down_bias is not None:
+            made = made + weights.down_bias[expert].float()
+        out[rows] += gates[rows, places, None] * made
+    return (out if shared is None else out + shared.float()).to(x.dtype)
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
@@ -181,6 +221,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     starts, lens = batch.query_starts, batch.context_lens
@@ -192,7 +233,7 @@ def paged_attention(
         contexts, members = zip(*sequences, strict=True)
         rows = torch.tensor([range(starts[i], starts[i + 1]) for i in members], device=q.device)
         tables = batch.block_tables[list(members)]
-        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache, window, soft_cap)
+        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache, window, soft_cap, sinks)
         out[rows] = attention(q[rows].float() * scale).to(q.dtype)
     return out
 
@@ -213,9 +254,10 @@ class _EqualQueries:
         v_cache: Tensor,
         window: int | None,
         soft_cap: float | None,
+        sinks: Tensor | None,
     ) -> None:
         self.num_queries, self.contexts, self.tables = num_queries, contexts, tables
-        self.window, self.soft_cap = contexts[0] if window is None else window, soft_cap
+        self.window, self.soft_cap, self.sinks = contexts[0] if window is None else window, soft_cap, sinks
         self.k_cache, self.v_cache = k_cache, v_cache
         self.context_lens = torch.tensor(contexts, device=tables.device)
 
@@ -249,7 +291,16 @@ class _EqualQueries:
             )
             split = self._reduce_split(start, rows[live], positions[live[0], None, live[2]])
             peak[live], total[live], out[live] = _fold((peak[live], total[live], out[live]), split)
+        if self.sinks is not None:
+            sinks = self._of_rows(self.sinks.float(), group, rows).expand_as(peak)
+            peak, total, out = _fold((peak, total, out), (sinks, torch.ones_like(total), torch.zeros_like(out)))
         return out / total
+
+    def _of_rows(self, values: Tensor, group: int, rows: Tensor) -> Tensor:
+        """The `values` [heads] of the heads of rows: [kv_heads, tiles, TILE, 1]."""
+        _, kv_heads, tiles, tile, _ = rows.shape
+        heads = torch.arange(tiles * tile, device=values.device) % group
+        return values.view(kv_heads, group)[:, heads].view(kv_heads, tiles, tile, 1)
 
     def _first_split(self) -> int:
         """The first key of the first split that any query sees: the first query of the shortest context does."""

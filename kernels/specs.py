@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_silu"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class AttentionSpec:
     `qk_norm`: of q and k before they are rotated, each head by itself or, with `qk_norm_over_heads`, all heads at once.
     `output_gate`: what a head attends to is multiplied by the sigmoid of a gate, which the product with q's weights
     gives behind each head's query. `rotated`: how many elements of a head are rotated, the first ones; None: all.
+    `sinks`: each head has one score more, a weight, that takes its part of the softmax and has no value (Xiao et al.
+    2023). `o_bias`: the product that leads back to hidden states has a bias.
     """
 
     num_heads: int
@@ -56,6 +58,8 @@ class AttentionSpec:
     qk_norm_over_heads: bool = False
     output_gate: bool = False
     rotated: int | None = None
+    sinks: bool = False
+    o_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,14 +115,35 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of gated MLPs (Shazeer et al. 2017): each token goes to `top_k` of `num_experts`, whose outputs are
+    added, each times its gate.
+
+    `normed`: the gates are the softmax over the router's scores of the chosen experts, not over those of all.
+    `shared_size`: the intermediate size of a further expert, which all tokens go through, times the sigmoid of a score
+    of its own; 0: none. `bias`: the router and the experts have biases. `transposed`: checkpoints hold the experts'
+    matrices as [columns, rows], and rows of gate and up in turn.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: Activation = "silu"
+    normed: bool = True
+    shared_size: int = 0
+    bias: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """A mixer of tokens and an MLP, each added to what went into it.
+    """A mixer of tokens and an MLP, or experts, each added to what went into it.
 
     `norm` stands before what each of them reads, after what it adds, or at both places.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | ExpertsSpec
     norm: NormSpec
     norm_before: bool = True
     norm_after: bool = False
@@ -136,6 +161,8 @@ LAYER_NAMES = {
     "mixer.q_norm": "self_attn.q_norm.weight",
     "mixer.k_norm": "self_attn.k_norm.weight",
     "mixer.o": "self_attn.o_proj.weight",
+    "mixer.o_bias": "self_attn.o_proj.bias",
+    "mixer.sinks": "self_attn.sinks",
     "delta.qkv": "linear_attn.in_proj_qkv.weight",
     "delta.z": "linear_attn.in_proj_z.weight",
     "delta.b": "linear_attn.in_proj_b.weight",
@@ -151,6 +178,16 @@ LAYER_NAMES = {
     "mlp.gate": "mlp.gate_proj.weight",
     "mlp.up": "mlp.up_proj.weight",
     "mlp.down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
+    "router_bias": "mlp.gate.bias",
+    "experts.gate_up": "mlp.experts.gate_up_proj",
+    "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
+    "experts.down": "mlp.experts.down_proj",
+    "experts.down_bias": "mlp.experts.down_proj_bias",
+    "shared.gate": "mlp.shared_expert.gate_proj.weight",
+    "shared.up": "mlp.shared_expert.up_proj.weight",
+    "shared.down": "mlp.shared_expert.down_proj.weight",
+    "shared.score": "mlp.shared_expert_gate.weight",
 }
 
 
@@ -187,6 +224,11 @@ class DecoderSpec:
     def delta_nets(self) -> list[DeltaNetSpec]:
         """The mixers of the layers that keep a state."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec)]
+
+    @property
+    def experts(self) -> list[ExpertsSpec]:
+        """Of the layers that have experts."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
 
     @property
     def windows(self) -> tuple[int | None, ...]:

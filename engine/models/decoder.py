@@ -16,8 +16,10 @@ from torch import Tensor
 from ...kernels.contract import Backend, Memory, Pages, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding
 from ...kernels.specs import DecoderSpec
+from ...kernels.stacks import Stack, StackLayout
 
 Empty: TypeAlias = Callable[..., Tensor]
+ROUTES = "routed_experts"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class ModelInput:
 
 
 class ModelOutput(NamedTuple):
-    """`hidden` [M, hidden_size]: after the last norm. `records` [M, ...]: what else is known of each token, by name."""
+    """`hidden` [M, hidden_size]: after the last norm. `records`: what else is known of each token, by name; of a model
+    with experts `ROUTES`, the experts that each layer with such chose, int32 [layers with experts, M, top_k].
+    """
 
     hidden: Tensor
     records: dict[str, Tensor]
@@ -54,7 +58,10 @@ class Decoder:
         self.spec, self.ops = spec, backend
         self._tensors: dict[str, Weight] = {}
 
-        def new(name: str, *shape: int) -> Any:
+        def new(name: str, *shape: int, layout: StackLayout | None = None) -> Any:
+            if layout is not None:
+                self._tensors[name] = stack = Stack.new(backend.new_weight, empty, shape, layout)
+                return stack.matrix
             self._tensors[name] = backend.new_weight(*shape, empty) if len(shape) == 2 else empty(*shape)
             return self._tensors[name]
 
@@ -90,5 +97,11 @@ class Decoder:
             for inv_freq, rotation in zip(self._inv_freqs, spec.rotations, strict=True)
         ]
         x = scale_embedding(ops.embedding(tokens.token_ids, self.embed), spec.embed_scale)
-        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states)
-        return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {})
+        routes = self._new_routes(len(x))
+        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states, routes)
+        return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {} if routes is None else {ROUTES: routes})
+
+    def _new_routes(self, rows: int) -> Tensor | None:
+        if not (specs := self.spec.experts):
+            return None
+        return torch.empty(len(specs), rows, specs[0].top_k, dtype=torch.int32, device=self.device)

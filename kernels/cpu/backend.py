@@ -197,9 +197,10 @@ def layers(
     memories: Sequence[Memory],
     pages: Sequence[Pages],
     states: StateBatch | None = None,
+    routes: Tensor | None = None,
 ) -> Tensor:
     if not isinstance(layers, PackedLayers):
-        return run_layers(_SELF, x, layers, rotations, memories, pages, states)
+        return run_layers(_SELF, x, layers, rotations, memories, pages, states, routes)
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
             f"layers: expected {len(layers)} pairs of caches, and pages, found {len(memories)} and {len(pages)}; pass "

@@ -67,7 +67,7 @@ def _delta_net(settings: Any, joined: bool) -> DeltaNetSpec:
 
 
 def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    settings = read_settings(_fill, _QWEN3_NEXT | raw)
+    settings = read_settings(_fill, _QWEN3_NEXT | {"num_experts": 512} | raw)
     if with_experts := _layers_with_experts(settings):
         raise ModelError(
             f"expected all of {settings.num_hidden_layers} layers in mlp_only_layers of config.json, or num_experts = "

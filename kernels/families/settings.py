@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trueroll.errors import ModelError, brief, said
 
-from ..specs import AttentionSpec, DecoderSpec, LayerSpec, RotationSpec
+from ..specs import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, RotationSpec
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -42,7 +42,12 @@ _MOST = {
     "linear_value_head_dim": 2**12,
     "linear_conv_kernel_dim": 2**10,
     "decoder_sparse_step": 2**10,
+    "num_experts_per_tok": 2**10,
+    "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
 }
+MOST_EXPERTS = 2**16
+"""So that a uint16 holds the number of each."""
 # Of a number that scales scores: so that neither it nor its inverse is beyond float32.
 _MOST_SCALAR = 2.0**30
 # What `Settings` understands beside its fields.
@@ -106,7 +111,12 @@ class Settings(PreTrainedConfig):
     linear_key_head_dim: int = _size("linear_key_head_dim", default=128)
     linear_value_head_dim: int = _size("linear_value_head_dim", default=128)
     linear_conv_kernel_dim: int = _size("linear_conv_kernel_dim", default=4)
-    num_experts: int = 512
+    num_experts: int = 0
+    num_local_experts: int | None = None  # another name for it
+    num_experts_per_tok: int = _size("num_experts_per_tok", default=8)
+    moe_intermediate_size: int = _size("moe_intermediate_size", default=768)
+    shared_expert_intermediate_size: int = _size("shared_expert_intermediate_size", default=512)
+    norm_topk_prob: bool = False
     decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
     mlp_only_layers: list[int] | None = None
     # Text has one position on all three axes, whichever pairs of a head each axis turns.
@@ -114,6 +124,7 @@ class Settings(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.num_experts = self.num_experts if self.num_local_experts is None else self.num_local_experts
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**others)
 
@@ -138,6 +149,25 @@ class Settings(PreTrainedConfig):
         """Attention with the heads of these settings. `others`: further fields of the spec."""
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
+
+    def mlps(self: Any, experts: ExpertsSpec) -> list[MlpSpec | ExpertsSpec]:
+        """For each layer `experts`, or the MLP of those that have none."""
+        dense, step = self.mlp_only_layers or [], self.decoder_sparse_step
+        return [
+            experts if self.num_experts and i not in dense and (i + 1) % step == 0 else MlpSpec(self.intermediate_size)
+            for i in range(self.num_hidden_layers)
+        ]
+
+    def experts(self: Any, **others: Any) -> ExpertsSpec:
+        """Experts of these settings. `others`: further fields of the spec. Raise ModelError for more experts of a token
+        than there are, or more than 65,536.
+        """
+        if not self.num_experts_per_tok <= self.num_experts <= MOST_EXPERTS:
+            raise ModelError(
+                f"expected num_experts from num_experts_per_tok = {self.num_experts_per_tok} to {MOST_EXPERTS} in "
+                f"config.json, found {brief(self.num_experts)}; serve another model"
+            )
+        return ExpertsSpec(self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size, **others)
 
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any

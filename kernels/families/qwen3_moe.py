@@ -1,0 +1,24 @@
+"""Qwen3-MoE: Qwen3 with experts in place of MLPs, in all layers or in some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..specs import DecoderSpec, LayerSpec, NormSpec
+from .settings import expect, read_settings
+
+_DEFAULTS: dict[str, Any] = dict(
+    max_position_embeddings=32768, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8
+)
+
+
+def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    settings = read_settings(lambda given: _DEFAULTS | given, raw)
+    expect(settings, hidden_act="silu", use_sliding_window=False)
+    norm = NormSpec(settings.rms_norm_eps)
+    mixer, experts = settings.attention(qk_norm=norm), settings.experts(normed=settings.norm_topk_prob)
+    layers = [LayerSpec(mixer, mlp, norm) for mlp in settings.mlps(experts)]
+    return settings.decoder(architecture, layers, [settings.rotation()])
+
+
+FAMILIES = {"Qwen3MoeForCausalLM": _describe}

@@ -1,0 +1,116 @@
+"""The matrices of a layer's experts in one weight of the backend, and how checkpoints and pushes write them.
+
+A backend has them below one another, as a matrix of E * R rows; a checkpoint has one tensor [E, R, C], or, by its
+`StackLayout`, another order of the same elements. `Stack` takes tensors and elements as the checkpoint has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contract import Weight
+
+
+@dataclass(frozen=True)
+class StackLayout:
+    """How a checkpoint has matrices [E, R, C]: `transposed`, as [E, C, R]; and, `in_turn`, with the rows of their first
+    and of their second half in turn. Biases [E, R] have rows alone.
+    """
+
+    transposed: bool = False
+    in_turn: bool = False
+
+    def shape(self, shape: tuple[int, ...]) -> torch.Size:
+        """That of the checkpoint's tensor, of matrices or biases of this shape."""
+        return torch.Size((shape[0], *reversed(shape[1:])) if self.transposed else shape)
+
+    def rows_first(self, tensor: Tensor) -> Tensor:
+        """A checkpoint's tensor as matrices [E, R, C] or biases [E, R]; a view where that is possible."""
+        tensor = tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
+        return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
+
+    def as_stored(self, tensor: Tensor) -> Tensor:
+        """The other way round."""
+        tensor = tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
+        return tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
+
+    def places(self, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Where the elements at flat indices of the checkpoint's tensor are in matrices or biases of this shape."""
+        _, rows, *others = shape
+        columns = others[0] if others else 1
+        matrix, place = index // (rows * columns), index % (rows * columns)
+        row, column = (place % rows, place // rows) if self.transposed else (place // columns, place % columns)
+        if self.in_turn:
+            row = row % 2 * (rows // 2) + row // 2
+        return (matrix * rows + row) * columns + column
+
+
+class Stack:
+    """A `Weight` of matrices [E, R, C], or biases [E, R], whose memory is `matrix`: a backend's weight [E * R, C], or a
+    tensor [E, R]. Its shape is that of the checkpoint's tensor, whose elements it takes and gives.
+    """
+
+    def __init__(self, matrix: Any, shape: tuple[int, ...], layout: StackLayout) -> None:
+        self.matrix, self.own_shape, self.layout = matrix, shape, layout
+        self.shape = layout.shape(shape)
+
+    @classmethod
+    def new(
+        cls,
+        new_weight: Callable[..., Weight],
+        empty: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        layout: StackLayout,
+    ) -> Stack:
+        """One that is uninitialized, of matrices or biases of this shape."""
+        if len(shape) == 2:
+            return cls(empty(*shape), shape, layout)
+        count, rows, columns = shape
+        return cls(new_weight(count * rows, columns, empty), shape, layout)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.matrix.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes."""
+        return self.matrix.nbytes
+
+    def copy_(self, source: Tensor | Stack) -> None:
+        """Stores a tensor of the checkpoint's shape, or a stack of this layout. Raise ValueError for another shape."""
+        if source.shape != self.shape:
+            raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
+        self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Overwrites the elements at flat indices (int64) into `shape`."""
+        self.matrix.put_(self.layout.places(index, self.own_shape), source)
+
+    def narrow(self, dim: int, start: int, length: int) -> Stack:
+        """Experts [start, start + length), sharing memory. `dim` is 0."""
+        return Stack(self._part(start, length), (length, *self.own_shape[1:]), self.layout)
+
+    def part(self, expert: int, start: int, length: int) -> Weight:
+        """Rows [start, start + length) of one expert's matrix, sharing memory."""
+        return self.matrix.narrow(0, expert * self.own_shape[1] + start, length)
+
+    def to_dense(self) -> Tensor:
+        """A tensor of `shape` with the same values."""
+        if len(self.own_shape) == 2:
+            return self.layout.as_stored(self.matrix)
+        return self.layout.as_stored(self.matrix.to_dense().view(self.own_shape))
+
+    def _part(self, start: int, length: int) -> Any:
+        rows = 1 if len(self.own_shape) == 2 else self.own_shape[1]
+        return self.matrix.narrow(0, start * rows, length * rows)
+
+    def _flat(self, source: Tensor) -> Tensor:
+        tensor = self.layout.rows_first(source)
+        return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[2])
