@@ -78,8 +78,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     return _linear(x, weight, None if bias is None else bias.contiguous(), None)
 
 
-def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
-    return _linear(x, weight, None, residual.contiguous())
+def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _linear(x, weight, None if bias is None else bias.contiguous(), residual.contiguous())
 
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -142,7 +142,9 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    sinks = None if sinks is None else sinks.contiguous()
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, lens = batch.tensors
     tables = batch.block_tables.contiguous()
@@ -151,7 +153,7 @@ def paged_attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
-        *(scale, window or 0, soft_cap or 0.0, out.data_ptr()),
+        *(scale, window or 0, soft_cap or 0.0, _pointer(sinks), out.data_ptr()),
     )
     return out
 

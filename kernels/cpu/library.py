@@ -19,7 +19,7 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 11
+_INTERFACE = 12
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
@@ -31,7 +31,7 @@ _SIGNATURES = {
     "gate_up": "lipllpplip",
     "qkv": "lipllppppppplp",
     "write_kv": "ippplpplll",
-    "attention": "lippplllllppplflfp",
+    "attention": "lippplllllppplflfpp",
     "layers": "lipllpppplpllpppppppppppp",
     "rotation": "lplplfpp",
     "convolve": "lipllplplpppp",

@@ -21,7 +21,8 @@ from .library import load_library
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}  # as `Activation` in native/common.h
+# As `Activation` in native/common.h.
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3}
 
 
 class PackedWeight:

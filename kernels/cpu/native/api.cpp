@@ -208,11 +208,12 @@ Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
 }
 
-// What a score becomes. `window` and `soft_cap`: 0 for none.
+// What a score becomes, and those that all queries of a head have beside. `window` and `soft_cap`: 0 for none.
 struct Scoring {
     float scale;
     long window;
     float soft_cap;
+    const void* sinks;  // or null
 };
 
 struct Batch {
@@ -266,7 +267,7 @@ AttentionArgs<T> attention_args(
     args.heads = sizes.heads, args.sequences = batch.sequences;
     args.query_starts = batch.query_starts, args.context_lens = batch.context_lens;
     args.tables = batch.tables, args.max_blocks = batch.max_blocks;
-    args.scale = scoring.scale, args.soft_cap = scoring.soft_cap;
+    args.scale = scoring.scale, args.soft_cap = scoring.soft_cap, args.sinks = as<const T>(scoring.sinks);
     args.window = scoring.window > 0 ? scoring.window : NO_WINDOW;
     return args;
 }
@@ -323,7 +324,8 @@ void set_attention(
     const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
     const RotationPointers& rotation = run.rotations[static_cast<size_t>(numbers.rotation)];
     const Scoring scoring = {
-        static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap)
+        static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap),
+        nullptr
     };
     args.qkv = qkv_args(x, numbers, from, caches, rotation, pages.slots, run.block_size);
     args.qkv.q = as<T>(run.projected), args.qkv.gates = numbers.is_gated != 0.0 ? as<T>(run.gates) : nullptr;
@@ -431,7 +433,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 11; }
+EXPORT long trueroll_interface() { return 12; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -536,12 +538,12 @@ EXPORT void trueroll_write_kv(
 EXPORT void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
     long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, void* out
+    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
 ) {
     const Call call(threads);
     const Sizes sizes = {heads, kv_heads, head_dim, block_size};
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
-    const Scoring scoring = {scale, window, soft_cap};
+    const Scoring scoring = {scale, window, soft_cap, sinks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).attention(attention_args<T>(q, {keys, values}, sizes, batch, scoring, out));

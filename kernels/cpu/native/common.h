@@ -67,7 +67,7 @@ struct LinearArgs {
     T* out;
 };
 
-enum class Activation { SILU, GELU_TANH, SIGMOID };
+enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
 
 template <class T>
 struct GateUpArgs {
@@ -116,6 +116,7 @@ struct AttentionArgs {
     float scale;     // positive: the largest score is found before it is scaled
     long window;     // how many keys a query sees, itself included, or NO_WINDOW
     float soft_cap;  // or 0
+    const T* sinks;  // [heads], or null
 };
 
 constexpr long NO_WINDOW = 1l << 62;

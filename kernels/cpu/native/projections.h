@@ -131,12 +131,20 @@ void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
 // As in kernels/reference.py.
 constexpr float GELU_SLOPE = 1.5957691216057308f, GELU_CUBIC = 0.071354816272600251f;
 
+// As in kernels/contract.py.
+constexpr float CLAMP = 7.0f, CLAMPED_SLOPE = 1.702f;
+
 // activation(gate) * up, for a result that is rounded to T.
 template <class T>
 inline F activate(Activation activation, F gate, F up) {
     F slope = gate;
     if (activation == Activation::GELU_TANH)
         slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));
+    if (activation == Activation::CLAMPED_SILU) {
+        // In this order the bounds let NaN pass.
+        gate = min(set1(CLAMP), gate), slope = mul(gate, set1(CLAMPED_SLOPE));
+        up = add(max(set1(-CLAMP), min(set1(CLAMP), up)), set1(1.0f));
+    }
     const F numerator = activation == Activation::SIGMOID ? set1(1.0f) : gate;
     return mul(div(numerator, add(set1(1.0f), scaled_exp<T>(slope, -1.0f))), up);
 }
