@@ -110,6 +110,19 @@ void linears(const LinearArgs<T>* products, long count) {
 template <class T>
 void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
+// Norms rows [count, N] in place and adds the residual to them.
+template <class T>
+void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T* rows) {
+    parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row) {
+            T* out = rows + row * N;
+            normalize(out, N, norm, out);
+            for (long i = 0; i < N; i += LANES)
+                store(out + i, add(load(out + i, N - i), load(residual + row * N + i, N - i)), N - i);
+        }
+    });
+}
+
 // linear(args), normed before the residual is added if there is such a norm.
 template <class T>
 void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
@@ -117,15 +130,7 @@ void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
     LinearArgs<T> product = args;
     product.residual = nullptr;
     linear(product);
-    const long count = args.x.count, N = args.weight.rows;
-    parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
-        for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row) {
-            T* out = args.out + row * N;
-            normalize(out, N, norm, out);
-            for (long i = 0; i < N; i += LANES)
-                store(out + i, add(load(out + i, N - i), load(args.residual + row * N + i, N - i)), N - i);
-        }
-    });
+    norm_and_add(norm, args.residual, args.x.count, args.weight.rows, args.out);
 }
 
 // As in kernels/reference.py.
