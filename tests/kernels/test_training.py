@@ -26,8 +26,9 @@ from tiny import make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
 from trueroll.kernels.autograd import GradientOps, Packed
+from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
+from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, NormSpec
 from trueroll.kernels.training import Arithmetic, align, aligned_with, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
@@ -196,6 +197,11 @@ def test_rmsnorm(zero_centered: bool) -> None:
     )
 
 
+def test_linear_add() -> None:
+    inputs = randn(37, 50), randn(21, 50, seed=1), randn(37, 21, seed=2), randn(21, seed=3)
+    check_gradients(native().linear_add, lambda x, w, residual, bias: F.linear(x, w, bias) + residual, *inputs)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate_up(activation: Activation) -> None:
     def definition(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -226,13 +232,24 @@ def test_rope() -> None:
     [(4, 2, None, None), (3, 3, None, None), (6, 1, None, None), (4, 2, 33, None), (4, 2, None, 1.0), (4, 2, 33, 1.0)],
 )
 def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: float | None) -> None:
+    check_attention(native(), AttentionSpec(heads, kv_heads, 16, scale=0.3, window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_attention_with_sinks(window: int | None) -> None:
+    """Of which one takes nearly all of its head, and one nearly nothing."""
+    spec = AttentionSpec(4, 2, 16, scale=0.3, window=window, sinks=True)
+    check_attention(referenced()[0], spec, torch.tensor([0.5, 9.0, -9.0, 2.0]))
+
+
+def check_attention(ops: GradientOps, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
     """Sequences of lengths that are padded together, and of lengths that are not."""
-    spec = AttentionSpec(heads, kv_heads, 16, scale=0.3, window=window, soft_cap=soft_cap)
+    heads, kv_heads, window, soft_cap = spec.num_heads, spec.num_kv_heads, spec.window, spec.soft_cap
     lens = (5, 1, 150, 7, 40, 33, 2)
     packed = Packed.of(lens, torch.device("cpu"))
     assert len(list(packed.groups())) > 3 and max(map(len, packed.groups())) > 1
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def definition(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         parts = []
         for one in zip(*(x.split(lens) for x in (q, k, v)), strict=True):
             query, key, value = (x.transpose(0, 1) for x in one)
@@ -242,11 +259,14 @@ def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: floa
             hidden = torch.ones_like(scores[0]).triu(1).bool()
             hidden |= torch.zeros_like(hidden) if window is None else torch.ones_like(scores[0]).tril(-window).bool()
             scores = scores.masked_fill(hidden, -torch.inf)
-            parts.append((scores.softmax(-1) @ value).transpose(0, 1))
+            of_sinks = [each.view(-1, 1, 1).expand(*scores.shape[:2], 1) for each in sinks]
+            shares = torch.cat((scores, *of_sinks), -1).softmax(-1)[..., : scores.shape[-1]]
+            parts.append((shares @ value).transpose(0, 1))
         return torch.cat(parts)
 
     q, k, v = (randn(sum(lens), n, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    check_gradients(lambda *args: native().attention(*args, packed, spec), definition, q, k, v)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    check_gradients(lambda q, k, v, *sinks: ops.attention(q, k, v, packed, spec, *sinks), definition, *inputs)
 
 
 RECURRENT_LENS = (5, 1, 150, 7, 64, 70)
@@ -295,6 +315,70 @@ def test_a_gate_of_the_output() -> None:
     ops, _ = referenced()
     inputs = randn(9, 50) * 3, randn(9, 50, seed=1)
     check_gradients(lambda gate, x: ops.gate_mul(gate, x, "sigmoid"), lambda gate, x: torch.sigmoid(gate) * x, *inputs)
+
+
+def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+def test_a_clamped_gate() -> None:
+    ops, _ = referenced()
+    inputs = randn(9, 50) * 9, randn(9, 50, seed=1) * 9
+    assert all((x > 7).any() and (x < -7).any() and (x.abs() < 7).any() for x in inputs), "premise: clamped, or not"
+    check_gradients(lambda gate, up: ops.gate_mul(gate, up, "clamped_silu"), clamped_silu, *inputs)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("normed", [True, False])
+def test_route(normed: bool, given: bool) -> None:
+    """Of the experts with the highest logits, and of others."""
+    (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, normed=normed)
+    logits = randn(37, 9) * 2
+    best = logits.topk(3).indices.sort().values.int()
+    chosen = (randn(37, 9, seed=1).topk(3).indices.sort().values.int()) if given else best
+    assert given != torch.equal(chosen, best)
+    found, gates = ops.route(logits.requires_grad_(), spec, chosen if given else None)
+    assert found.equal(chosen) and gates.requires_grad and not found.requires_grad
+
+    def definition(logits: Tensor) -> Tensor:
+        scores = logits.softmax(-1).gather(1, chosen.long())
+        return scores / scores.sum(-1, keepdim=True) if normed else scores
+
+    given_or_none = chosen if given else None
+    check_gradients(lambda logits: ops.route(logits, spec, given_or_none)[1], definition, logits.detach())
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
+def test_experts(activation: Activation) -> None:
+    """With biases and a shared expert, or with neither. One expert has no rows, and some rows have the same experts."""
+    (ops, _), clamped = referenced(), activation == "clamped_silu"
+    spec = ExpertsSpec(num_experts=5, top_k=2, intermediate_size=20, activation=activation, bias=clamped)
+    chosen = torch.tensor([[0, 1], [1, 4], [0, 1], [1, 2]] * 9, dtype=torch.int32)
+    shapes = {"gate_up": (5, 40, 30), "down": (5, 30, 20), "x": (36, 30), "gates": (36, 2)}
+    if clamped:
+        shapes |= {"gate_up_bias": (5, 40), "down_bias": (5, 30), "shared": (36, 30)}
+    inputs = [randn(*shape, seed=i) for i, shape in enumerate(shapes.values())]
+
+    def op(*inputs: Tensor) -> Tensor:
+        given = dict(zip(shapes, inputs, strict=True))
+        rows = given.pop("x"), given.pop("gates"), given.pop("shared", None)
+        others: dict[str, Any] = dict.fromkeys(("router", "router_bias", "gate_up_bias", "down_bias"))
+        return ops.experts(rows[0], spec, ExpertsWeights(**others | given), chosen, *rows[1:])
+
+    def definition(*inputs: Tensor) -> Tensor:
+        given = dict(zip(shapes, inputs, strict=True))
+        rows = []
+        for row, experts, gates in zip(given["x"], chosen.tolist(), given["gates"], strict=True):
+            rows.append(sum(gate * one(given, row, expert) for gate, expert in zip(gates, experts, strict=True)))
+        return torch.stack(rows) + (given["shared"] if clamped else 0.0)
+
+    def one(given: dict[str, Tensor], row: Tensor, expert: int) -> Tensor:
+        biases = [given[name][expert] if clamped else None for name in ("gate_up_bias", "down_bias")]
+        gate, up = F.linear(row, given["gate_up"][expert], biases[0]).chunk(2)
+        return F.linear(clamped_silu(gate, up) if clamped else F.silu(gate) * up, given["down"][expert], biases[1])
+
+    check_gradients(op, definition, *inputs)
 
 
 def test_logits() -> None:
