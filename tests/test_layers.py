@@ -47,7 +47,8 @@ KERNELS = {
     "__init__": set(),
     "specs": set(),
     "contract": {"specs"},
-    "layer": SPEC,
+    "stacks": SPEC,
+    "layer": SPEC | {"stacks"},
     "families": {"families", "specs"},
     "transfer": set(),
     "reference": SPEC | {"layer"},
@@ -55,7 +56,8 @@ KERNELS = {
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
-    "training": SPEC | {"autograd", "families", "layer", "selection"},
+    "batches": SPEC | {"autograd"},
+    "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
