@@ -411,8 +411,8 @@ def _check_aligned(model: Any) -> None:
         )
 
 
-def _check_model(model: Any) -> DecoderSpec:
-    """What the model computes. Raise AlignmentError unless the ops compute it too."""
+def describe_plain(model: Any) -> DecoderSpec:
+    """What a transformers model of a family computes, which is not aligned. Raise AlignmentError for any other."""
     if not _is_of_family(model):
         names = ", ".join(sorted(families()))
         raise AlignmentError(
@@ -425,6 +425,15 @@ def _check_model(model: Any) -> DecoderSpec:
         )
     if any(_is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
+    try:
+        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    except ModelError as error:
+        raise AlignmentError(f"model: {error}") from None
+
+
+def _check_model(model: Any) -> DecoderSpec:
+    """What the model computes. Raise AlignmentError unless the ops compute it too."""
+    spec = describe_plain(model)
     _check_plain("lm_head", model.lm_head, model)
     head, embedding = model.lm_head, model.model.embed_tokens.weight
     if head.bias is not None or head.weight.shape != embedding.shape:
@@ -438,14 +447,6 @@ def _check_model(model: Any) -> DecoderSpec:
         raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
         raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
-    spec = _describe(model)
     for index, layer in enumerate(model.model.layers):
         make_layer(spec, index, partial(_parameter, layer, index))
     return spec
-
-
-def _describe(model: Any) -> DecoderSpec:
-    try:
-        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    except ModelError as error:
-        raise AlignmentError(f"model: {error}") from None

@@ -58,6 +58,7 @@ KERNELS = {
     "autograd": SPEC,
     "batches": SPEC | {"autograd"},
     "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
+    "replay": SPEC | {"batches", "training"},
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {

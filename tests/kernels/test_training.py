@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tiny import make_tiny_model
@@ -27,9 +29,10 @@ from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
 from trueroll.kernels.autograd import GradientOps, Packed
 from trueroll.kernels.contract import ExpertsWeights
+from trueroll.kernels.replay import replayed
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, NormSpec
-from trueroll.kernels.training import Arithmetic, align, aligned_with, token_log_probs, unalign
+from trueroll.kernels.training import Arithmetic, align, aligned_with, token_experts, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits
@@ -102,14 +105,43 @@ def test_gradients_of_hybrid_families(
     hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers of each value head, and of head norms, are too few to judge an error by, so joined."""
-    for module in (modeling_qwen3_5, modeling_qwen3_next):
+    recur_exactly(monkeypatch)
+    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, backend, temperature=0.7)))
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_mixtures(
+    mixture_model: Path, dtype: torch.dtype, foreign: bool, mixture_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the routes that the aligned model finds, and with others, in all three models."""
+    recur_exactly(monkeypatch)
+    ids, mask = pad(sequences())
+    model = load(mixture_model, dtype, mixture_backend)
+    routes = token_experts(model, ids, mask)
+    if foreign:
+        routes = other_routes(model, routes)
+    expected, unaligned, found = three_gradients(mixture_model, dtype, mixture_backend, 0.7, routes)
+    assert all(expected[name].any() for name in expected), "premise: routers too"
+    check_errors(*map(with_joined_few, (expected, unaligned, found)))
+
+
+def other_routes(model: Any, routes: Tensor) -> Tensor:
+    """Each expert's neighbour."""
+    found = (routes + 1) % model.model._aligned.spec.experts[0].num_experts
+    assert not found.sort(-1).values.equal(routes)
+    return found
+
+
+def recur_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 models of transformers, which round to float32 otherwise."""
+    for module in (modeling_qwen3_5, modeling_qwen3_next, modeling_qwen3_5_moe):
         chunked = module.torch_chunk_gated_delta_rule
 
         def recurrence(query: Tensor, *args: Any, chunked: Any = chunked, **kwargs: Any) -> Any:
             return (exact_delta_rule if query.dtype == torch.float64 else chunked)(query, *args, **kwargs)
 
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", recurrence)
-    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, backend, temperature=0.7)))
 
 
 def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -133,16 +165,21 @@ def with_joined_few(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def three_gradients(
-    folder: Path, dtype: torch.dtype, backend: str, temperature: float
+    folder: Path, dtype: torch.dtype, backend: str, temperature: float, routes: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Of the model in float64, whose weights are the same numbers, of the unaligned model and of the aligned one."""
     ids, mask = pad(sequences())
     model = load(folder, dtype)
     exact = load(folder, dtype).double()
-    expected = gradients(exact, plain_log_probs(exact, ids, mask, temperature))
-    unaligned = gradients(model, plain_log_probs(model, ids, mask, temperature))
+
+    def plain_gradients(model: Any) -> dict[str, Tensor]:
+        with nullcontext() if routes is None else replayed(model, routes, mask):
+            return gradients(model, plain_log_probs(model, ids, mask, temperature))
+
+    expected, unaligned = plain_gradients(exact), plain_gradients(model)
     align(model, backend)
-    found = gradients(model, token_log_probs(model, ids, mask, temperature=temperature))
+    log_probs = token_log_probs(model, ids, mask, temperature=temperature, routed_experts=routes)
+    found = gradients(model, log_probs)
     assert found.keys() == expected.keys() and all(found[name].dtype == dtype for name in found)
     return expected, unaligned, found
 
