@@ -68,10 +68,10 @@ def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) ->
     routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
     for name in routers:
         router = tensors[name]
-        router[1::2] = router[::2] + 1e-5 * router[1::2]
+        router[1::2] = router[::2] + 2e-3 * router[1::2]
     save_file(tensors, folder / FILE)
-    check_against_transformers(folder, 300, backends=["reference"])
-    ours, ids = Hybrid(folder), prompt(300)
+    check_against_transformers(folder, 100, backends=["reference"])
+    ours, ids = Hybrid(folder), prompt(100)
     margins: list[Tensor] = []
     route = ours.model.ops.route
 
@@ -83,7 +83,8 @@ def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours.model.ops, "route", seen)
         ours.logits(ids)
-    assert torch.cat(margins).lt(1e-3).float().mean() > 0.5, "the last expert that is chosen and the next nearly tie"
+    margin = torch.cat(margins)
+    assert margin.median() < 0.01 and margin.min() > 2e-5, "near ties, but none within what rounding changes"
 
 
 def one_by_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -283,8 +284,8 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("qwen3_moe", dict(num_experts=2), "num_experts from num_experts_per_tok = 3 to 65536 .* found 2"),
-        ("qwen3_moe", dict(num_experts=65537), "to 65536 in config.json, found 65537"),
+        ("qwen3_moe", dict(num_local_experts=2), "num_experts from num_experts_per_tok = 3 to 65536 .* found 2"),
+        ("qwen3_next_moe", dict(num_experts=65537), "to 65536 in config.json, found 65537"),
         ("gpt_oss", dict(num_local_experts=65537), "to 65536 in config.json, found 65537"),
         ("qwen3_5_moe", dict(num_experts=-1), "to 65536 in config.json, found -1"),
         ("qwen3_moe", dict(num_experts_per_tok=0), "'num_experts_per_tok'.* expected at least 1 .* found 0"),
