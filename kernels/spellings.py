@@ -7,7 +7,7 @@ tensors [rows, C], which below one another are its matrix. Imports no torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
@@ -55,24 +55,19 @@ class Spellings:
         part = self.part(name)
         return None if part is None else part.shape
 
+    def count(self, name: str) -> int:
+        """How many parts a tensor has; 0 if it is no stack that may come in parts."""
+        return len(self._parts[name]) * self._shapes[name][0] if name in self._parts else 0
+
     def parts(self, name: str) -> Iterator[str]:
-        """The names of all parts of a tensor, expert by expert; none if it is no stack that may come in parts."""
-        templates = self._parts.get(name, ())
-        for expert in range(self._shapes[name][0] if templates else 0):
-            yield from (template.replace("{}", str(expert)) for template in templates)
+        """The names of all parts of a tensor, expert by expert."""
+        for expert in range(self._shapes[name][0] if name in self._parts else 0):
+            yield from (template.replace("{}", str(expert)) for template in self._parts[name])
 
-    @property
-    def longest(self) -> dict[str, Shape]:
-        """The shapes of all tensors by name, each stack that may come in parts by its parts."""
-        names = [name for own in self._shapes for name in [*self.parts(own)] or [own]]
-        return {name: self.shape(name) or () for name in names}
-
-    def missing(self, names: Collection[str]) -> list[str]:
-        """What has to come beside `names`: the parts of a stack of which some came, else tensors."""
-        begun = {part.stack for part in map(self.part, names) if part is not None}
-        wanted = (self.parts(name) if name in begun and name not in names else [name] for name in self._shapes)
-        return [name for each in wanted for name in each if name not in names]
-
-    def twice(self, names: Collection[str]) -> list[str]:
-        """Stacks that are among `names`, as are parts of them."""
-        return sorted({part.stack for part in map(self.part, names) if part is not None and part.stack in names})
+    def parts_among(self, names: Iterable[str]) -> dict[str, dict[str, Shape]]:
+        """Those of `names` that are parts, with their shapes, by their stacks."""
+        found: dict[str, dict[str, Shape]] = {}
+        for name in names:
+            if (part := self.part(name)) is not None:
+                found.setdefault(part.stack, {})[name] = part.shape
+        return found

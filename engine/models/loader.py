@@ -77,31 +77,34 @@ class _Piece(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """What a checkpoint has to have: the `shapes` of tensors by name, and those of `packed_shapes` for stacks that are
-    stored as MXFP4, of which `packed` has the names of the two. `doubled`: stacks that it has in more than one form,
-    with all names of these forms.
+    """What a checkpoint has to have: the `shapes` of tensors by name, and the `packed_shapes` of those of stacks that
+    are stored as MXFP4, of which `packed` has the names of the two. Of a stack that is there in parts `shapes` has the
+    parts that are, and `missing` counts the others. `doubled`: stacks that are there in more than one form, with the
+    names.
     """
 
     shapes: dict[str, Shape]
     packed: dict[str, tuple[str, str]]
     packed_shapes: dict[str, Shape]
+    missing: dict[str, int]
     doubled: dict[str, set[str]]
 
     @classmethod
     def of(cls, expected: Mapping[str, Weight], found: Set[str], spellings: Spellings) -> _Wanted:
-        wanted = cls({}, {}, {}, {})
+        wanted, parts = cls({}, {}, {}, {}, {}), spellings.parts_among(found)
         for name, weight in expected.items():
-            whole = {name: tuple(weight.shape)}
-            parts = {part: spellings.shape(part) or () for part in spellings.parts(name)}
             packed = packed_shapes(name, weight.own_shape) if isinstance(weight, Stack) else {}
-            there = [form for form in (whole, parts, packed) if not found.isdisjoint(form)]
+            forms = {name: tuple(weight.shape)}, parts.get(name, {}), packed
+            there = [form for form in forms if not found.isdisjoint(form)]
             if len(there) > 1:
                 wanted.doubled[name] = {one for form in there for one in form}
             if there and there[0] is packed:
                 wanted.packed[name] = tuple(packed)
                 wanted.packed_shapes.update(packed)
             else:
-                wanted.shapes.update(there[0] if there else whole)
+                wanted.shapes.update(there[0] if there else forms[0])
+            if there and there[0] is forms[1]:
+                wanted.missing[name] = spellings.count(name) - len(forms[1])
         return wanted
 
 
@@ -221,7 +224,7 @@ def check_checkpoint(
     found = _read_headers(files, own_name)
     spellings = Spellings({name: tuple(weight.shape) for name, weight in expected.items()}, parts or {})
     wanted = _Wanted.of(expected, found.keys(), spellings)
-    _check_tensors(folder, found, wanted, ignored)
+    _check_tensors(folder, found, wanted, ignored, spellings)
     names: dict[Path, list[tuple[str, str]]] = {}
     for name in sorted(wanted.shapes):
         [tensor] = found[name]
@@ -305,12 +308,14 @@ def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) 
     return headers
 
 
-def _check_tensors(folder: Path, found: dict[str, list[_Found]], wanted: _Wanted, ignored: Collection[str]) -> None:
+def _check_tensors(
+    folder: Path, found: dict[str, list[_Found]], wanted: _Wanted, ignored: Collection[str], spellings: Spellings
+) -> None:
     shapes, doubled = wanted.shapes | wanted.packed_shapes, wanted.doubled
     in_doubled = {name for names in doubled.values() for name in names}
     both = {name: (shape, found[name][0]) for name, shape in shapes.items() if name in found}
     faults = {
-        "missing": sorted(shapes.keys() - found.keys() - in_doubled),
+        "missing": sorted(shapes.keys() - found.keys() - in_doubled) + _incomplete_stacks(found, wanted, spellings),
         "unknown": sorted(found.keys() - shapes.keys() - in_doubled - set(ignored)),
         "there more than once": sorted(name for name, tensors in found.items() if len(tensors) > 1),
         "there as a whole and in parts": sorted(doubled),
@@ -319,12 +324,8 @@ def _check_tensors(folder: Path, found: dict[str, list[_Found]], wanted: _Wanted
             for name, (wanted, tensor) in both.items()
             if wanted != tensor.shape
         ],
-        f"not of {', '.join(_DTYPES)}": [
-            f"{name} ({found[name][0].dtype})" for name in wanted.shapes if not _is_of(found, name, _DTYPES)
-        ],
-        f"not of {_PACKED}": [
-            f"{name} ({found[name][0].dtype})" for name in wanted.packed_shapes if not _is_of(found, name, (_PACKED,))
-        ],
+        f"not of {', '.join(_DTYPES)}": _not_of(_DTYPES, wanted.shapes, found),
+        f"not of {_PACKED}": _not_of([_PACKED], wanted.packed_shapes, found),
     }
     described = [f"{len(names)} {fault}: {_list_names(names)}" for fault, names in faults.items() if names]
     if described:
@@ -334,9 +335,21 @@ def _check_tensors(folder: Path, found: dict[str, list[_Found]], wanted: _Wanted
         )
 
 
-def _is_of(found: dict[str, list[_Found]], name: str, dtypes: Collection[str]) -> bool:
-    """Whether a tensor is stored in one of these, or not there."""
-    return name not in found or found[name][0].dtype in dtypes
+def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spellings) -> list[str]:
+    """For each stack of which some parts are missing the first of these."""
+    return [
+        f"{next(part for part in spellings.parts(name) if part not in found)} ({count} of {spellings.count(name)} "
+        f"parts of {name})"
+        for name, count in wanted.missing.items()
+        if count and name not in wanted.doubled
+    ]
+
+
+def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
+    """Those of the tensors that are stored in others, with these."""
+    return [
+        f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
+    ]
 
 
 def _list_names(names: Sequence[str]) -> str:
