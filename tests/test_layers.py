@@ -57,7 +57,9 @@ KERNELS = {
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
-    "training": SPEC | {"autograd", "families", "layer", "selection"},
+    "batches": SPEC | {"autograd"},
+    "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
+    "replay": SPEC | {"batches", "training"},
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
