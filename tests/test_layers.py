@@ -107,7 +107,7 @@ ROLLOUT = {
     "client": {"config", "protocol", "network", "client"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
-    "tools": {"config", "protocol", "network", "client", "publisher", "worker", "tools"},
+    "tools": {"config", "protocol", "network", "monitoring", "client", "publisher", "worker", "tools"},
     "integrations": {"client", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
