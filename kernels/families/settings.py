@@ -119,6 +119,8 @@ class Settings(PreTrainedConfig):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
     mlp_only_layers: list[int] | None = None
+    swiglu_alpha: float | int | None = None
+    swiglu_limit: float | int | None = None
     # Text has one position on all three axes, whichever pairs of a head each axis turns.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
@@ -150,13 +152,13 @@ class Settings(PreTrainedConfig):
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
-    def mlps(self: Any, experts: ExpertsSpec) -> list[MlpSpec | ExpertsSpec]:
-        """For each layer `experts`, or the MLP of those that have none."""
-        dense, step = self.mlp_only_layers or [], self.decoder_sparse_step
-        return [
-            experts if self.num_experts and i not in dense and (i + 1) % step == 0 else MlpSpec(self.intermediate_size)
-            for i in range(self.num_hidden_layers)
-        ]
+    def mlps(self: Any, **others: Any) -> list[MlpSpec | ExpertsSpec]:
+        """For each layer its experts, or the MLP of those that have none. `others`: as in `experts`."""
+        dense, step = {*(self.mlp_only_layers or [])}, self.decoder_sparse_step
+        count = self.num_hidden_layers if self.num_experts != 0 else 0
+        sparse = {i for i in range(count) if i not in dense and (i + 1) % step == 0}
+        mlp, experts = MlpSpec(self.intermediate_size), self.experts(**others) if sparse else None
+        return [experts if experts is not None and i in sparse else mlp for i in range(self.num_hidden_layers)]
 
     def experts(self: Any, **others: Any) -> ExpertsSpec:
         """Experts of these settings. `others`: further fields of the spec. Raise ModelError for more experts of a token
