@@ -31,12 +31,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..contract import CLAMP, CLAMPED_SLOPE
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
@@ -87,6 +88,7 @@ _PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a mult
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
+_CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 
 class _Factor(NamedTuple):
@@ -120,14 +122,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: 
     All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: of the weight that this is a shard
     of.
     """
-    if bias is None:
-        return _linear(x, weight, "none", x, x.dtype, full_rows)
-    return _linear(x, weight, "bias", bias, x.dtype, full_rows)
+    return _linear(x, weight, bias, None, x.dtype, full_rows)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, full_rows: int | None = None) -> Tensor:
-    """linear(x, weight) + residual [M, N], rounded twice: [M, N]."""
-    return _linear(x, weight, "residual", residual, x.dtype, full_rows)
+def linear_add(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None
+) -> Tensor:
+    """linear(x, weight, bias) + residual [M, N], rounded twice: [M, N]."""
+    return _linear(x, weight, bias, residual, x.dtype, full_rows)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
@@ -144,7 +146,7 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full
 
 def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
     """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
-    return _linear(hidden, weight, "none", hidden, torch.float32, full_rows)
+    return _linear(hidden, weight, None, None, torch.float32, full_rows)
 
 
 def qkv_parts(
@@ -165,19 +167,22 @@ def qkv_parts(
 def _linear(
     x: Tensor,
     weight: Tensor,
-    kind: Literal["none", "bias", "residual"],
-    extra: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
     dtype: torch.dtype,
     full_rows: int | None,
 ) -> Tensor:
-    """The product, finished with `extra` in the way that `_finish` calls `kind`, in this dtype."""
-    x, extra, factor = aligned(x), aligned(extra), _factor((weight,), (full_rows,))
+    """The product in this dtype, finished as `_finish` does."""
+    x, factor = aligned(x), _factor((weight,), (full_rows,))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
+    # Pointers that the kernel does not read have to point somewhere.
+    extras = [x if extra is None else aligned(extra) for extra in (bias, residual)]
+    which = dict(BIAS=bias is not None, RESIDUAL=residual is not None)
     tile, apart = _way(len(x), factor)
     if apart:
-        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), extra, out, EXTRA=kind)
+        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), *extras, out, **which)
     else:
-        _launch_whole(_linear_kernel, tile, x, factor, extra, out, EXTRA=kind)
+        _launch_whole(_linear_kernel, tile, x, factor, *extras, out, **which)
     return out
 
 
@@ -388,7 +393,12 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
 @device_function
 def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) * up of float32 tiles, to be rounded once."""
+    if ACTIVATION == "clamped_silu":  # comparisons leave NaN as it is
+        gate = tl.where(gate > _CLAMP, _CLAMP, gate)
+        up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
     slope = gate
+    if ACTIVATION == "clamped_silu":
+        slope = gate * _CLAMPED_SLOPE
     if ACTIVATION == "gelu_tanh":
         slope = gate * (_GELU_SLOPE + _GELU_CUBIC * (gate * gate))
     if ACTIVATION == "sigmoid":
@@ -412,23 +422,47 @@ def _store_part(total, parts_ptr, feature, token, width, tokens, inside):
 
 
 @device_function
-def _finish_tile(total, extra_ptr, out_ptr, feature, token, features, tokens, EXTRA: tl.constexpr):
+def _finish_tile(
+    total,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    feature,
+    token,
+    features,
+    tokens,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
     inside = (feature < features)[:, None] & (token < tokens)[None, :]
-    _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, inside, EXTRA)
+    column, row = feature[:, None], token[None, :]
+    _finish(total, bias_ptr, residual_ptr, out_ptr, column, row, features, inside, BIAS, RESIDUAL)
 
 
 @device_function
-def _finish(total, extra_ptr, out_ptr, feature, token, features, inside, EXTRA: tl.constexpr):
+def _finish(
+    total,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    feature,
+    token,
+    features,
+    inside,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
     """Stores sums at (token, feature) of out [tokens, features] in its dtype, where that is `inside`.
 
-    `EXTRA`: "bias" [features] is added before the sums are rounded, "residual" [tokens, features] after it; "none".
+    With `BIAS` a bias [features] is added before the sums are rounded, with `RESIDUAL` a residual [tokens, features]
+    after it.
     """
     at = tl.cast(token, tl.int64) * features + feature
-    if EXTRA == "bias":
-        total += tl.load(extra_ptr + feature, mask=feature < features, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias_ptr + feature, mask=feature < features, other=0.0).to(tl.float32)
     result = total.to(out_ptr.dtype.element_ty)
-    if EXTRA == "residual":
-        result = result.to(tl.float32) + tl.load(extra_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        result = result.to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -436,13 +470,15 @@ def _finish(total, extra_ptr, out_ptr, feature, token, features, inside, EXTRA: 
 def _linear_kernel(
     x_ptr,
     w_ptr,
-    extra_ptr,
+    bias_ptr,
+    residual_ptr,
     out_ptr,
     tokens,
     features,
     columns,
     piece,
-    EXTRA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     CUT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
@@ -458,9 +494,9 @@ def _linear_kernel(
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, features, columns), _token_rows(x_ptr, places, tokens, columns)
     sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
-    _finish_tile(sums[0], extra_ptr, out_ptr, feature, places[0], features, tokens, EXTRA)
+    _finish_tile(sums[0], bias_ptr, residual_ptr, out_ptr, feature, places[0], features, tokens, BIAS, RESIDUAL)
     if MORE:
-        _finish_tile(sums[1], extra_ptr, out_ptr, feature, places[1], features, tokens, EXTRA)
+        _finish_tile(sums[1], bias_ptr, residual_ptr, out_ptr, feature, places[1], features, tokens, BIAS, RESIDUAL)
 
 
 @exact_jit
@@ -495,10 +531,10 @@ def _gate_up_kernel(
     sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
     feature = tile[1] * half + tl.arange(0, half)
     product = _gate_mul_halves(sums[0], out_ptr, ACTIVATION)
-    _finish_tile(product, x_ptr, out_ptr, feature, places[0], features, tokens, "none")
+    _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[0], features, tokens, False, False)
     if MORE:
         product = _gate_mul_halves(sums[1], out_ptr, ACTIVATION)
-        _finish_tile(product, x_ptr, out_ptr, feature, places[1], features, tokens, "none")
+        _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[1], features, tokens, False, False)
 
 
 @exact_jit
@@ -555,13 +591,23 @@ def _parts_kernel(
 
 @exact_jit
 def _fold_kernel(
-    parts_ptr, extra_ptr, out_ptr, tokens, features, EXTRA: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
+    parts_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    tokens,
+    features,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Folds parts of one token and finishes the sums."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = fold_parts(parts_ptr, tokens, features, token, feature, feature < features, PIECES)
-    _finish(total, extra_ptr, out_ptr, feature, token, features, feature < features, EXTRA)
+    inside = feature < features
+    total = fold_parts(parts_ptr, tokens, features, token, feature, inside, PIECES)
+    _finish(total, bias_ptr, residual_ptr, out_ptr, feature, token, features, inside, BIAS, RESIDUAL)
 
 
 @exact_jit
@@ -576,4 +622,4 @@ def _fold_gate_up_kernel(
     up = fold_parts(parts_ptr, tokens, 2 * features, token, features + feature, inside, PIECES)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     product = gate_mul_tile(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
-    _finish(product, parts_ptr, out_ptr, feature, token, features, inside, "none")
+    _finish(product, parts_ptr, parts_ptr, out_ptr, feature, token, features, inside, False, False)
