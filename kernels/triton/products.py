@@ -84,7 +84,7 @@ CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 12
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # pieces of more would take hundreds of MB
 FOLD_COLUMNS = 1024
-_PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
+PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
@@ -107,8 +107,8 @@ class _Factor(NamedTuple):
 
     @property
     def piece_lengths(self) -> list[int]:
-        """In units of `_PIECE_UNIT`. The last piece of each may be shorter."""
-        return [_divide_up(self.columns, pieces * _PIECE_UNIT.value) for pieces in self.pieces]
+        """In units of `PIECE_UNIT`. The last piece of each may be shorter."""
+        return [divide_up(self.columns, pieces * PIECE_UNIT.value) for pieces in self.pieces]
 
 
 def k_splits(rows: int, columns: int) -> int:
@@ -226,31 +226,31 @@ def _seconds(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts
         (read + loaded) / H200.shared_bytes,
     )
     stage = 2 * (tile.features + tile.width) * tile.depth
-    waves = _divide_up(programs, H200.sms * (H200.shared_memory // (stage * tile.stages)))
+    waves = divide_up(programs, H200.sms * (H200.shared_memory // (stage * tile.stages)))
     return stored / H200.l2 + max(
         2 * columns * sum(rows) / H200.memory,
         (programs * loaded + stored) / H200.l2,
-        _divide_up(programs, H200.sms) * clocks / H200.clock,
+        divide_up(programs, H200.sms) * clocks / H200.clock,
         waves * length / tile.depth * H200.latency / (tile.stages - 1),
     )
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
     """Tiles of features, cut separately for each weight, and of tokens."""
-    return sum(_divide_up(n, tile.features) for n in features), _divide_up(tokens, tile.width)
+    return sum(divide_up(n, tile.features) for n in features), divide_up(tokens, tile.width)
 
 
-def _divide_up(number: int, divisor: int) -> int:
+def divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
 def _constants(tile: Tile, factor: _Factor) -> dict[str, Any]:
     """What the kernels of products are compiled for."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
-    return dict(UNIT=_unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
+    return dict(UNIT=unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
 
 
-def _unit(size: int) -> int:
+def unit(size: int) -> int:
     """The largest power of two up to 128 that divides `size`. Kernels that know it load and store many at once."""
     return math.gcd(size, 128)
 
@@ -258,8 +258,8 @@ def _unit(size: int) -> int:
 def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: _Factor, *others: Tensor, **constants: Any) -> None:
     """Launches a kernel on x, the weights and others: products of x with each weight, summed and finished."""
     tokens, columns, features = len(x), factor.columns, factor.rows[0]
-    unit, width_unit = _unit(columns), _unit(features)
-    numbers = (tokens, features // width_unit, columns // unit, factor.piece_lengths[0])
+    width_unit = unit(features)
+    numbers = (tokens, features // width_unit, columns // unit(columns), factor.piece_lengths[0])
     constants |= _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, WIDTH_UNIT=width_unit)
     launch(kernel, _grid(tile, tokens, [sum(factor.rows)]), x, *factor.weights, *others, *numbers, **constants)
 
@@ -267,7 +267,7 @@ def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: _Factor, *others: 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
     """Launches a kernel on parts, ..., out, that folds parts and finishes the sums into out."""
     tokens, features = tensors[-1].shape
-    grid = (_divide_up(features, FOLD_COLUMNS), tokens)
+    grid = (divide_up(features, FOLD_COLUMNS), tokens)
     constants |= dict(PIECES=len(parts), COLUMNS=FOLD_COLUMNS)
     launch(kernel, grid, parts, *tensors, tokens, features, warps=4, **constants)
 
@@ -278,9 +278,9 @@ def _parts(x: Tensor, factor: _Factor, tile: Tile, apart: bool) -> Tensor:
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
     absent = [0] * (3 - len(rows))  # weights that no program reads, since they have no rows
     tensors = (x, *factor.weights, *[factor.weights[0] for _ in absent], out)
-    width_unit = _unit(math.gcd(*rows))
+    width_unit = unit(math.gcd(*rows))
     sizes = [n // width_unit for n in rows]
-    numbers = (tokens, columns // _unit(columns), *sizes, *absent, *factor.piece_lengths, *absent)
+    numbers = (tokens, columns // unit(columns), *sizes, *absent, *factor.piece_lengths, *absent)
     grid = (*_grid(tile, tokens, rows), len(out))
     constants = _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, APART=apart, WIDTH_UNIT=width_unit)
     launch(_parts_kernel, grid, *tensors, *numbers, **constants)
@@ -352,7 +352,7 @@ def _load(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @device_function
-def _sums_of_pieces(
+def sums_of_pieces(
     w_row,
     x_rows,
     columns,
@@ -407,7 +407,7 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
 
 
 @device_function
-def _gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
+def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
     """gate_mul of the upper and the lower half of a tile, both rounded to the dtype of `out_ptr`."""
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
@@ -488,12 +488,12 @@ def _linear_kernel(
     DEPTH: tl.constexpr,
 ):
     """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in their units."""
-    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
+    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, features, columns), _token_rows(x_ptr, places, tokens, columns)
-    sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
     _finish_tile(sums[0], bias_ptr, residual_ptr, out_ptr, feature, places[0], features, tokens, BIAS, RESIDUAL)
     if MORE:
         _finish_tile(sums[1], bias_ptr, residual_ptr, out_ptr, feature, places[1], features, tokens, BIAS, RESIDUAL)
@@ -519,7 +519,7 @@ def _gate_up_kernel(
     DEPTH: tl.constexpr,
 ):
     """Like `_linear_kernel`, for tiles whose upper half is of gate and whose lower half is of up."""
-    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
+    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     half: tl.constexpr = FEATURES // 2
@@ -528,12 +528,12 @@ def _gate_up_kernel(
     base_ptr = tl.multiple_of(tl.where(row < half, gate_ptr, up_ptr), _ALIGNMENT)
     w_row = _row(base_ptr, tile[1] * half + row % half, features, columns)
     x_rows = _token_rows(x_ptr, places, tokens, columns)
-    sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
     feature = tile[1] * half + tl.arange(0, half)
-    product = _gate_mul_halves(sums[0], out_ptr, ACTIVATION)
+    product = gate_mul_halves(sums[0], out_ptr, ACTIVATION)
     _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[0], features, tokens, False, False)
     if MORE:
-        product = _gate_mul_halves(sums[1], out_ptr, ACTIVATION)
+        product = gate_mul_halves(sums[1], out_ptr, ACTIVATION)
         _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[1], features, tokens, False, False)
 
 
@@ -577,11 +577,11 @@ def _parts_kernel(
     feature = tile * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, rows, columns), _token_rows(x_ptr, places, tokens, columns)
     if APART:
-        start = tl.program_id(2) * piece * _PIECE_UNIT
-        stop = tl.minimum(start + piece * _PIECE_UNIT, columns)
+        start = tl.program_id(2) * piece * PIECE_UNIT
+        stop = tl.minimum(start + piece * PIECE_UNIT, columns)
         sums = _sums(w_row, x_rows, start, stop, columns, MORE, UNIT, DEPTH)
     else:
-        sums = _sums_of_pieces(w_row, x_rows, columns, piece * _PIECE_UNIT, CUT, MORE, UNIT, DEPTH)
+        sums = sums_of_pieces(w_row, x_rows, columns, piece * PIECE_UNIT, CUT, MORE, UNIT, DEPTH)
     width = a_rows + b_rows + c_rows
     inside = feature < rows
     _store_part(sums[0], parts_ptr + first, feature, places[0], width, tokens, inside)
