@@ -6,9 +6,9 @@ the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depe
 tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other. The
 rows of an expert are listed on the GPU, and their products keep the rules of all others.
 
-`launch` pins the settings of the compiler that change bits; `products`, `experts`, `attention`, `recurrence`, `rows` and
-`head` hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in
-Triton's interpreter, for tests.
+`launch` pins the settings of the compiler that change bits; `products`, `experts`, `attention`, `recurrence`, `rows`
+and `head` hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run
+in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
