@@ -7,8 +7,8 @@ tile, whatever the number of rows, and so has the recurrence of a delta net, whi
 rows of an expert are listed on the GPU, and their products keep the rules of all others.
 
 `launch` pins the settings of the compiler that change bits; `products`, `experts`, `attention`, `recurrence`, `rows`
-and `head` hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run
-in Triton's interpreter, for tests.
+and `head` hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels
+run in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
