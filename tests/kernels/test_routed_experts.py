@@ -22,9 +22,9 @@ from .test_training import LENS, gradients, load, loss, other_routes, pad, plain
 
 
 @pytest.fixture
-def mixture(mixture_models: dict[str, Path], mixture_backend: str) -> Any:
+def mixture(mixture_models: dict[str, Path], backend: str) -> Any:
     """An aligned model of two layers with 3 of 8 experts."""
-    return load(mixture_models["qwen3_moe"], backend=mixture_backend)
+    return load(mixture_models["qwen3_moe"], backend=backend)
 
 
 def unread(ids: Tensor, mask: Tensor) -> Tensor:
@@ -34,9 +34,9 @@ def unread(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.int64], ids=str)
-def test_its_own_routes_change_no_bit(mixture_model: Path, mixture_backend: str, dtype: torch.dtype) -> None:
+def test_its_own_routes_change_no_bit(mixture_model: Path, backend: str, dtype: torch.dtype) -> None:
     """In any order, and whatever stands in rows that are not read."""
-    model, (ids, mask) = load(mixture_model, backend=mixture_backend), pad(sequences(), left=3)
+    model, (ids, mask) = load(mixture_model, backend=backend), pad(sequences(), left=3)
     own = token_experts(model, ids, mask)
     given = own.flip(-1)
     given[unread(ids, mask)] = 77
@@ -49,8 +49,8 @@ def test_its_own_routes_change_no_bit(mixture_model: Path, mixture_backend: str,
         assert all(same_bits(replayed[name], expected[name]) for name in expected)
 
 
-def test_routes_do_not_depend_on_the_batch(mixture_model: Path, mixture_backend: str) -> None:
-    model, rows = load(mixture_model, backend=mixture_backend), sequences()
+def test_routes_do_not_depend_on_the_batch(mixture_model: Path, backend: str) -> None:
+    model, rows = load(mixture_model, backend=backend), sequences()
     ids, mask = pad(rows, left=3)
     padded = token_experts(model, ids, mask)
     packed = token_experts(model, torch.cat(rows).to(torch.int32), lengths=LENS)
@@ -85,11 +85,11 @@ def test_given_routes_survive_gradient_checkpointing(mixture: Any) -> None:
     assert all(same_bits(p.grad, expected[name]) for name, p in mixture.named_parameters())
 
 
-def test_masters_of_a_mixture_under_autocast(mixture_model: Path, mixture_backend: str) -> None:
+def test_masters_of_a_mixture_under_autocast(mixture_model: Path, backend: str) -> None:
     """They compute what the rounded model computes, with its routes, and its gradients in float32."""
     masters, rounded = (
-        load(mixture_model, backend=mixture_backend),
-        load(mixture_model, torch.bfloat16, mixture_backend),
+        load(mixture_model, backend=backend),
+        load(mixture_model, torch.bfloat16, backend),
     )
     ids, mask = pad(sequences())
     with torch.autocast("cpu", torch.bfloat16):
@@ -102,10 +102,10 @@ def test_masters_of_a_mixture_under_autocast(mixture_model: Path, mixture_backen
         assert same_bits(ours[name], theirs[name].float()), name
 
 
-def test_unalign_restores_a_mixture(mixture_model: Path, mixture_backend: str) -> None:
+def test_unalign_restores_a_mixture(mixture_model: Path, backend: str) -> None:
     model, (ids, mask) = load(mixture_model), pad(sequences())
     before = model(ids, attention_mask=mask).logits
-    align(model, mixture_backend)
+    align(model, backend)
     aligned = model(ids, attention_mask=mask).logits
     assert not same_bits(aligned, before) and torch.allclose(aligned[mask == 1], before[mask == 1], atol=1e-3)
     unalign(model)

@@ -118,7 +118,7 @@ def test_gradients_of_mixtures(
     family: str,
     dtype: torch.dtype,
     foreign: bool,
-    mixture_backend: str,
+    backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the routes that the aligned model finds, and with others, in all three models. Of two layers: more that are
@@ -128,11 +128,11 @@ def test_gradients_of_mixtures(
     ids, mask = pad(sequences())
     types = dict(layer_types=["linear_attention", "full_attention"]) if family in HYBRID_MIXTURES else {}
     folder = make_tiny_model(family, tmp_path, num_hidden_layers=2, **types)
-    model = load(folder, dtype, mixture_backend)
+    model = load(folder, dtype, backend)
     routes = token_experts(model, ids, mask)
     if foreign:
         routes = other_routes(model, routes)
-    expected, unaligned, found = three_gradients(folder, dtype, mixture_backend, 0.7, routes)
+    expected, unaligned, found = three_gradients(folder, dtype, backend, 0.7, routes)
     assert all(expected[name].any() for name in expected), "premise: routers too"
     check_errors(*map(with_joined_few, (expected, unaligned, found)))
 
