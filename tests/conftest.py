@@ -125,16 +125,16 @@ def hybrid_model(request: pytest.FixtureRequest, hybrid_models: dict[str, Path])
 
 
 @pytest.fixture(scope="session")
-def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def mixture_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The folder of the tiny float32 model of each family with experts."""
     folder = tmp_path_factory.mktemp("models")
     return {family: make_tiny_model(family, folder / f"tiny-{family}") for family in MIXTURES}
 
 
 @pytest.fixture(params=MIXTURES)
-def mixture(request: pytest.FixtureRequest, mixtures: dict[str, Path]) -> Path:
+def mixture_model(request: pytest.FixtureRequest, mixture_models: dict[str, Path]) -> Path:
     """Those folders, one after the other."""
-    return mixtures[request.param]
+    return mixture_models[request.param]
 
 
 @pytest.fixture(params=FAMILIES + WINDOWED)
@@ -148,6 +148,12 @@ def any_model(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that runs on a CPU, one after the other."""
+    return request.param
+
+
+@pytest.fixture(params=["reference"])
+def mixture_backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that runs experts on a CPU, one after the other."""
     return request.param
 
 

@@ -97,6 +97,11 @@ class Decoder:
         return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
 
     @property
+    def record_names(self) -> tuple[str, ...]:
+        """Those of the records that `forward` gives."""
+        return (ROUTES,) if self.spec.experts else ()
+
+    @property
     def num_bytes(self) -> int:
         """The memory that the weights take."""
         return sum(tensor.nbytes for tensor in self._tensors.values())

@@ -52,12 +52,12 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     check_against_transformers(folder, 300 if name in MIXTURES else 100, backends=["reference"])
 
 
-def test_greedy_tokens_equal_those_of_transformers(mixture: Path) -> None:
-    model, ids = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32), prompt(50)
+def test_greedy_tokens_equal_those_of_transformers(mixture_model: Path) -> None:
+    model, ids = AutoModelForCausalLM.from_pretrained(mixture_model, dtype=torch.float32), prompt(50)
     model.generation_config.eos_token_id = None
     expected = model.generate(ids[None], max_new_tokens=20, do_sample=False)[0, 50:].tolist()
     request = generate("r", ids.numpy().astype(np.int32), temperature=0.0, max_tokens=20)
-    found = run(make_engine(mixture, backend="reference"), [request])["r", 0]
+    found = run(make_engine(mixture_model, backend="reference"), [request])["r", 0]
     assert list(found.token_ids) == expected and len({*expected}) > 5
 
 
@@ -120,18 +120,18 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_spellings_of_experts_load_the_same_bits(mixture: Path, tmp_path: Path, dtype: str) -> None:
-    own = stacked(mixture)
-    saved = load_file(mixture / FILE)
-    assert any(".experts.7.up_proj.weight" in name for name in saved) == (mixture.name != "tiny-gpt_oss")
-    save_file(own, same_settings(mixture, tmp_path) / FILE)
-    expected = dense(mixture, dtype=dtype)
+def test_both_spellings_of_experts_load_the_same_bits(mixture_model: Path, tmp_path: Path, dtype: str) -> None:
+    own = stacked(mixture_model)
+    saved = load_file(mixture_model / FILE)
+    assert any(".experts.7.up_proj.weight" in name for name in saved) == (mixture_model.name != "tiny-gpt_oss")
+    save_file(own, same_settings(mixture_model, tmp_path) / FILE)
+    expected = dense(mixture_model, dtype=dtype)
     assert_equal(dense(tmp_path, dtype=dtype), expected)
     assert_equal(expected, {name: own[name].to(getattr(torch, dtype)) for name in expected})
 
 
-def test_a_checkpoint_may_have_each_stack_in_a_form_of_its_own(mixtures: dict[str, Path], tmp_path: Path) -> None:
-    folder, index = mixtures["qwen3_moe"], {}
+def test_a_checkpoint_may_have_each_stack_in_a_form_of_its_own(mixture_models: dict[str, Path], tmp_path: Path) -> None:
+    folder, index = mixture_models["qwen3_moe"], {}
     own, layer = stacked(folder), "model.layers.1.mlp.experts."
     parts = one_by_one(own)
     mixed = {name: tensor for name, tensor in parts.items() if not name.startswith(layer) or "down_proj" in name}
@@ -180,9 +180,9 @@ def test_a_checkpoint_may_have_each_stack_in_a_form_of_its_own(mixtures: dict[st
     ids=["missing", "none", "too many", "zeros before", "shape", "twice", "kind"],
 )
 def test_folders_whose_experts_do_not_fit_are_refused(
-    mixtures: dict[str, Path], tmp_path: Path, change: Any, message: str
+    mixture_models: dict[str, Path], tmp_path: Path, change: Any, message: str
 ) -> None:
-    folder = mixtures["qwen3_moe"]
+    folder = mixture_models["qwen3_moe"]
     tensors = load_file(folder / FILE)
     change("model.layers.0.mlp.experts.", tensors)
     save_file(tensors, same_settings(folder, tmp_path) / FILE)
@@ -190,11 +190,13 @@ def test_folders_whose_experts_do_not_fit_are_refused(
         dense(tmp_path)
 
 
-def test_experts_that_the_checkpoint_does_not_have_take_no_memory(mixtures: dict[str, Path], tmp_path: Path) -> None:
+def test_experts_that_the_checkpoint_does_not_have_take_no_memory(
+    mixture_models: dict[str, Path], tmp_path: Path
+) -> None:
     """Of 200 million names that the settings ask for none is made."""
-    raw = read_config(mixtures["qwen3_moe"]) | dict(num_hidden_layers=1024, num_local_experts=65536)
+    raw = read_config(mixture_models["qwen3_moe"]) | dict(num_hidden_layers=1024, num_local_experts=65536)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    (tmp_path / FILE).write_bytes((mixtures["qwen3_moe"] / FILE).read_bytes())
+    (tmp_path / FILE).write_bytes((mixture_models["qwen3_moe"] / FILE).read_bytes())
     with pytest.raises(ModelError, match=r"[0-9]+ missing: .* and [0-9]+ more; .*wrong shape: .*mlp.gate.weight") as e:
         dense(tmp_path)
     assert len(str(e.value)) < 4000
@@ -216,11 +218,11 @@ def quantized(folder: Path, other: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_checkpoint_in_mxfp4_becomes_what_transformers_makes_of_it(
-    mixtures: dict[str, Path], tmp_path: Path, dtype: str
+    mixture_models: dict[str, Path], tmp_path: Path, dtype: str
 ) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    tensors = quantized(mixtures["gpt_oss"], tmp_path)
+    tensors = quantized(mixture_models["gpt_oss"], tmp_path)
     save_file(tensors, tmp_path / FILE)
     expected = {
         name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items() if tensor.is_floating_point()
@@ -243,10 +245,10 @@ def test_all_numbers_of_mxfp4_are_those_of_transformers() -> None:
         assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def test_blocks_and_scales_may_lie_in_two_files(mixtures: dict[str, Path], tmp_path: Path) -> None:
-    whole = quantized(mixtures["gpt_oss"], tmp_path / "whole")
+def test_blocks_and_scales_may_lie_in_two_files(mixture_models: dict[str, Path], tmp_path: Path) -> None:
+    whole = quantized(mixture_models["gpt_oss"], tmp_path / "whole")
     save_file(whole, tmp_path / "whole" / FILE)
-    quantized(mixtures["gpt_oss"], tmp_path)
+    quantized(mixture_models["gpt_oss"], tmp_path)
     files = {name: f"model-{int(name.endswith('_scales'))}.safetensors" for name in whole}
     for file in {*files.values()}:
         save_file({name: tensor for name, tensor in whole.items() if files[name] == file}, tmp_path / file)
@@ -282,9 +284,9 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
     ids=["no scales", "no blocks", "shape", "kind", "twice", "of attention"],
 )
 def test_blocks_and_scales_that_do_not_fit_are_refused(
-    mixtures: dict[str, Path], tmp_path: Path, change: Any, message: str
+    mixture_models: dict[str, Path], tmp_path: Path, change: Any, message: str
 ) -> None:
-    tensors = quantized(mixtures["gpt_oss"], tmp_path)
+    tensors = quantized(mixture_models["gpt_oss"], tmp_path)
     change(tensors)
     save_file(tensors, tmp_path / FILE)
     with pytest.raises(ModelError, match=message):
@@ -314,10 +316,10 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(
     ],
 )
 def test_what_it_does_not_compute_is_refused(
-    mixtures: dict[str, Path], family: str, change: dict[str, Any], message: str
+    mixture_models: dict[str, Path], family: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        describe(read_config(mixtures[family]) | change)
+        describe(read_config(mixture_models[family]) | change)
 
 
 # Of published checkpoints, in short; what they leave out is what transformers takes for it.
@@ -376,10 +378,10 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     assert found.norm.eps == config.rms_norm_eps
 
 
-def test_random_weights_use_all_experts(mixture: Path) -> None:
-    config = EngineConfig(model=str(mixture / "config.json"), backend="reference", num_blocks=64)
+def test_random_weights_use_all_experts(mixture_model: Path) -> None:
+    config = EngineConfig(model=str(mixture_model / "config.json"), backend="reference", num_blocks=64)
     loaded = load_dummy(config)
-    ours = Hybrid(mixture)
+    ours = Hybrid(mixture_model)
     for name, weight in ours.model.checkpoint_tensors().items():
         weight.copy_(loaded.weights.tensors[name])
     with torch.inference_mode():
