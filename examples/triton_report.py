@@ -117,9 +117,9 @@ EXPERTS = {
     "Qwen3-Next-80B-A3B": (ExpertsSpec(512, 10, 512, normed=False, shared_size=512), 2048),
     "experts of no multiples of 16": (ExpertsSpec(6, 2, 33, activation="gelu_tanh"), 1001),
 }
-OTHERS = (*DELTA_NETS, *EXPERTS)
 FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
+WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
 # Around the numbers of rows where tiles change, and what rollouts have.
 DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
@@ -561,7 +561,7 @@ def main() -> None:
         "--json",
         action="store_true",
         help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
-        f"and for sm_{TUNED_FOR} all of one model, of delta nets and of experts",
+        f"and for sm_{TUNED_FOR} all of one model, of delta nets and of some experts",
     )
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
@@ -571,11 +571,11 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all:
-        launches = record([*MODELS, *OTHERS])
-        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record([MODELLED, *OTHERS]))
+        launches = record([*MODELS, *DELTA_NETS, *EXPERTS])
+        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record(WHOLE))
         print(json.dumps([asdict(compiled) for compiled in compile_all(jobs)]))
     else:
-        print_table(compile_all(jobs_of(record([MODELLED, *OTHERS]))))
+        print_table(compile_all(jobs_of(record(WHOLE))))
 
 
 if __name__ == "__main__":
