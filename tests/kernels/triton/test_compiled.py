@@ -2,8 +2,8 @@
 
 `examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
 interpreter. Of the forms that the models have it compiles as many as show all of this, and for sm_90 all of Qwen2.5-7B,
-of delta nets and of gpt-oss-20b's experts; `python examples/triton_report.py --all` compiles every one for every target,
-and no test does.
+of delta nets and of gpt-oss-20b's experts; `python examples/triton_report.py --all` compiles every one for every
+target, and no test does.
 """
 
 from __future__ import annotations
