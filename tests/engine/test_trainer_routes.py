@@ -19,10 +19,10 @@ from trueroll.kernels import reference, training
 from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.families import describe
-from trueroll.kernels.replay import replayed
 from trueroll.kernels.specs import ExpertsSpec
-from trueroll.kernels.training import align, token_experts
+from trueroll.kernels.training import align, replayed, token_experts, token_log_probs
 
+from .drive import generate, make_engine, run, tokens
 from .test_trainer_log_probs import (
     BATCHES,
     DTYPES,
@@ -142,3 +142,23 @@ def test_another_order_of_experts_is_found(mixture_models: dict[str, Path], monk
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
     assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), "but not by much"
+
+
+def test_a_trainer_of_a_mixture_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
+    """In the interpreter, so with few tokens; with gradients, which are torch's."""
+    sizes = dict(num_hidden_layers=1, hidden_size=32, vocab_size=64, num_experts=4, num_experts_per_tok=2)
+    folder = make_tiny_model("qwen3_moe", tmp_path, dtype="bfloat16", **sizes)
+    engine = make_engine(folder, backend="triton", num_blocks=16, block_size=2)
+    prompt = tokens(3, vocab_size=64)
+    params = dict(n=2, temperature=TEMPERATURE, max_tokens=2, return_routed_experts=True)
+    samples = run(engine, [generate("a", prompt, **params)]).values()
+    rollout = [(prompt, sample) for sample in samples]
+    model = trainer_model(folder, "bfloat16")
+    align(model, "triton")
+    assert count_differences(packed(model, rollout), rollout) == 0
+    assert count_differences(packed(model, rollout, recorded(rollout)), rollout) == 0
+    row, route = sequences(rollout)[0], torch.from_numpy(rollout[0][1].routed_experts)
+    assert token_experts(model, row[None])[0, :-1].equal(route.int())
+    token_log_probs(model, row[None], temperature=TEMPERATURE).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert all(g is not None and g.isfinite().all() and g.any() for g in gradients)
