@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from trueroll.errors import AlignmentError
 
 from .batches import OWN_CHOICE, locate, read_routes
+from .plain_models import describe_plain
 from .specs import DecoderSpec, ExpertsSpec
-from .training import describe_plain
-
-__all__ = ["replayed"]
 
 
 @contextmanager

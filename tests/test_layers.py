@@ -36,7 +36,7 @@ FOREIGN_ALLOWED_TO = {
     "kernels.families.settings": {"transformers", "huggingface_hub"},
     **{
         f"kernels.triton.{name}": {"triton"}
-        for name in ("launch", "products", "attention", "rows", "recurrence", "head")
+        for name in ("launch", "products", "attention", "experts", "rows", "recurrence", "head")
     },
 }
 
@@ -58,8 +58,9 @@ KERNELS = {
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
     "batches": SPEC | {"autograd"},
-    "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
-    "replay": SPEC | {"batches", "training"},
+    "plain_models": {"families", "specs"},
+    "replay": {"batches", "plain_models", "specs"},
+    "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {

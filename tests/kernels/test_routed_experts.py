@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trueroll.errors import AlignmentError
-from trueroll.kernels.replay import replayed
-from trueroll.kernels.training import align, token_experts, token_log_probs, token_statistics, unalign
+from trueroll.kernels.training import align, replayed, token_experts, token_log_probs, token_statistics, unalign
 
 from .inputs import same_bits
 from .test_training import LENS, gradients, load, loss, other_routes, pad, plain_log_probs, sequences

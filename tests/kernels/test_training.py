@@ -29,10 +29,9 @@ from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
 from trueroll.kernels.autograd import GradientOps, Packed
 from trueroll.kernels.contract import ExpertsWeights
-from trueroll.kernels.replay import replayed
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, NormSpec
-from trueroll.kernels.training import Arithmetic, align, aligned_with, token_experts, token_log_probs, unalign
+from trueroll.kernels.training import Arithmetic, align, aligned_with, replayed, token_experts, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits
