@@ -100,17 +100,14 @@ def test_who_does_not_ask_gets_none_and_no_bit_changes(mixture: LoadedModel) -> 
 
 
 def test_a_hit_at_every_border_returns_what_was_computed(loaded: LoadedModel) -> None:
-    """Recurrent layers resume at checkpoints alone, of which the first prompt has one at its last border."""
-    engine, truth, prompt = (
-        engine_of(loaded, state_interval=BLOCK if loaded.model.spec.delta_nets else None),
-        Truth(loaded),
-        tokens(41),
-    )
-    for length in range(0, 41, BLOCK):
+    """With recurrent layers, that has a checkpoint at each of them."""
+    interval = BLOCK if loaded.model.spec.delta_nets else None
+    engine, truth, prompt = engine_of(loaded, state_interval=interval), Truth(loaded), tokens(29)
+    for length in range(0, 29, BLOCK):
         engine.invalidate_prefix_cache()
         if length:
             run(engine, [asked("before", prompt[: length + 1], max_tokens=1)])
-        [sample] = run(engine, [asked("r", prompt)]).values()
+        [sample] = run(engine, [asked("r", prompt, max_tokens=2)]).values()
         assert sample.num_cached_tokens == length, "premise"
         truth.check(prompt, sample)
 
@@ -135,8 +132,8 @@ def test_alone_chunked_and_in_company(loaded: LoadedModel) -> None:
 
 
 def test_preempted_samples_keep_their_records(loaded: LoadedModel) -> None:
-    engine, prompts = engine_of(loaded, num_blocks=24), [tokens(20 + i, seed=i) for i in range(4)]
-    requests = [(asked if i % 2 == 0 else generate)(str(i), p, n=3, max_tokens=30) for i, p in enumerate(prompts)]
+    engine, prompts = engine_of(loaded, num_blocks=16), [tokens(20 + i, seed=i) for i in range(3)]
+    requests = [(asked if i % 2 == 0 else generate)(str(i), p, n=2, max_tokens=20) for i, p in enumerate(prompts)]
     found, truth = run(engine, requests), Truth(loaded)
     assert engine.stats().preemptions > 0, "premise"
     for (id, _), sample in found.items():
@@ -332,7 +329,7 @@ def test_a_model_without_experts_refuses_and_goes_on(tiny_llama: Path) -> None:
 
 
 def test_tokens_of_each_expert_are_counted(loaded: LoadedModel) -> None:
-    engine, info = engine_of(loaded), None
+    engine = engine_of(loaded)
     [sample] = run(engine, [asked("r", tokens(30))]).values()
     run(engine, [generate("plain", tokens(20, seed=1))])
     info = engine.info
@@ -347,7 +344,7 @@ def test_tokens_of_each_expert_are_counted(loaded: LoadedModel) -> None:
     assert fresh.stats().expert_tokens == np.array(expected, "<i8").tobytes()
 
 
-@pytest.fixture(params=range(4))
+@pytest.fixture(params=range(2))
 def dice(request: pytest.FixtureRequest) -> Iterator[random.Random]:
     yield random.Random(request.param)
 
@@ -379,7 +376,7 @@ def test_in_any_order_of_events(loaded: LoadedModel, dice: random.Random) -> Non
         else:
             truth.check(prompts[sample.request_id], sample)
             checked += 1
-    stats = engine.stats()
-    assert checked > 8 and stats.prefix_hits > 0 and stats.shortened_hits > 0, "premise"
+    assert checked > 8 and engine.stats().shortened_hits > 0, "premise"
+    assert loaded.model.spec.delta_nets or engine.stats().prefix_hits > 0, "premise"
     engine.invalidate_prefix_cache()
     assert engine.memory()["routed_experts"] == 0
