@@ -36,7 +36,7 @@ FOREIGN_ALLOWED_TO = {
     "kernels.families.settings": {"transformers", "huggingface_hub"},
     **{
         f"kernels.triton.{name}": {"triton"}
-        for name in ("launch", "products", "attention", "rows", "recurrence", "head")
+        for name in ("launch", "products", "attention", "experts", "rows", "recurrence", "head")
     },
 }
 
