@@ -43,7 +43,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def serving(folder: Path, address: str, **settings: Any) -> Iterator[Engine]:
-    config = EngineConfig(model=str(folder), num_blocks=32, num_threads=1, backend="reference", **settings)
+    config = EngineConfig(model=str(folder), num_blocks=32, num_threads=1, backend="cpu", **settings)
     engine = Engine(config)
     running = WorkerOnThread(WorkerConfig(address=address), lambda: engine)
     while running.worker.health().state == "loading":
@@ -70,11 +70,11 @@ def assert_equal(found: Weights, expected: Weights) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(mixtures: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Weights]]:
+def trained(mixture_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Weights]]:
     """By family and spelling, the tensors of a model with other weights, as a module has them and as it is saved."""
     found = {}
     for family in MIXTURES:
-        model = AutoModelForCausalLM.from_pretrained(mixtures[family], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(mixture_models[family], dtype=torch.float32)
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):
                 parameter.mul_(1 + 0.01 * number)
@@ -91,14 +91,14 @@ CASES += [("qwen3_next_moe", "shared"), ("qwen3_5_moe", "shared"), ("gpt_oss", "
 
 @pytest.mark.parametrize(("family", "transport"), CASES)
 def test_a_push_of_either_spelling_gives_the_bits_of_a_fresh_load(
-    mixtures: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path, family: str, transport: str
+    mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path, family: str, transport: str
 ) -> None:
     address = f"ipc://{tmp_path}/worker"
     settings = dict(folder=tmp_path / "pushes") if transport == "disk" else {}
     stacks, saved = trained[family]["stacks"], trained[family]["as saved"]
     assert (saved.keys() == stacks.keys()) == (family == "gpt_oss")
     with (
-        serving(mixtures[family], address, dtype="bfloat16") as engine,
+        serving(mixture_models[family], address, dtype="bfloat16") as engine,
         publishing(address, transport, **settings) as to,
     ):
         before = dense(engine)
@@ -116,16 +116,16 @@ def test_a_push_of_either_spelling_gives_the_bits_of_a_fresh_load(
 
 
 def test_a_push_in_place_may_bring_experts_one_by_one(
-    mixtures: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
+    mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
 ) -> None:
     address = f"ipc://{tmp_path}/worker"
-    with serving(mixtures["qwen3_moe"], address) as engine, publishing(address, "shared", in_place=True) as to:
+    with serving(mixture_models["qwen3_moe"], address) as engine, publishing(address, "shared", in_place=True) as to:
         to.push(trained["qwen3_moe"]["as saved"], 1)
         assert_equal(dense(engine), trained["qwen3_moe"]["stacks"])
 
 
 def test_sparse_pushes_bring_what_changed_in_either_spelling(
-    mixtures: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
+    mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
 ) -> None:
     """Of some experts a few numbers, of another one a whole matrix; and one spelling after the other."""
     address = f"ipc://{tmp_path}/worker"
@@ -139,7 +139,7 @@ def test_sparse_pushes_bring_what_changed_in_either_spelling(
         saved[f"{prefix}7.gate_proj.weight"][:] = stacks[STACK][7, :32] = value
         saved[f"{prefix}6.down_proj.weight"][63, 0] = stacks[f"{prefix}down_proj"][6, 63, 0] = value
 
-    with serving(mixtures["qwen3_moe"], address) as engine, publishing(address, "shared", sparse=True) as to:
+    with serving(mixture_models["qwen3_moe"], address) as engine, publishing(address, "shared", sparse=True) as to:
         whole = to.push(saved, 1)
         for version, tensors in enumerate((saved, stacks, stacks, saved), 2):
             change(float(version))
@@ -149,11 +149,11 @@ def test_sparse_pushes_bring_what_changed_in_either_spelling(
 
 
 def test_sparse_pushes_to_stacks_whose_rows_lie_in_turn(
-    mixtures: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
+    mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
 ) -> None:
     address = f"ipc://{tmp_path}/worker"
     stacks = {name: tensor.clone() for name, tensor in trained["gpt_oss"]["stacks"].items()}
-    with serving(mixtures["gpt_oss"], address) as engine, publishing(address, "shared", sparse=True) as to:
+    with serving(mixture_models["gpt_oss"], address) as engine, publishing(address, "shared", sparse=True) as to:
         to.push(stacks, 1)
         stacks[STACK][2, 5, 7:9] = 3.0
         stacks[f"{STACK}_bias"][1, 9] = 4.0
