@@ -84,7 +84,7 @@ class _Wanted(NamedTuple):
     """
 
     shapes: dict[str, Shape]
-    packed: dict[str, tuple[str, str]]
+    packed: dict[str, tuple[str, ...]]
     packed_shapes: dict[str, Shape]
     missing: dict[str, int]
     doubled: dict[str, set[str]]
