@@ -55,6 +55,7 @@ KERNELS = {
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
+    "importance": set(),
     "training": SPEC | {"autograd", "families", "layer", "selection"},
 }
 OUTPUTS = {"request", "outputs"}
