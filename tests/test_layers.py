@@ -47,7 +47,9 @@ KERNELS = {
     "__init__": set(),
     "specs": set(),
     "contract": {"specs"},
-    "layer": SPEC,
+    "spellings": set(),
+    "stacks": {"contract"},
+    "layer": SPEC | {"stacks"},
     "families": {"families", "specs"},
     "transfer": set(),
     "reference": SPEC | {"layer"},
@@ -55,14 +57,17 @@ KERNELS = {
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
+    "batches": SPEC | {"autograd"},
+    "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
+    "replay": SPEC | {"batches", "training"},
     "importance": set(),
-    "training": SPEC | {"autograd", "families", "layer", "selection"},
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
     "request": set(),
     "config": {"request"},
     "outputs.tops": set(),
+    "outputs.routes": set(),
     "outputs.stop_strings": set(),
     "outputs.draw_records": {"request"},
     "outputs.open_requests": OUTPUTS,
@@ -70,20 +75,22 @@ ENGINE = {
     "cache.pool": set(),
     "cache.prefix_cache": {"cache.pool"},
     "cache.states": {"cache.prefix_cache"},
+    "cache.routes": {"cache.prefix_cache"},
     "scheduling.sequence": {"outputs", "cache.prefix_cache"},
     "scheduling.lanes": {"outputs", "scheduling.sequence"},
     "scheduling.recurrent": {"cache.prefix_cache", "cache.states", "scheduling.lanes", "scheduling.sequence"},
-    "scheduling.scheduler": {"outputs", "cache.prefix_cache", "cache.states"}
+    "scheduling.scheduler": {"outputs", "cache.prefix_cache", "cache.routes", "cache.states"}
     | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence")},
     "models": {"models"},
     "running.draws": OUTPUTS,
     "running.step": OUTPUTS | {"scheduling.lanes", "scheduling.sequence", "running.draws"},
     "running.sampler": OUTPUTS | {"running.draws"},
     "running.model_runner": {"cache.memory", "models", "running.step"},
-    "running.graphs": {"running.model_runner", "running.sampler", "running.step"},
+    "running.experts": {"outputs.routes"},
+    "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.memory", "models"},
     "running.planner": {"config"},
-    "running.loading": {"config", "models", "running.planner", "running.weights"},
+    "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
 }
@@ -105,7 +112,7 @@ ROLLOUT = {
     "client": {"config", "protocol", "network", "client"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
-    "tools": {"config", "protocol", "network", "client", "publisher", "worker", "tools"},
+    "tools": {"config", "protocol", "network", "monitoring", "client", "publisher", "worker", "tools"},
     "integrations": {"client", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
