@@ -61,8 +61,6 @@ KERNELS = {
     "plain_models": {"families", "specs"},
     "replay": {"batches", "plain_models", "specs"},
     "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
-    "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
-    "replay": SPEC | {"batches", "training"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}
