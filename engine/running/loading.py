@@ -135,7 +135,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name)
+    checkpoint = check_checkpoint(
+        plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name, outline.stack_parts()
+    )
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)

@@ -30,7 +30,8 @@ _ROPE: dict[str, Any] = dict(
     truncate=False,
     original_max_position_embeddings=4096,
 )
-_NAMES = LAYER_NAMES | {"router": "mlp.router.weight", "router_bias": "mlp.router.bias"}
+_NAMES = {role: name for role, name in LAYER_NAMES.items() if not role.startswith("expert.")}
+_NAMES |= {"router": "mlp.router.weight", "router_bias": "mlp.router.bias"}
 
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _fill(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    settings = read_settings(_fill, raw)
+    settings = read_settings(_fill, raw, quantized=["mxfp4"])
     bias = bool(settings.attention_bias)
     expect(settings, hidden_act="silu", attention_bias=settings.attention_bias, **_CLAMPED)
     norm = NormSpec(settings.rms_norm_eps)

@@ -98,7 +98,7 @@ def _with_more(describe_text: Describe) -> Describe:
         text = raw.get("text_config")
         if not isinstance(text, dict):
             raise ModelError(f"expected text_config in config.json to be a map, found {brief(text)}; correct the file")
-        outer = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
+        outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
         tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
         return describe_text(outer | text | tied, architecture)
 

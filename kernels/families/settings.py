@@ -8,7 +8,7 @@ architectures are not used: importing one imports torch's compiler too, which ta
 # No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -224,11 +224,16 @@ class Settings(PreTrainedConfig):
 _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
 
 
-def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any]) -> Any:
-    """The `Settings` in `raw`, the content of config.json. `fill`: adds what a file may leave out.
+def read_settings(
+    fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any], quantized: Collection[str] = ()
+) -> Any:
+    """The `Settings` in `raw`, the content of config.json. `fill`: adds what a file may leave out. `quantized`: the
+    methods of quantization that checkpoints of the family may have.
 
-    Raise ModelError for a file that is broken, and for settings of single layers, which no family has.
+    Raise ModelError for a file that is broken, for a checkpoint of other quantized weights, and for settings of single
+    layers, which no family has.
     """
+    _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
         found = brief(raw["per_layer_config"])
         raise ModelError(f"expected per_layer_config = None in config.json, found {found}; serve another model")
@@ -238,6 +243,16 @@ def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[st
         return Settings(**filled)
     except Exception as error:
         raise _broken(error) from error
+
+
+def _check_quantization(found: Any, served: Collection[str]) -> None:
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    if method is not None and method not in served:
+        wanted = " or ".join(["none", *served])
+        raise ModelError(
+            f"expected a quant_method of {wanted} in quantization_config of config.json, found {brief(method)}; serve "
+            "a checkpoint in bfloat16"
+        )
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Families with gated delta nets: against transformers, from their checkpoints, in chunks, aligned; what is refused.
 
-An engine cannot keep their states yet, so a decoder runs here over memory that the test makes.
+A decoder runs here over memory that the test makes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Hybrid:
         ops = select_backend(backend, CPU, dtype, spec.layers).ops
         self.model = Decoder(spec, ops, partial(torch.empty, dtype=dtype))
         weights = self.model.checkpoint_tensors()
-        copy_checkpoint(check_checkpoint(folder, weights, (), spec.own_name), weights)
+        copy_checkpoint(check_checkpoint(folder, weights, (), spec.own_name, self.model.stack_parts()), weights)
 
     @cached_property
     def blocks(self) -> int:
@@ -137,12 +137,14 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
 BACKENDS = ("reference", "cpu")
 
 
-def check_against_transformers(folder: Path, length: int, auto_model: Any = AutoModelForCausalLM) -> None:
+def check_against_transformers(
+    folder: Path, length: int, auto_model: Any = AutoModelForCausalLM, backends: Sequence[str] = BACKENDS
+) -> None:
     model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = prompt(length)
     with torch.no_grad():
         expected = model(ids[None], use_cache=False).logits[0]
-    for backend in BACKENDS:
+    for backend in backends:
         found = Hybrid(folder, backend=backend).logits(ids)
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max(), backend
         assert torch.equal(found.argmax(-1), expected.argmax(-1)), backend
