@@ -329,7 +329,7 @@ class _Attention(Function):
         num_blocks = int(packed.batch.block_tables.max()) + 1
         caches = k.new_zeros(2, num_blocks, _BLOCK_SIZE, *k.shape[1:])
         ops.write_kv(k, v, caches[0], caches[1], packed.slots)
-        scoring = spec.scale, spec.window, spec.soft_cap, *([] if sinks is None else [sinks])
+        scoring = spec.scale, spec.window, spec.soft_cap, sinks
         return ops.paged_attention(q, caches[0], caches[1], packed.batch, *scoring)
 
     @staticmethod

@@ -58,8 +58,9 @@ KERNELS = {
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
     "batches": SPEC | {"autograd"},
-    "training": SPEC | {"autograd", "batches", "families", "layer", "selection", "stacks"},
-    "replay": SPEC | {"batches", "training"},
+    "plain_models": {"families", "specs"},
+    "replay": {"batches", "plain_models", "specs"},
+    "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
