@@ -13,6 +13,9 @@ from trueroll.errors import AlignmentError
 from .autograd import Packed
 from .specs import DecoderSpec
 
+OWN_CHOICE = -1
+"""In place of the experts of a token that goes where the model sends it."""
+
 
 def locate(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int] | None) -> tuple[Tensor, Packed]:
     """The flat indices of the tokens of padded `input_ids` [B, T] that are not padding, or of all of packed ones [M],
@@ -68,10 +71,10 @@ def check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
 
 def read_routes(
     routed_experts: Tensor, spec: DecoderSpec, shape: torch.Size, indices: Tensor, packed: Packed
-) -> tuple[Tensor, Tensor]:
-    """(experts, is_given) of the tokens at flat `indices` into `shape`, that of input_ids: int32 [layers with experts,
-    M, top_k], ascending in each row, and bool [M]. A sequence's last token is fed to no worker, so what is there for it
-    is not read; it has the first experts.
+) -> Tensor:
+    """The experts of the tokens at flat `indices` into `shape`, that of input_ids: int32 [layers with experts, M,
+    top_k], ascending in each row. A sequence's last token is fed to no worker, so what is there for it is not read: its
+    row is of OWN_CHOICE.
 
     Raise AlignmentError for a model without experts, and for what are not `routed_experts` of it.
     """
@@ -82,12 +85,11 @@ def read_routes(
         )
     count, top_k = spec.experts[0].num_experts, spec.experts[0].top_k
     _check_routes(routed_experts, (*shape, len(spec.experts), top_k))
-    is_given = torch.ones_like(packed.positions, dtype=torch.bool)
-    is_given[torch.tensor(packed.batch.query_starts[1:], device=is_given.device) - 1] = False
-    rows = routed_experts.to(indices.device, torch.int32).flatten(0, len(shape) - 1)[indices]
-    routes = rows.sort(-1).values.where(is_given[:, None, None], torch.arange(top_k, device=rows.device).int())
-    _check_ids(routes, count)
-    return routes.transpose(0, 1).contiguous(), is_given
+    rows = routed_experts.to(indices.device, torch.int32).flatten(0, len(shape) - 1)[indices].sort(-1).values
+    is_last = torch.zeros_like(packed.positions, dtype=torch.bool)
+    is_last[torch.tensor(packed.batch.query_starts[1:], device=is_last.device) - 1] = True
+    _check_ids(rows[~is_last], count)
+    return rows.masked_fill(is_last[:, None, None], OWN_CHOICE).transpose(0, 1).contiguous()
 
 
 def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:

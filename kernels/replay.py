@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 from trueroll.errors import AlignmentError
 
-from .batches import locate, read_routes, spread
+from .batches import OWN_CHOICE, locate, read_routes
+from .plain_models import describe_plain
 from .specs import DecoderSpec, ExpertsSpec
-from .training import describe_plain
-
-__all__ = ["replayed"]
 
 
 @contextmanager
@@ -41,18 +39,18 @@ def replayed(
     in a forward pass of another number of tokens.
     """
     spec = describe_plain(model)
-    routes, is_given = _spread_routes(routed_experts, spec, attention_mask, lengths)
+    routes = _spread_routes(routed_experts, spec, attention_mask, lengths)
     with ExitStack() as stack:
         for router, of_router, experts in zip(_routers(model, spec), routes, spec.experts, strict=True):
-            hook = partial(_replay, of_router, is_given, experts.normed)
+            hook = partial(_replay, of_router, experts.normed)
             stack.callback(router.register_forward_hook(hook).remove)
         yield
 
 
 def _spread_routes(
     routed_experts: Tensor, spec: DecoderSpec, attention_mask: Tensor | None, lengths: Sequence[int] | None
-) -> tuple[Tensor, Tensor]:
-    """The routes of all N tokens, padding included, int64 [layers with experts, N, top_k], and which are given [N]."""
+) -> Tensor:
+    """The routes of all N tokens, padding included: int64 [layers with experts, N, top_k]."""
     if routed_experts.dim() != (4 if lengths is None else 3):
         raise AlignmentError(
             "routed_experts: expected [B, T, layers with experts, experts per token], or with lengths [M, ...], found "
@@ -60,9 +58,9 @@ def _spread_routes(
         )
     shape = routed_experts.shape[:-2]
     indices, packed = locate(routed_experts[..., 0, 0], attention_mask, lengths)
-    routes, is_given = read_routes(routed_experts, spec, shape, indices, packed)
-    whole = spread(routes.transpose(0, 1).long(), indices, shape).flatten(0, -3)
-    return whole.transpose(0, 1), spread(is_given, indices, shape).flatten()
+    routes = read_routes(routed_experts, spec, shape, indices, packed).long()
+    whole = routes.new_full((len(routes), shape.numel(), routes.shape[2]), OWN_CHOICE)
+    return whole.index_copy_(1, indices, routes)
 
 
 def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
@@ -73,7 +71,7 @@ def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
 
 
 def _replay(
-    route: Tensor, is_given: Tensor, normed: bool, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+    route: Tensor, normed: bool, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A router's (logits [N, E], gates [N, top_k], experts [N, top_k]), with other experts."""
     logits, gates, own = output
@@ -82,7 +80,8 @@ def _replay(
             f"routed_experts: expected a forward pass of the {len(route)} tokens that they are of, found "
             f"{len(logits)}; open replayed around each batch, with its own"
         )
-    experts = torch.where(is_given.to(own.device)[:, None], route.to(own.device), own)
+    route = route.to(own.device)
+    experts = torch.where(route == OWN_CHOICE, own, route)
     wide = logits.float()
     found = wide.gather(1, experts).softmax(-1) if normed else wide.softmax(-1).gather(1, experts)
     return logits, found.to(gates.dtype), experts

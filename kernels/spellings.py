@@ -64,6 +64,16 @@ class Spellings:
         for expert in range(self._shapes[name][0] if name in self._parts else 0):
             yield from (template.replace("{}", str(expert)) for template in self._parts[name])
 
+    @property
+    def most(self) -> int:
+        """How many tensors there are if all come in parts that may."""
+        return sum(self.count(name) or 1 for name in self._shapes)
+
+    def all_shapes(self) -> dict[str, Shape]:
+        """Of all tensors and parts, by name."""
+        parts = (part for name in self._parts for part in self.parts(name))
+        return {name: self.shape(name) or () for name in [*self._shapes, *parts]}
+
     def parts_among(self, names: Iterable[str]) -> dict[str, dict[str, Shape]]:
         """Those of `names` that are parts, with their shapes, by their stacks."""
         found: dict[str, dict[str, Shape]] = {}

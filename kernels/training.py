@@ -11,6 +11,8 @@ the worker's log-probs, and `token_statistics` those of its `top_logprobs`, what
 packing. Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast
 compute what a bfloat16 worker computes that was given these parameters. `aligned_with` says what a model computes with;
 a backend that is not the fastest one, taken because that cannot serve the model, is logged when it is first taken.
+Experts of a mixture are those of the worker: the model finds them by itself, or is given them. `replayed` gives them to
+a model that is not aligned.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from trueroll.errors import AlignmentError, ModelError
+from trueroll.errors import AlignmentError
 
 from .autograd import GradientOps, Packed
-from .batches import check_shape, locate, read_routes, spread, unpad
+from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
-from .families import describe, families
 from .layer import LAYERS, gated, make_layer, project, run_layer, scale_embedding
+from .plain_models import describe_plain, is_aligned, is_decoder
+from .replay import replayed
 from .selection import SelectedBackend, select_backend
 from .specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec
 from .stacks import StackLayout
@@ -40,6 +43,7 @@ __all__ = [
     "TokenStatistics",
     "align",
     "aligned_with",
+    "replayed",
     "token_experts",
     "token_log_probs",
     "token_statistics",
@@ -90,12 +94,12 @@ def align(model: Any, backend: str = "auto") -> None:
 
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
-    if not _is_decoder(model) or not any(_is_aligned(module) for module, *_ in _parts(model)):
+    if not is_decoder(model) or not any(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
         )
     for module, *_ in _parts(model):
-        if _is_aligned(module):
+        if is_aligned(module):
             module.__class__ = type(module).__bases__[0]
             del module._aligned
 
@@ -225,7 +229,7 @@ def _ask(
     indices, packed = locate(input_ids, attention_mask, lengths)
     routes = None
     if routed_experts is not None:
-        routes, _ = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
+        routes = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
     ids, hidden = _run_decoder(model, input_ids, indices, packed, routes=routes)
     wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
     weight = model.lm_head.weight.to(hidden.dtype)
@@ -248,8 +252,9 @@ def _decoder_forward(
     record: Tensor | None = None,
     **kwargs: Any,
 ) -> MoeModelOutputWithPast:
-    """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, ascending.
-    `record`, in that shape: is filled with them. Output is that of a decoder with or without experts.
+    """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, as
+    `read_routes` gives them. `record`, in that shape: is filled with those that they went to. The output has the fields
+    of a decoder with experts, and so those of one without.
     """
     for name in _REFUSED:
         if (value := kwargs.get(name)) is not None and value is not False:
@@ -308,7 +313,9 @@ def _layer_forward(
         return ops.delta_rule(qkv, b, a, spec, weights, packed)
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-        experts, gates = ops.route(logits, spec, route)
+        experts, gates = ops.route(logits, spec)
+        if route is not None:
+            experts, gates = ops.route(logits, spec, torch.where(route == OWN_CHOICE, experts, route))
         if record is not None:
             record.copy_(experts)
         return experts, gates
@@ -381,19 +388,6 @@ def _divisor(temperature: float) -> float:
     return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
-def _is_of_family(model: Any) -> bool:
-    return type(model).__name__ in families()
-
-
-def _is_decoder(model: Any) -> bool:
-    """Whether it is one that `_parts` finds its way in."""
-    return _is_of_family(model) and hasattr(model.model, "embed_tokens")
-
-
-def _is_aligned(module: nn.Module) -> bool:
-    return hasattr(module, "_aligned")
-
-
 def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
     """Routers and experts are of classes that stand beside those of the family's other modules."""
     if type(module) is not nn.Linear and type(module).__module__ != type(neighbour).__module__:
@@ -404,31 +398,11 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
 
 
 def _check_aligned(model: Any) -> None:
-    if not _is_decoder(model) or not all(_is_aligned(module) for module, *_ in _parts(model)):
+    if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
             "pass the model without a wrapper"
         )
-
-
-def describe_plain(model: Any) -> DecoderSpec:
-    """What a transformers model of a family computes, which is not aligned. Raise AlignmentError for any other."""
-    if not _is_of_family(model):
-        names = ", ".join(sorted(families()))
-        raise AlignmentError(
-            f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
-        )
-    if not _is_decoder(model):
-        raise AlignmentError(
-            f"model: expected a decoder alone, found {type(model).__name__}, which has more; load its text with "
-            "AutoModelForCausalLM"
-        )
-    if any(_is_aligned(module) for module, *_ in _parts(model)):
-        raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
-    try:
-        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    except ModelError as error:
-        raise AlignmentError(f"model: {error}") from None
 
 
 def _check_model(model: Any) -> DecoderSpec:

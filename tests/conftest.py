@@ -151,12 +151,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(params=["reference"])
-def mixture_backend(request: pytest.FixtureRequest) -> str:
-    """Each backend that runs experts on a CPU, one after the other."""
-    return request.param
-
-
 @pytest.fixture
 def native_library() -> Iterator[Library]:
     """The library of native kernels. A test may choose another instruction set, which lasts until its end."""

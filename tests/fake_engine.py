@@ -124,6 +124,7 @@ class FakeWeights:
     ) -> None:
         self.shapes = dict(shapes)
         self.dtype = dtype
+        self.parts: dict[str, tuple[str, ...]] = {}
         self.tied = dict(tied or {})
         self.ignored = frozenset(ignored)
         self.live = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}

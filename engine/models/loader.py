@@ -84,7 +84,7 @@ class _Wanted(NamedTuple):
     """
 
     shapes: dict[str, Shape]
-    packed: dict[str, tuple[str, str]]
+    packed: dict[str, tuple[str, ...]]
     packed_shapes: dict[str, Shape]
     missing: dict[str, int]
     doubled: dict[str, set[str]]
@@ -99,7 +99,8 @@ class _Wanted(NamedTuple):
             if len(there) > 1:
                 wanted.doubled[name] = {one for form in there for one in form}
             if there and there[0] is packed:
-                wanted.packed[name] = tuple(packed)
+                blocks, scales = packed
+                wanted.packed[name] = blocks, scales
                 wanted.packed_shapes.update(packed)
             else:
                 wanted.shapes.update(there[0] if there else forms[0])

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import typer
+from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.errors import WorkerFailedError, WorkerLostError
@@ -129,6 +130,22 @@ def check_diagnostics(rows: list[dict[str, str]]) -> None:
         assert float(row["k1"]) != 0.0 and float(row["k2"]) > 0.0 and float(row["k3"]) > 0.0
         assert float(row["largest_ratio"]) > 1.0 and float(row["perplexity_gap"]) != 0.0
         assert (float(row["clipped_share"]) > 0.0) == (float(row["largest_ratio"]) > 2.0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_of_experts_trains_without_a_mismatch(
+    grpo: Any, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(family, tmp_path / "model", dtype="bfloat16")
+    monkeypatch.setattr(grpo, "launch_worker", launch_worker)
+    grpo.main(tmp_path / "run", model=str(model), steps=3, seed=1, prompts=2)
+    rows = read_rows(tmp_path / "run")
+    assert [row["mismatch"] for row in rows] == ["0.0"] * 3
+    assert all(float(row["grad_norm"]) > 0 for row in rows)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    trained = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert trained == before.keys()  # the router and every expert's stack too
 
 
 class WorkerKiller:

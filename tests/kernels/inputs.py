@@ -130,7 +130,7 @@ def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: 
 class Paged:
     """Sequences of given lengths in a paged cache whose unused places hold NaN, with one query for each token.
 
-    `attention`: the window, the soft cap and the sinks of `paged_attention`.
+    `attention`: the window and the soft cap of `paged_attention`.
     `q`, `k`, `v`: for each sequence [its length, heads, size], those of keys and values with `kv_heads` heads.
     """
 

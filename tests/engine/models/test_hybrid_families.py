@@ -137,14 +137,12 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
 BACKENDS = ("reference", "cpu")
 
 
-def check_against_transformers(
-    folder: Path, length: int, auto_model: Any = AutoModelForCausalLM, backends: Sequence[str] = BACKENDS
-) -> None:
+def check_against_transformers(folder: Path, length: int, auto_model: Any = AutoModelForCausalLM) -> None:
     model = auto_model.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = prompt(length)
     with torch.no_grad():
         expected = model(ids[None], use_cache=False).logits[0]
-    for backend in backends:
+    for backend in BACKENDS:
         found = Hybrid(folder, backend=backend).logits(ids)
         assert (found - expected).abs().max() <= 1e-4 * expected.abs().max(), backend
         assert torch.equal(found.argmax(-1), expected.argmax(-1)), backend

@@ -49,15 +49,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, overrides = VARIANTS[name]
     folder = make_tiny_model(family, tmp_path, **overrides)
-    check_against_transformers(folder, 300 if name in MIXTURES else 100, backends=["reference"])
+    check_against_transformers(folder, 300 if name in MIXTURES else 100)
 
 
-def test_greedy_tokens_equal_those_of_transformers(mixture_model: Path) -> None:
+def test_greedy_tokens_equal_those_of_transformers(mixture_model: Path, backend: str) -> None:
     model, ids = AutoModelForCausalLM.from_pretrained(mixture_model, dtype=torch.float32), prompt(50)
     model.generation_config.eos_token_id = None
     expected = model.generate(ids[None], max_new_tokens=20, do_sample=False)[0, 50:].tolist()
     request = generate("r", ids.numpy().astype(np.int32), temperature=0.0, max_tokens=20)
-    found = run(make_engine(mixture_model, backend="reference"), [request])["r", 0]
+    found = run(make_engine(mixture_model, backend=backend), [request])["r", 0]
     assert list(found.token_ids) == expected and len({*expected}) > 5
 
 
@@ -70,7 +70,7 @@ def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) ->
         router = tensors[name]
         router[1::2] = router[::2] + 2e-3 * router[1::2]
     save_file(tensors, folder / FILE)
-    check_against_transformers(folder, 100, backends=["reference"])
+    check_against_transformers(folder, 100)
     ours, ids = Hybrid(folder), prompt(100)
     margins: list[Tensor] = []
     route = ours.model.ops.route
@@ -109,8 +109,8 @@ def same_settings(folder: Path, other: Path) -> Path:
     return other
 
 
-def dense(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    loaded = load_model(EngineConfig(model=str(folder), backend="reference", **settings))
+def dense(folder: Path, backend: str = "reference", **settings: Any) -> dict[str, Tensor]:
+    loaded = load_model(EngineConfig(model=str(folder), backend=backend, **settings))
     return {name: weight.to_dense() for name, weight in loaded.weights.tensors.items()}
 
 
@@ -120,13 +120,15 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_spellings_of_experts_load_the_same_bits(mixture_model: Path, tmp_path: Path, dtype: str) -> None:
+def test_both_spellings_of_experts_load_the_same_bits(
+    mixture_model: Path, tmp_path: Path, dtype: str, backend: str
+) -> None:
     own = stacked(mixture_model)
     saved = load_file(mixture_model / FILE)
     assert any(".experts.7.up_proj.weight" in name for name in saved) == (mixture_model.name != "tiny-gpt_oss")
     save_file(own, same_settings(mixture_model, tmp_path) / FILE)
-    expected = dense(mixture_model, dtype=dtype)
-    assert_equal(dense(tmp_path, dtype=dtype), expected)
+    expected = dense(mixture_model, backend, dtype=dtype)
+    assert_equal(dense(tmp_path, backend, dtype=dtype), expected)
     assert_equal(expected, {name: own[name].to(getattr(torch, dtype)) for name in expected})
 
 

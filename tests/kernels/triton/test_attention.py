@@ -31,11 +31,14 @@ def sequences_of(
     group: int = 2,
     kv_heads: int = 1,
     block_size: int = 16,
+    sinks: Tensor | None = None,
     **attention: Any,
 ) -> Paged:
-    """Sequences in a cache, attended to by the Triton kernels. `attention`: their window, soft cap and sinks."""
+    """Sequences in a cache, attended to by the Triton kernels. `attention`: their window and soft cap."""
     ops: Any = SimpleNamespace(paged_attention=paged_attention, write_kv=reference.write_kv)
-    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
+    sequences = Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
+    sequences.attention |= dict(sinks=sinks)
+    return sequences
 
 
 def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> Tensor:

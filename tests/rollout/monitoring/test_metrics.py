@@ -61,7 +61,8 @@ ENGINE = {
     "samples_finished": {"length": 8, "error": 1},
 }
 INFO = {"expert_layers": 2, "num_experts": 3}
-MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500}
+NUMBERED = ("window", "expert", "layer")
+MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500, "routed_experts": 600}
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
     weight_version=5,
@@ -494,14 +495,14 @@ def _documented_labels(cell: str) -> dict[str, set[str]]:
 
 
 def exported(port: int) -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """The same, from what is exported; a window may be any number."""
+    """The same, from what is exported; some labels may be any number."""
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in text_string_to_metric_families(ask(port, "/metrics")[1]):
         labels: dict[str, set[str]] = {}
         for sample in family.samples:
             for label, value in sample.labels.items():
                 if label != "le":
-                    labels.setdefault(label, set()).update([value] if label != "window" else [])
+                    labels.setdefault(label, set()).update([] if label in NUMBERED else [value])
         found[family.name + ("_total" if family.type == "counter" else "")] = family.type, labels
     return found
 

@@ -36,6 +36,7 @@ params = st.builds(
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     logprobs=st.sampled_from(["processed", "temperature", "raw", None]),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    return_routed_experts=st.booleans(),
 )
 tops = st.integers(0, 4).flatmap(
     lambda k: st.integers(0, 3).map(
@@ -43,6 +44,9 @@ tops = st.integers(0, 4).flatmap(
             k=k, entropy=bytes(4 * rows), token_ids=b"abcd" * (k * rows), logprobs=bytes(4 * k * rows)
         )
     )
+)
+routed = st.integers(0, 3).map(
+    lambda rows: protocol.RoutedExperts(dtype="uint16", shape=(rows, 2, 4), data=b"abcd" * (4 * rows))
 )
 from_client = st.one_of(
     st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params, deltas=st.booleans()),
@@ -69,6 +73,7 @@ from_worker = st.one_of(
         weight_versions=spans,
         error=st.none() | st.just("why"),
         tops=st.none() | tops,
+        routed_experts=st.none() | routed,
     ),
     st.builds(
         protocol.Deltas,
