@@ -148,7 +148,7 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """What `MlpPointers`, or `ExpertsPointers`, points to, in its order, and as many of nothing as the latter has more."""
+    """What `MlpPointers` or `ExpertsPointers` points to, in its order, as many of nothing as the latter has more."""
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights)
     return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 7
