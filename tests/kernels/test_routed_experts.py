@@ -113,10 +113,13 @@ ROUTES = torch.arange(3).expand(2, 10, 2, 3).contiguous()
 REFUSED_ROUTES: dict[str, tuple[str, Tensor]] = {
     "a layer too few": (r"\[2, 10, 2, 3\].*found \[2, 10, 1, 3\]", ROUTES[:, :, :1]),
     "an expert too few": (r"\[2, 10, 2, 3\].*found \[2, 10, 2, 2\]", ROUTES[..., :2]),
+    "no layer": (r"\[2, 10, 2, 3\].*found \[2, 10, 0, 3\]", ROUTES[:, :, :0]),
+    "no expert": (r"\[2, 10, 2, 3\].*found \[2, 10, 2, 0\]", ROUTES[..., :0]),
     "without the last tokens": (r"\[2, 10, 2, 3\].*found \[2, 9, 2, 3\]", ROUTES[:, 1:]),
     "floating-point": (r"integers, found torch.float32", ROUTES.float()),
     "bool": (r"integers, found torch.bool", ROUTES.bool()),
     "an id too high": ("ids from 0 to 7, found 8", ROUTES + 6),
+    "an id beyond 32 bits": ("ids from 0 to 7, found 4294967296", ROUTES + 2**32),
     "a negative id": ("ids from 0 to 7, found -1", ROUTES - 1),
     "an expert twice": (r"different experts in each row, found \[0, 0, 0\]", ROUTES * 0),
 }
