@@ -157,7 +157,6 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
 
     Raise ModelError if a file can no longer be read.
     """
-
     for file, names in checkpoint.files.items():
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
@@ -319,7 +318,7 @@ def _check_tensors(
         "missing": sorted(shapes.keys() - found.keys() - in_doubled) + _incomplete_stacks(found, wanted, spellings),
         "unknown": sorted(found.keys() - shapes.keys() - in_doubled - set(ignored)),
         "there more than once": sorted(name for name, tensors in found.items() if len(tensors) > 1),
-        "there as a whole and in parts": sorted(doubled),
+        "there in more than one form": sorted(doubled),
         "of the wrong shape": [
             f"{name} (expected {list(wanted)}, found {brief(list(tensor.shape))})"
             for name, (wanted, tensor) in both.items()
