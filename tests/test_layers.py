@@ -104,7 +104,9 @@ ROLLOUT = {
     "client": {"config", "protocol", "network", "client"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
-    "tools": {"config", "protocol", "network", "client", "publisher", "worker", "tools"},
+    "text": {"protocol"},
+    "http": {"config", "protocol", "network", "monitoring", "client", "publisher", "text", "http"},
+    "tools": {"config", "protocol", "network", "client", "publisher", "worker", "text", "http", "tools"},
     "integrations": {"client", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
