@@ -21,8 +21,8 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import SampleOutput
 from trueroll.errors import ModelError
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.tools import bench, cli, demo, verify
 from trueroll.rollout.text import TextModel
+from trueroll.rollout.tools import bench, cli, demo, verify
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
