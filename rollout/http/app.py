@@ -17,19 +17,17 @@ from starlette.types import ASGIApp
 from trueroll.errors import TruerollError
 
 from ...engine.request import TokenId
-from .bodies import Gone, answer, error_answer, read_json
 from .chat import ConversationFields, read_chat, token_ids_of
 from .completions import read_completion
 from .config import HttpConfig
-from .counters import Counters
 from .errors import HttpError, as_http_error
 from .fields import Fields, checked, given
 from .generate import read_generate
-from .guard import CLIENT_LEFT, Guard
+from .guard import CLIENT_LEFT, Counters, Guard
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .pieces import Asker, Form, Task
-from .streams import event_stream, while_present
+from .wire import Gone, answer, error_answer, event_stream, read_json, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
 

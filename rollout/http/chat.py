@@ -13,7 +13,7 @@ from trueroll.errors import InvalidRequestError, brief
 from .fields import Fields, NumTop, TextFields, checked, given, take_sampling
 from .logprobs import TokenName, chat_logprobs, name_by_id
 from .model import ServedModel
-from .pieces import Piece, Task, Usage, finish_reason, stop_reason
+from .pieces import Piece, Task, Usage, ending
 from .tools import BEGIN, ToolText
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -92,14 +92,13 @@ class ChatForm:
         return self._choice(piece, "delta", delta, calls)
 
     def _choice(self, piece: Piece, what: str, told: dict[str, Any], calls: list[Any]) -> dict[str, Any]:
-        reason = finish_reason(piece)
         choice = {
             "index": piece.index,
             what: told,
             "logprobs": chat_logprobs(piece, self.name) if self.fields.logprobs else None,
-            "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
-            "stop_reason": stop_reason(piece, self.eos_token_ids),
-        }
+        } | ending(piece, self.eos_token_ids)
+        if calls and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
 
     def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
@@ -188,6 +187,6 @@ def _with_object(position: int, call: Any) -> Any:
         return call | {"function": call["function"] | {"arguments": arguments}}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequestError(
-            f"messages[{position}].tool_calls: expected a function with arguments in JSON in each, found {brief(call)}; "
-            "correct it"
+            f"messages[{position}].tool_calls: expected a function with arguments in JSON in each, found "
+            f"{brief(call)}; correct it"
         ) from None

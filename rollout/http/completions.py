@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-
 from ...engine.request import ScoreOutput, TokenId
 from .fields import NumTop, TextFields, TokenIds, checked, given, take_sampling
 from .logprobs import TokenName, completion_logprobs, name_by_id, piece_columns, top_rows
 from .model import ServedModel
-from .pieces import Piece, Task, Usage, finish_reason, stop_reason
+from .pieces import Piece, Task, Usage, ending
 from .texts import Texts
 
 DEFAULT_MAX_TOKENS = 16
@@ -66,9 +65,7 @@ class CompletionForm:
             "index": piece.position * self.num_samples + piece.index,
             "text": prefix["text"] + piece.text,
             "logprobs": self._logprobs(piece, prefix),
-            "finish_reason": finish_reason(piece),
-            "stop_reason": stop_reason(piece, self.eos_token_ids),
-        }
+        } | ending(piece, self.eos_token_ids)
         if self.fields.return_token_ids:
             choice["token_ids"] = piece.token_ids
             choice["prompt_token_ids"] = self.prompts[piece.position] if piece.start == 0 else None

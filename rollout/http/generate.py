@@ -9,7 +9,7 @@ from ...engine.request import CacheSalt
 from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, take_sampling
 from .logprobs import chat_logprobs, name_by_id
 from .model import ServedModel
-from .pieces import Piece, Task, Usage, finish_reason, stop_reason
+from .pieces import Piece, Task, Usage, ending
 
 
 class GenerateFields(GenerationFields):
@@ -51,16 +51,11 @@ class GenerateForm:
         return {"request_id": self.request_id, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        told = {
+        return {
             "index": piece.index,
             "token_ids": piece.token_ids,
             "logprobs": chat_logprobs(piece, name_by_id, has_bytes=False),
-            "finish_reason": finish_reason(piece),
-            "stop_reason": stop_reason(piece, self.eos_token_ids),
-        }
-        if piece.ended is not None:
-            told["weight_versions"] = [[span.version, span.start, span.end] for span in piece.ended.weight_versions]
-        return told
+        } | ending(piece, self.eos_token_ids)
 
 
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:

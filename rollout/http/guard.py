@@ -1,4 +1,4 @@
-"""What every request passes first: the key, where it comes from, and how many others are open.
+"""What every request passes first: it is counted, and let in by its key, its origin, and how many others are open.
 
 Without a key the front end listens on loopback, where a web page in somebody's browser could reach it as well. A
 browser says in `Origin` which page asks, and in `Host` under which name it knows the server; both are checked.
@@ -8,21 +8,42 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
-from .bodies import error_answer
-from .counters import Counters
 from .errors import RETRY_AFTER_SECONDS, HttpError
+from .wire import error_answer
 
 OPEN_PATHS = {"/health"}
 """For which no key is needed."""
 WORK_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
 CLIENT_LEFT = 499
 """What is counted for a client that was not there any more to be answered."""
+
+
+class Counters:
+    """`requests`: by path and status; a path that is not served counts as `other`, a client that left as 499. `open`:
+    requests for tokens or text that are under way.
+    """
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.open = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, as they are now."""
+        family = CounterMetricFamily("trueroll_http_requests", "Answered.", labels=["path", "status"])
+        for (path, status), count in self.requests.items():
+            family.add_metric([path, str(status)], count)
+        yield family
+        yield GaugeMetricFamily("trueroll_http_open_requests", "For tokens or text.", value=self.open)
 
 
 class Guard:

@@ -1,4 +1,4 @@
-"""The worker's lifecycle over HTTP: its health, pause, sleep, weights and metrics, by vLLM's names where it has some."""
+"""The worker's lifecycle over HTTP, by the names that vLLM has for it: health, pause, sleep, weights, metrics."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..monitoring.metrics import WorkerMetrics
 from ..network.keys import Key
-from .bodies import answer, read_json
-from .counters import Counters
 from .errors import HttpError
 from .fields import Fields, checked
+from .guard import Counters
+from .wire import answer, read_json
 
 HEALTH_SECONDS = 5.0
 MAX_BODY_BYTES = 2**16

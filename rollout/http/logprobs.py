@@ -46,10 +46,11 @@ def completion_logprobs(
     offsets = [first_offset]
     for each in names:
         offsets.append(offsets[-1] + len(each))
+    columns = zip(tops or [None] * len(names), token_ids, logprobs, strict=True)
     return {
         "tokens": names,
         "token_logprobs": list(logprobs),
-        "top_logprobs": None if tops is None else [_by_name(*row, name) for row in zip(tops, token_ids, logprobs)],
+        "top_logprobs": None if tops is None else [_by_name(*each, name) for each in columns],
         "text_offset": offsets[:-1],
     }
 

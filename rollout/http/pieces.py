@@ -170,12 +170,15 @@ def _end(position: int, sample: SampleOutput, text: str) -> Piece:
     return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, sample)
 
 
-def finish_reason(piece: Piece) -> str | None:
-    """`stop`, `length` or `abort`; None for a choice that goes on."""
-    return None if piece.ended is None else piece.ended.finish_reason
-
-
-def stop_reason(piece: Piece, eos_token_ids: frozenset[int]) -> int | str | None:
-    """The string or the token that ended it; None if it was one of the model's own."""
-    found = None if piece.ended is None else piece.ended.stop_reason
-    return None if found in eos_token_ids else found
+def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """How a choice ended. `stop_reason`: the string or the token that did; None if it was one of the model's own.
+    `weight_versions`: of each span of tokens the version, and where it begins and ends; not there before the end.
+    """
+    if piece.ended is None:
+        return {"finish_reason": None, "stop_reason": None}
+    stop_reason, spans = piece.ended.stop_reason, piece.ended.weight_versions
+    return {
+        "finish_reason": piece.ended.finish_reason,
+        "stop_reason": None if stop_reason in eos_token_ids else stop_reason,
+        "weight_versions": [[span.version, span.start, span.end] for span in spans],
+    }

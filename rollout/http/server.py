@@ -23,7 +23,7 @@ from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
 from .app import make_app
 from .config import HttpConfig, api_key
-from .counters import Counters
+from .guard import Counters
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .texts import Texts
@@ -46,24 +46,29 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
     key = api_key(config)
     if config.tokenizer is None and config.address.startswith("tcp://"):
         raise needs_tokenizer(config.address)
-    with _listening(config) as listener:
-        asyncio.run(_serve(config, key, keys, listener, on_ready))
+
+    def settle(url: str, name: str) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has ended
+        on_ready(url, name)
+
+    with listen(config) as listener:
+        asyncio.run(run(config, key, keys, listener, settle))
 
 
-async def _serve(
+async def run(
     config: HttpConfig,
     key: bytes | None,
     keys: tuple[Key | None, Key | None],
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
 ) -> None:
+    """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
     counters = Counters()
     async with AsyncRolloutClient(config.address, 30.0, *keys) as client:
         served = await _meet(client, config)
         app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # the server raises the signal again when it has ended
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
         await server.serve(sockets=[listener])

@@ -1,4 +1,4 @@
-"""Calls of tools in the text of a model that was told of tools: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+"""Calls of tools in a model's text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
 So the chat templates of many models ask for it (Hermes, Qwen2.5, Qwen3). Of a model whose template asks for something
 else all text is content.
