@@ -144,7 +144,7 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
     """Take the sampling parameters and the seed out of `fields`. `max_tokens`: where they name none. The log-probs are
     those of the distribution that was drawn from. Raise InvalidRequestError.
     """
-    named = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
+    named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if named.get("top_k") == 0:
         named["top_k"] = -1  # off, as others write it
     seed = SamplingParams(seed=fields.pop("seed", None)).seed

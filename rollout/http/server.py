@@ -112,7 +112,8 @@ def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
     )
 
 
-def _listening(config: HttpConfig) -> socket.socket:
+def listen(config: HttpConfig) -> socket.socket:
+    """A socket that listens where it should. Raise ConfigError if it cannot."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
