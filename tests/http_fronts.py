@@ -18,9 +18,13 @@ import openai
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.server import listen, run
 
-CHAT_TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% for m in messages %}<{{ m.role }}>\
-{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}</tool_call>{% endfor %}
-{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{% if thinks %}<think>{% endif %}"""
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if thinks %}<think>{% endif %}"
+)
 
 
 @dataclass

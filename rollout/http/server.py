@@ -31,6 +31,8 @@ from .texts import Texts
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
 LOOK_SECONDS = 0.2
+WORKER_SECONDS = 30.0
+"""Without any sign of life from the worker, while requests wait, mean that it is lost."""
 MAX_HEADER_BYTES = 2**16
 
 log = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ async def run(
 ) -> None:
     """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
     counters = Counters()
-    async with AsyncRolloutClient(config.address, 30.0, *keys) as client:
+    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
         served = await _meet(client, config)
         app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
