@@ -147,7 +147,8 @@ async def _tell(request: Request, error: Exception) -> Response:
 async def _tell_http(request: Request, error: HTTPException) -> Response:
     """Of a path or a method that is not there."""
     text = f"{request.method} {request.url.path[:200]}: expected a path and a method of this server; docs/http.md"
-    return error_answer(HttpError(error.status_code, f"{text} has them", code="not_found", headers=error.headers))
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    return error_answer(HttpError(error.status_code, f"{text} has them", code=code, headers=error.headers))
 
 
 async def _tell_fault(request: Request, error: Exception) -> Response:

@@ -26,7 +26,7 @@ from trueroll.errors import (
 )
 
 RETRY_AFTER_SECONDS = 1
-_STATUSES: dict[type[TruerollError], int] = {
+STATUSES: dict[type[TruerollError], int] = {
     InvalidRequestError: 400,
     IdConflictError: 400,
     ConfigError: 400,
@@ -44,7 +44,7 @@ _STATUSES: dict[type[TruerollError], int] = {
     DeadlineError: 504,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_PARAM = re.compile(r"(?:prompts\[\d+\]: )?([a-z_]\w*(?:[.\[]\w+\]?)*): ")
+_PARAM = re.compile(r"(?:prompts\[\d+\]: )?(?!prompts\[)([a-z_]\w*(?:[.\[]\w+\]?)*): ")
 
 
 class HttpError(TruerollError):
@@ -70,7 +70,7 @@ def as_http_error(error: Exception) -> HttpError:
         return error
     if not isinstance(error, TruerollError):
         return HttpError(500, "server: broke down; its log says how", code="internal")
-    status = next((status for kind, status in _STATUSES.items() if isinstance(error, kind)), 500)
+    status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
     found = _PARAM.match(str(error)) if status == 400 else None
     return HttpError(status, str(error), param=found and found[1], code=error.code, headers=headers)

@@ -57,7 +57,7 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         ("/v1/completions", {"prompt": [2000]}, 400, None, "invalid_request"),
         ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "n": True}, 400, "n", "invalid_request"),
-        ("/v1/completions", {"prompt": "x", "n": 2000}, 400, None, "invalid_request"),
+        ("/v1/completions", {"prompt": "x", "n": 2000}, 400, "n", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "top_p": 2}, 400, "top_p", "invalid_request"),
@@ -85,7 +85,7 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         ("/update_weights", {}, 400, "weight_dir", "invalid_request"),
         ("/update_weights", {"weight_dir": "/nowhere"}, 409, None, "push_failed"),
         ("/nowhere", {}, 404, None, "not_found"),
-        ("/v1/models", {}, 405, None, "not_found"),
+        ("/v1/models", {}, 405, None, "method_not_allowed"),
     ],
 )
 def test_what_is_wrong_is_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def test_a_client_that_leaves_ends_its_request(
     """Before its first token, and in the middle."""
     if not has_begun:
         fake.flow.clear()
-    body = '{"prompt": [1, %d], "max_tokens": 400, "stream": %s}' % (SLOW_STEP, str(is_stream).lower())
+    body = json.dumps({"prompt": [1, SLOW_STEP], "max_tokens": 400, "stream": is_stream})
     with fronted.connect() as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
@@ -159,9 +160,9 @@ def test_a_client_that_leaves_ends_its_request(
     wait_until(lambda: num_open(running) == 0)
     fake.flow.set()
     assert fake.stats().samples_finished["abort"] == 1
-    name = 'trueroll_http_requests_total{path="/v1/completions",status="%d"}'
     wait_until(lambda: fronted.metric("trueroll_http_open_requests") == 0.0)
-    assert fronted.metric(name % (200 if has_begun and is_stream else 499)) == 1.0
+    status = 200 if has_begun and is_stream else 499
+    assert fronted.metric(f'trueroll_http_requests_total{{path="/v1/completions",status="{status}"}}') == 1.0
 
 
 def test_a_sample_that_fails_is_an_error(fronted: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +190,11 @@ def test_a_stream_of_a_killed_worker_ends_with_an_error(chat_model: Path, tmp_pa
             assert len(first) == 3, "it was under way"
             with ThreadPoolExecutor(1) as threads:
                 waiting = threads.submit(front.post, "/v1/completions", {"prompt": [1, SLOW_STEP], "max_tokens": 400})
+                wait_until(lambda: front.metric("trueroll_http_open_requests") == 2.0)
                 worker.kill()
                 worker = fake_process(address=address)
                 with pytest.raises(openai.APIError, match="was started anew; submit the request again"):
-                    [*stream]
+                    list(stream)
                 assert waiting.result().status_code == 503 and error_of(waiting.result())["code"] == "worker_lost"
             assert front.openai().completions.create(model="fake", prompt=[1]).choices, "the next one is served"
     finally:
@@ -240,8 +242,8 @@ def test_a_front_end_that_is_killed_leaves_the_worker_whole(worker: WorkerProces
     finally:
         process.kill()
         process.wait()
-    with pytest.raises((openai.APIError, Exception), match="closed|reset|disconnected|incomplete"):
-        [*stream]
+    with pytest.raises(openai.APIConnectionError):
+        list(stream)
     assert client.generate([[1, 2]], SamplingParams(max_tokens=2))[0].samples
 
 
