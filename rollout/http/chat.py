@@ -164,8 +164,8 @@ def _tools(own: ConversationFields) -> list[dict[str, Any]]:
 def _for_template(position: int, message: Message) -> dict[str, Any]:
     """A message as chat templates expect it: content is text, and arguments of calls are objects."""
     told = {name: value for name, value in message.model_dump().items() if value is not None or name == "content"}
-    if isinstance(message.content, list):
-        told["content"] = "\n".join(_text_of(position, part) for part in message.content)
+    if isinstance(content := message.content, list):
+        told["content"] = "\n".join(_text_of(position, part) for part in content)
     if isinstance(told.get("tool_calls"), list):
         told["tool_calls"] = [_with_object(position, call) for call in told["tool_calls"]]
     return told
