@@ -7,6 +7,7 @@ with what runs finished or cut after `drain_seconds`, and outlives the worker: o
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -69,6 +70,7 @@ async def run(
     counters = Counters()
     async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
         served = await _meet(client, config)
+        gc.freeze()  # a collection that walks through all of transformers would hold up every request
         app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -76,9 +76,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def encoded(content: Any) -> bytes:
-    """A value as JSON in UTF-8. A float is written by the shortest digits that give it again."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode(errors="backslashreplace")  # of half a character, which JSON writes in just this way
+    """A value as JSON. A float is written by the shortest digits that give it again; a character beyond ASCII by its
+    number, as some clients take U+2028 and its like for the end of an event's line.
+    """
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def answer(content: Any, status: int = 200) -> Response:
@@ -135,7 +136,8 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_present(receive, self._send_events(send))
+            with suppress(Gone):
+                await while_present(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
         await send(_body(encoded(self._first)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import AutoTokenizer
 
 from trueroll.engine.request import SampleOutput
 from trueroll.rollout import Group, RolloutClient, SamplingParams
+from trueroll.rollout.http.wire import encoded
 
 PROMPT = list(range(40, 80))
 IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -209,6 +211,16 @@ def test_generate_streams_the_same_tokens(front: Front) -> None:
         logprobs = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
         assert logprobs == choice["logprobs"]["content"]
         assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_an_event_is_one_line_whatever_is_in_it(front: Front) -> None:
+    text = "a\x85b\u2028c\u2029d\r\ne"
+    assert len(text.splitlines()) == 5
+    assert front.post("/detokenize", {"tokens": front.post("/tokenize", {"prompt": text}).json()["tokens"]}).json() == {
+        "prompt": text
+    }
+    raw = encoded({"text": text}).decode()
+    assert raw.splitlines() == [raw] and json.loads(raw) == {"text": text}
 
 
 def test_without_max_tokens_generate_takes_the_rest_of_the_context(front: Front) -> None:

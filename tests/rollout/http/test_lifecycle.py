@@ -145,7 +145,12 @@ def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_client_that_leaves_ends_its_request(
-    fronted: Front, running: WorkerOnThread, fake: FakeEngine, is_stream: bool, has_begun: bool
+    fronted: Front,
+    running: WorkerOnThread,
+    fake: FakeEngine,
+    is_stream: bool,
+    has_begun: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Before its first token, and in the middle."""
     if not has_begun:
@@ -163,6 +168,7 @@ def test_a_client_that_leaves_ends_its_request(
     wait_until(lambda: fronted.metric("trueroll_http_open_requests") == 0.0)
     status = 200 if has_begun and is_stream else 499
     assert fronted.metric(f'trueroll_http_requests_total{{path="/v1/completions",status="{status}"}}') == 1.0
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == [], "it is no fault"
 
 
 def test_a_sample_that_fails_is_an_error(fronted: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
