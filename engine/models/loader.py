@@ -151,6 +151,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a folder's safetensors files with its name there, one at a time. Raise ModelError if a file is
+    missing, broken or out of proportion.
+    """
+    files = _checkpoint_files(folder)
+    _check_headers(folder, files)
+    for file in files:
+        with _open(file) as checkpoint:
+            for name in checkpoint.keys():
+                yield name, checkpoint.get_tensor(name)
+
+
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
     """Copy each tensor of a checkpoint into `destinations[its name in the decoder]`, or into its part of a stack there,
     converting dtype and device.
