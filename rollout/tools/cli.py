@@ -334,7 +334,7 @@ def bench(
         typer.Option(
             metavar="CONFIG",
             help="Instead of MODEL: random weights for a config.json, a folder that holds one, or one of "
-            "qwen2.5-7b, qwen3-0.6b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
+            "qwen2.5-7b, qwen3-0.6b, qwen3-moe-0.3b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
         ),
     ] = None,
     workload: Annotated[
