@@ -79,5 +79,6 @@ def test_every_layer_has_to_suit_the_kernels() -> None:
     assert obstacle(cpu, torch.float32, [layers[0], layers[2]]) == ""
     assert obstacle(torch.device("cuda"), torch.float32, layers[:1]) == "it computes on a CPU, not on cuda"
     odd = [layer_spec(experts=replace(EXPERTS, intermediate_size=size)) for size in (48, 40)]
-    assert "an intermediate size that is a multiple of 16, found 40" in obstacle(cpu, torch.float32, odd)
-    assert obstacle(cpu, torch.float32, odd[:1]) == ""
+    assert "intermediate and hidden sizes that are multiples of 16, found 40" in obstacle(cpu, torch.float32, odd)
+    assert "found 130; use the backend reference" in obstacle(cpu, torch.float32, odd[:1], 130)
+    assert obstacle(cpu, torch.float32, odd[:1], 144) == "" == obstacle(cpu, torch.float32, layers[:1], 130)
