@@ -166,8 +166,8 @@ def _for_template(position: int, message: Message) -> dict[str, Any]:
     told = {name: value for name, value in message.model_dump().items() if value is not None or name == "content"}
     if isinstance(content := message.content, list):
         told["content"] = "\n".join(_text_of(position, part) for part in content)
-    if isinstance(told.get("tool_calls"), list):
-        told["tool_calls"] = [_with_object(position, call) for call in told["tool_calls"]]
+    if isinstance(calls := told.get("tool_calls"), list):
+        told["tool_calls"] = [_with_object(position, call) for call in calls]
     return told
 
 
