@@ -21,9 +21,9 @@ SAMPLING = (
 """The fields that are parameters of `SamplingParams`, by the same names."""
 IGNORED = {
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store"),
-    *("detokenize", "output_kind", "flat_logprobs"),
+    *("detokenize", "output_kind", "flat_logprobs", "routed_experts_prompt_start"),
 }
-"""Hints and labels: whatever they say, the tokens are the same."""
+"""Hints and labels: whatever they say, the answer is the same. No experts are told, wherever they would begin."""
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),

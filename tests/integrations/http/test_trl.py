@@ -1,0 +1,99 @@
+"""TRL's own rollout worker for its asynchronous trainer, which asks `/v1/completions`, and its client for the server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when trl is imported
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from http_fronts import Front
+from tiny import make_tiny_model
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+from trueroll.rollout import RolloutClient
+
+PROMPTS = [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 6)]
+TEMPERATURE = 0.8
+
+
+def num_vowels(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(letter in "aeiou" for letter in messages[0]["content"])) for messages in completions]
+
+
+@contextmanager
+def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRolloutWorker]:
+    """TRL's worker as TRL makes it, with groups of two of which two are under way."""
+    worker = async_rollout_worker.AsyncRolloutWorker(
+        model_name=front.model,
+        dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        reward_funcs=[num_vowels],
+        processing_class=AutoTokenizer.from_pretrained(model),
+        eos_token_ids=[2],
+        num_generations=2,
+        max_inflight_tasks=4,
+        queue_maxsize=8,
+        vllm_server_url=front.url,
+        max_tokens=12,
+        temperature=TEMPERATURE,
+    )
+    worker.start()
+    try:
+        yield worker
+        worker.check_health(60.0)
+    finally:
+        process = worker._process
+        worker.stop()
+    assert process is not None and process.exitcode == 0
+
+
+def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[Any]:
+    """The next four samples whose group began when the trainer had this version."""
+    samples: list[Any] = []
+    while len(samples) < 4:
+        sample = worker.rollout_buffer.get(timeout=60.0)
+        samples += [sample] if sample.model_version == version else []
+    return samples
+
+
+def num_same(samples: list[Any], client: RolloutClient) -> int:
+    """Of how many samples the log-probs are, to the bit, those that the weights served now give."""
+    scores = client.score([sample.input_ids.tolist() for sample in samples], temperature=TEMPERATURE)
+    count = 0
+    for sample, score in zip(samples, scores, strict=True):
+        drawn = sample.completion_mask[1:] == 1
+        assert 1 <= drawn.sum() <= 12
+        given = np.asarray(sample.old_log_probs[1:], np.float32)
+        count += given[drawn].tobytes() == score.logprobs[drawn].tobytes()
+    return count
+
+
+def test_samples_come_with_the_log_probs_of_the_weights_that_are_served_and_the_worker_stops(
+    front: Front, client: RolloutClient, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TRL makes its worker where vLLM is installed, though the worker uses nothing of it.
+    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
+    other = make_tiny_model("qwen3", tmp_path / "other", initializer_range=0.05)
+    server = VLLMClient(front.url)
+    server.wait_for_server_ready()
+    assert server.get_max_model_len() == 1024
+    with rollouts(front, chat_model) as worker:
+        before = take(worker, version=0)
+        assert num_same(before, client) == 4
+        server.pause()
+        pushed = front.post("/update_weights", {"weight_dir": str(other)})
+        assert pushed.json()["weight_version"] == 1
+        server.resume()
+        worker.update_model_version(1)
+        after = take(worker, version=1)
+        assert num_same(after, client) == 4 and num_same(before, client) == 0
+    assert {tuple(sample.prompt[0].items()) for sample in before} <= {tuple(prompt[0].items()) for prompt in PROMPTS}
+    assert all(sample.metrics["reward"] == num_vowels([sample.completion])[0] for sample in before + after)
