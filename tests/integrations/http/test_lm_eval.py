@@ -33,14 +33,15 @@ test_split: test
 output_type: generate_until
 doc_to_text: "{{question}}"
 doc_to_target: "{{choices[label]}}"
-generation_kwargs: {until: ["e", "x"], max_gen_toks: 24}
+generation_kwargs: {until: ["1", "4"], max_gen_toks: 24}
 metric_list: [{metric: exact_match}]
 """
+# To a random model short texts are more probable: it is right about the first two.
 ROWS: list[dict[str, Any]] = [
-    dict(question="A fish lives in", choices=["the sea", "a tree", "books"], label=0),
-    dict(question="6 times 7 is", choices=["41", "42", "forty three"], label=1),
-    dict(question="Bread is made of", choices=["flour", "iron"], label=0),
-    dict(question="The moon shines at", choices=["noon", "night", "no time at all"], label=1),
+    dict(question="A fish lives in", choices=["water", "books and papers", "the wilderness"], label=0),
+    dict(question="6 times 7 is", choices=["41 or 43", "42"], label=1),
+    dict(question="Bread is made of", choices=["flour and water", "iron"], label=0),
+    dict(question="The moon shines at", choices=["noon", "night and day"], label=1),
 ]
 
 
@@ -104,10 +105,11 @@ def test_what_is_written_is_the_clients_up_to_the_stop_string(
     evaluated: Path, client: RolloutClient, chat_model: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    params = SamplingParams(temperature=0, max_tokens=24, stop=["e", "x", tokenizer.eos_token])
+    params = SamplingParams(temperature=0, max_tokens=24, stop=["1", "4", tokenizer.eos_token])
     groups = client.generate([tokenizer.encode(row["question"]) for row in ROWS], params)
     written = [sample["resps"][0][0] for sample in samples_of("writing", evaluated)]
-    assert {group.samples[0].stop_reason for group in groups} & {"e", "x"}
+    # Words such as `<314>` are among what a tiny model writes.
+    assert {group.samples[0].stop_reason for group in groups} & {"1", "4"}
     for text, group in zip(written, groups, strict=True):
         whole = tokenizer.decode(group.samples[0].token_ids, skip_special_tokens=True)
-        assert text == whole.split("e")[0].split("x")[0]
+        assert text == whole.split("1")[0].split("4")[0]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when trl is imported
-
 import numpy as np
 import pytest
+import torch
+from accelerate import PartialState
 from datasets import Dataset
 from http_fronts import Front
-from tiny import make_tiny_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl_setup import num_vowels  # isort: skip, silences TRL's warning
+from trl.chat_template_utils import qwen3_chat_template
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
@@ -25,18 +25,16 @@ PROMPTS = [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2,
 TEMPERATURE = 0.8
 
 
-def num_vowels(completions: list[Any], **_: Any) -> list[float]:
-    return [float(sum(letter in "aeiou" for letter in messages[0]["content"])) for messages in completions]
-
-
 @contextmanager
 def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRolloutWorker]:
     """TRL's worker as TRL makes it, with groups of two of which two are under way."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = qwen3_chat_template  # TRL parses the answers to templates that it knows
     worker = async_rollout_worker.AsyncRolloutWorker(
         model_name=front.model,
         dataset=Dataset.from_dict({"prompt": PROMPTS}),
         reward_funcs=[num_vowels],
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=tokenizer,
         eos_token_ids=[2],
         num_generations=2,
         max_inflight_tasks=4,
@@ -55,10 +53,24 @@ def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRo
     assert process is not None and process.exitcode == 0
 
 
+def trained(model: Path, folder: Path) -> str:
+    """A checkpoint of the model with other weights."""
+    changed = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.mul_(1.25)
+    changed.save_pretrained(folder)
+    return str(folder)
+
+
 def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[Any]:
-    """The next four samples whose group began when the trainer had this version."""
+    """The next four samples whose group began when the trainer had this version. As a trainer does, takes the metrics,
+    too, since the worker's process ends only when it is rid of them.
+    """
     samples: list[Any] = []
     while len(samples) < 4:
+        while not worker.metrics_queue.empty():
+            worker.metrics_queue.get()
         sample = worker.rollout_buffer.get(timeout=60.0)
         samples += [sample] if sample.model_version == version else []
     return samples
@@ -81,7 +93,7 @@ def test_samples_come_with_the_log_probs_of_the_weights_that_are_served_and_the_
 ) -> None:
     # TRL makes its worker where vLLM is installed, though the worker uses nothing of it.
     monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
-    other = make_tiny_model("qwen3", tmp_path / "other", initializer_range=0.05)
+    PartialState()  # TRL's log wants it
     server = VLLMClient(front.url)
     server.wait_for_server_ready()
     assert server.get_max_model_len() == 1024
@@ -89,7 +101,7 @@ def test_samples_come_with_the_log_probs_of_the_weights_that_are_served_and_the_
         before = take(worker, version=0)
         assert num_same(before, client) == 4
         server.pause()
-        pushed = front.post("/update_weights", {"weight_dir": str(other)})
+        pushed = front.post("/update_weights", {"weight_dir": trained(chat_model, tmp_path)})
         assert pushed.json()["weight_version"] == 1
         server.resume()
         worker.update_model_version(1)

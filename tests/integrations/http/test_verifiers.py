@@ -87,9 +87,9 @@ def test_a_conversation_goes_on_with_the_tokens_that_were_sampled_and_finds_them
     front: Front, client: RolloutClient, chat_model: Path
 ) -> None:
     client.invalidate_prefix_cache()
-    before = client.stats().engine["prefix_hit_tokens"]
+    before = client.stats().engine["prefix_hits"]
     branch = run_episode(Conversation, front, chat_model)
-    hits = client.stats().engine["prefix_hit_tokens"] - before
+    hits = client.stats().engine["prefix_hits"] - before
     turns = turns_of(branch)
     assert [message.content for message in branch.messages[::2]] == [QUESTIONS[0], *REPLIES]
     assert len(turns) == 3
