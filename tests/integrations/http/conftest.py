@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when trl is imported
 
 import pytest
 from http_fronts import Front, front_end

@@ -1,4 +1,4 @@
-"""TRL's own rollout worker for its asynchronous trainer, which asks `/v1/completions`, and its client for the server."""
+"""TRL's own rollout worker for its asynchronous trainer, which asks `/v1/completions`, and its client of the server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accelerate import PartialState
 from datasets import Dataset
 from http_fronts import Front
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_setup import num_vowels  # isort: skip, silences TRL's warning
 from trl.chat_template_utils import qwen3_chat_template
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl_setup import num_vowels
 
 from trueroll.rollout import RolloutClient
 
