@@ -89,6 +89,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
         name=config.model_name or _name(health),
         max_model_len=engine["max_model_len"],
+        max_prompts=health.limits["max_queued_requests"],
         eos_token_ids=frozenset(engine["eos_token_ids"]),
         created=int(time.time()),
     )
