@@ -5,7 +5,7 @@ null counts as not given. A field that is not known, or that asks for what is no
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -96,10 +96,11 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """`include_usage`: a last event says how many tokens there were. `continuous_usage_stats` must be off."""
+    """`include_usage`: a last event says how many tokens there were. The others must be off."""
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
 
 
 class GenerationFields(Fields):

@@ -74,6 +74,11 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         ("/v1/completions", {"prompt": "x", "wat": 1}, 400, "wat", "unknown_parameter"),
         ("/v1/completions", {"prompt": "x", "echo": True, "stream": True}, 400, "echo", "unsupported_parameter"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"x": 1}}, 400, "stream_options", "unknown_parameter"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stream_options": {"continuous_usage_stats": True}},
+            *(400, "stream_options", "invalid_request"),
+        ),
         ("/v1/completions", {"prompt": "x", "max_tokens": 500}, 400, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x" * 600}, 400, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
