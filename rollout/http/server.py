@@ -2,6 +2,7 @@
 
 Owns: the listening socket, and the client of the worker. Promises: it listens before it says that it is ready, ends
 with what runs finished or cut after `drain_seconds`, and outlives the worker: once another one is there, it is served.
+If it is killed itself, the worker ends its requests.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ async def run(
 ) -> None:
     """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
     counters = Counters()
-    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
+    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys, while_connected=True) as client:
         served = await _meet(client, config)
         gc.freeze()  # a collection that walks through all of transformers would hold up every request
         app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)

@@ -270,10 +270,31 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
         process.wait()
 
 
+def test_what_a_killed_front_end_asked_for_is_ended(
+    running: WorkerOnThread, fake: FakeEngine, chat_model: Path
+) -> None:
+    """What runs, streamed or not, and what a pause holds up; beside somebody else's request, which goes on."""
+    body = {"prompt": [1, SLOW_STEP], "max_tokens": 400}
+    with RolloutClient(running.address) as client, ThreadPoolExecutor(4) as threads:
+        with command(running.address, "0", "--tokenizer", str(chat_model)) as front:
+            asked = [threads.submit(front.post, "/v1/completions", body | {"stream": flag}) for flag in (True, False)]
+            other = threads.submit(client.generate, [[1, SLOW_STEP]], SamplingParams(max_tokens=200))
+            wait_until(lambda: num_open(running) == 3)
+            client.pause()
+            asked.append(threads.submit(front.post, "/v1/completions", body))
+            wait_until(lambda: num_open(running) == 4)
+        wait_until(lambda: num_open(running) == 1)
+        client.resume()
+        assert len(other.result()[0].samples[0].token_ids) == 200
+        wait_until(lambda: running.worker.health().requests["kept"] == 0)
+        assert fake.stats().samples_finished == {"abort": 2, "length": 1}, "what was held up had not begun"
+        assert all(each.exception() is not None for each in asked)
+
+
 @contextmanager
-def command(address: str, port: str) -> Iterator[Front]:
+def command(address: str, port: str, *more: str) -> Iterator[Front]:
     """A front end in a process of its own, which is killed at the end."""
-    options = ("--port", port, "--model-name", "tiny")
+    options = ("--port", port, "--model-name", "tiny", *more)
     process = subprocess.Popen([*PROGRAM, "http", address, *options], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -292,6 +313,7 @@ def test_the_next_front_end_serves_after_one_that_was_killed(worker: WorkerProce
     with pytest.raises(openai.APIConnectionError):
         list(stream)
     assert client.generate([[1, 2]], SamplingParams(max_tokens=2))[0].samples, "the worker goes on"
+    wait_until(lambda: client.health().requests["open"] == 0)
     with command(worker.address, port) as front:
         assert front.url.endswith(f":{port}")
         assert front.openai().completions.create(**fields).choices[0].text.startswith(first)
