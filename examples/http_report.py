@@ -32,7 +32,7 @@ from trueroll.rollout.tools.bench import WORKLOADS, Workload
 REPEATS = 5
 FIRST_TOKENS = 20
 GROUP = WORKLOADS["group"][0]
-SINGLES = Workload("64 singles", 64, 0, 128, 1, 128, 1.0)
+SINGLES = Workload("singles", 64, 0, 128, 1, 128, 1.0)
 GOOD = Workload("good", 32, 0, 32, 1, 32, 1.0)
 CONNECTIONS = 1000
 MALFORMED = 10_000
@@ -93,8 +93,15 @@ class Connection:
 class Http:
     """Asks the front end for samples, by connections that are kept."""
 
-    def __init__(self, url: str, connections: list[Connection]) -> None:
-        self.url, self.connections = url, connections
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.connections: list[Connection] = []
+
+    async def connect(self) -> None:
+        """Open all connections anew: the front end closes those that nothing came on for a while."""
+        for connection in self.connections:
+            connection.close()
+        self.connections = [await Connection.open(self.url) for _ in range(SINGLES.num_prompts)]
 
     async def group(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
         """All samples in one request."""
@@ -201,8 +208,8 @@ class Bench:
         table = Table("workload", "client: tokens/s", "HTTP: tokens/s", "ratio", "front end: CPU ms a request")
         for name, workload, by_client, by_http in (
             ("group", GROUP, self.client.group, self.http.group),
-            ("64 singles", SINGLES, self.client.singles, self.http.singles),
-            ("64 streams", SINGLES, self.client.streams, self.http.streams),
+            (f"{SINGLES.num_prompts} singles", SINGLES, self.client.singles, self.http.singles),
+            (f"{SINGLES.num_prompts} streams", SINGLES, self.client.streams, self.http.streams),
         ):
             asked = self.asked(workload)
             runs = [await self.compare(asked, by_client, by_http) for _ in range(REPEATS + 1)][
@@ -219,6 +226,7 @@ class Bench:
     async def compare(self, asked: Asked, by_client: Ask, by_http: Ask) -> tuple[float, float, float]:
         """The seconds that both take for the same, and those of the front end's processor time."""
         ours, expected = await self.seconds(by_client(*asked))
+        await self.http.connect()
         before = cpu_seconds(self.front)
         theirs, samples = await self.seconds(by_http(*asked))
         assert samples == expected, "not the client's tokens or bits"
@@ -239,6 +247,7 @@ class Bench:
         """Connections that stay open, each served before and after good requests, and all at a time."""
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)
+        await self.http.connect()
         opened = await asyncio.gather(*(Connection.open(self.http.url) for _ in range(CONNECTIONS)))
         served = [await connection.ask("/v1/models", b"") for connection in opened]
         assert await self.http.singles(prompts, params) == expected
@@ -264,6 +273,7 @@ class Bench:
         await self.flood(generator, MALFORMED // 10)  # what grows once has grown then
         before = [rss(self.front), rss(self.worker)]
         flood = asyncio.create_task(self.flood(generator, MALFORMED))
+        await self.http.connect()
         rounds = 0
         while not flood.done():
             assert await self.http.singles(prompts, params) == expected
@@ -322,7 +332,7 @@ async def report(console: Console, address: str, worker_pid: int, url: str, fron
     async with AsyncRolloutClient(address) as client:
         engine = (await client.health()).engine
         assert engine is not None
-        http = Http(url, [await Connection.open(url) for _ in range(SINGLES.num_prompts)])
+        http = Http(url)
         bench = Bench(
             console, Client(client), http, psutil.Process(front_pid), psutil.Process(worker_pid), engine["vocab_size"]
         )
