@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny import make_tiny_model
 from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
@@ -34,12 +34,17 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that likes three tokens: one that is a call, one that is a call of what cannot be computed, and one that
-    ends its turn. They read what all embeddings share.
+    ends its turn. They read what the hidden states share, since all embeddings share a large element.
     """
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "agent", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][:, 0] = 4.0
-    weights["lm_head.weight"][[CALL, GARBAGE, END_OF_TURN], 0] = 4.0
+    weights["model.embed_tokens.weight"][:, 0] = 20.0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    decoder = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
+    with torch.no_grad():
+        shared = decoder(torch.arange(3, 259)[None]).last_hidden_state.mean((0, 1))
+    weights["lm_head.weight"] *= 0.25
+    weights["lm_head.weight"][[CALL, GARBAGE, END_OF_TURN]] = (shared * 8.0 / shared.square().sum()).bfloat16()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     words = (folder / "tokenizer.json").read_text()
     for token_id, text in SAID.items():
