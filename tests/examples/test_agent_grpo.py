@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tiny import make_tiny_model
-from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
+from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, WorkerProcess, launch_worker
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = dict(dtype="bfloat16", max_model_len=512)
@@ -83,8 +85,9 @@ class Example:
             assert (folder, settings) == (str(model), SETTINGS)
             return nullcontext(worker)
 
-        self.model, grpo = model, load("grpo")
-        grpo.launch_worker, self.token_log_probs, grpo.token_log_probs = lend, grpo.token_log_probs, self.record
+        self.model, self.grpo = model, load("grpo")
+        self.token_log_probs = self.grpo.token_log_probs
+        self.grpo.launch_worker, self.grpo.token_log_probs = lend, self.record
         self.agent = load("agent_grpo")
         generate = self.agent.Conversations._generate
         self.agent.Conversations._generate = lambda rollouts, step: self.keep(generate(rollouts, step))
@@ -163,6 +166,31 @@ def check_gradients(example: Example) -> None:
         assert (log_probs[:, 1:][~is_own[:, 1:]] != 0.0).any(), "premise: those of the others were computed"
         trained = log_probs.grad[is_own] != 0.0
         assert trained.any()
+
+
+def test_a_killed_worker_changes_nothing(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed while the conversations of a step go on: 16 have begun, and some have asked for another turn."""
+    workers, prompts = [], []
+    generate = AsyncRolloutClient.generate
+
+    def launch(*args: Any, **settings: Any) -> WorkerProcess:
+        workers.append(launch_worker(*args, **settings))
+        return workers[-1]
+
+    async def kill_once(self: AsyncRolloutClient, asked: list[list[int]], *args: Any, **settings: Any) -> list[Group]:
+        prompts.extend(asked)
+        if len(prompts) == 20:
+            os.kill(workers[-1].pid, signal.SIGKILL)
+        return await generate(self, asked, *args, **settings)
+
+    example.run(tmp_path / "undisturbed", steps=1)
+    monkeypatch.setattr(example.grpo, "launch_worker", launch)
+    monkeypatch.setattr(example.agent, "WORKER_TIMEOUT", 5.0)
+    monkeypatch.setattr(AsyncRolloutClient, "generate", kill_once)
+    example.run(tmp_path / "killed", steps=1)
+    assert len(workers) == 2 and len(prompts) > 20, "premise: there was another worker"
+    undisturbed, killed = ((tmp_path / name / "metrics.csv").read_bytes() for name in ("undisturbed", "killed"))
+    assert killed == undisturbed
 
 
 def test_the_calculator_answers_everything(example: Example) -> None:
