@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 from fake_engine import SHAPES, SLOW_STEP, FakeEngine
@@ -270,6 +271,15 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
         process.wait()
 
 
+def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model: Path) -> None:
+    before = set(psutil.Process().children())
+    with front_end(worker.address, tokenizer=str(chat_model)) as front:
+        chat = front.openai().chat.completions
+        assert chat.create(model=front.model, messages=[{"role": "user", "content": "a"}], max_tokens=1).choices
+        assert len(set(psutil.Process().children()) - before) == 1, "the chat template is rendered in one"
+    assert set(psutil.Process().children()) <= before
+
+
 def test_what_a_killed_front_end_asked_for_is_ended(
     running: WorkerOnThread, fake: FakeEngine, chat_model: Path
 ) -> None:
@@ -304,19 +314,22 @@ def command(address: str, port: str, *more: str) -> Iterator[Front]:
         process.wait()
 
 
-def test_the_next_front_end_serves_after_one_that_was_killed(worker: WorkerProcess, client: RolloutClient) -> None:
-    fields: dict[str, Any] = dict(model="tiny", prompt=[1], max_tokens=1000, seed=3)
-    with command(worker.address, "0") as front:
-        stream = iter(front.openai().completions.create(**fields, stream=True))
-        first = next(stream).choices[0].text
+def test_the_next_front_end_serves_after_one_that_was_killed(running: WorkerOnThread, chat_model: Path) -> None:
+    options = ("--tokenizer", str(chat_model))
+    with command(running.address, "0", *options) as front:
+        create = front.openai().completions.create
+        stream = iter(create(model="tiny", prompt=[1, SLOW_STEP], max_tokens=400, stream=True))
+        assert next(stream).choices
         port = front.url.rpartition(":")[2]
     with pytest.raises(openai.APIConnectionError):
         list(stream)
-    assert client.generate([[1, 2]], SamplingParams(max_tokens=2))[0].samples, "the worker goes on"
-    wait_until(lambda: client.health().requests["open"] == 0)
-    with command(worker.address, port) as front:
+    with RolloutClient(running.address) as client:
+        [group] = client.generate([[1, 2]], SamplingParams(max_tokens=3), seed=4)
+    with command(running.address, port, *options) as front:
         assert front.url.endswith(f":{port}")
-        assert front.openai().completions.create(**fields).choices[0].text.startswith(first)
+        body = {"prompt": [1, 2], "max_tokens": 3, "seed": 4, "return_token_ids": True}
+        [choice] = front.post("/v1/completions", body).json()["choices"]
+        assert choice["token_ids"] == group.samples[0].token_ids
 
 
 @pytest.mark.parametrize(
