@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -50,7 +50,7 @@ class TokenizeChatFields(ConversationFields):
 
 class DetokenizeFields(Fields):
     model: str | None = None
-    tokens: list[TokenId] = Field()
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class Endpoints:

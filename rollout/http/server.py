@@ -2,6 +2,7 @@
 
 Owns: the listening socket, and the client of the worker. Promises: it listens before it says that it is ready, ends
 with what runs finished or cut after `drain_seconds`, and outlives the worker: once another one is there, it is served.
+If it is killed itself, the worker ends its requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import uvicorn
 
@@ -51,6 +53,7 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         raise needs_tokenizer(config.address)
 
     def settle(url: str, name: str) -> None:
+        gc.freeze()  # a collection that walks through all of transformers would hold up every request
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has ended
         on_ready(url, name)
@@ -68,15 +71,14 @@ async def run(
 ) -> None:
     """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
     counters = Counters()
-    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
+    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys, while_connected=True) as client:
         served = await _meet(client, config)
-        gc.freeze()  # a collection that walks through all of transformers would hold up every request
         app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
-        await server.serve(sockets=[listener])
-        served.texts.close()
+        with closing(served.texts):
+            await server.serve(sockets=[listener])
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
@@ -89,6 +91,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
         name=config.model_name or _name(health),
         max_model_len=engine["max_model_len"],
+        max_prompts=health.limits["max_queued_requests"],
         eos_token_ids=frozenset(engine["eos_token_ids"]),
         created=int(time.time()),
     )
