@@ -38,7 +38,7 @@ FOREIGN_ALLOWED_TO = {
         f"kernels.triton.{name}": {"triton"}
         for name in ("launch", "products", "attention", "experts", "rows", "recurrence", "head")
     },
-    **{f"rollout.http.{name}": {"starlette"} for name in ("app", "guard", "lifecycle", "wire")},
+    **{f"rollout.http.{name}": {"starlette"} for name in ("app", "guard", "lifecycle", "pages", "wire")},
     "rollout.http.server": {"uvicorn"},
 }
 

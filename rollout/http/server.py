@@ -28,6 +28,7 @@ from .guard import Counters
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .texts import Texts
+from .watch import Watch
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
@@ -71,11 +72,16 @@ async def run(
     async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
         served = await _meet(client, config)
         gc.freeze()  # a collection that walks through all of transformers would hold up every request
-        app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
+        watch = Watch(client)
+        app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
-        await server.serve(sockets=[listener])
+        watching = asyncio.create_task(watch.run())
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            watching.cancel()
         served.texts.close()
 
 

@@ -52,6 +52,10 @@ class Texts:
         """The text of tokens, however many."""
         return await self._run(self.decode, token_ids, skip_special_tokens)
 
+    async def by_token(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds: nothing for one within a character, whose last one brings all of it."""
+        return await self._run(self._by_token, token_ids)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of some tokens."""
         return self._model.decode(token_ids, skip_special_tokens)
@@ -59,6 +63,10 @@ class Texts:
     def close(self) -> None:
         """Let the thread end."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _by_token(self, token_ids: Sequence[int]) -> list[str]:
+        text = GrowingText(self, (), (), skip_special_tokens=False)
+        return [text.add([token_id]) for token_id in token_ids]
 
     def _token(self, token_id: int) -> str:
         return self._model.decode([token_id], skip_special_tokens=False)
