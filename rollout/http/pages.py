@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from trueroll.errors import brief
 
+from ...engine.request import SamplingParams
 from .errors import HttpError
 from .fields import Fields, checked
 from .logprobs import numbers
@@ -39,6 +40,8 @@ HEADERS = {
 MAX_BODY_BYTES = 2**12
 MOST_TOKENS = 2048
 """Of one answer."""
+SHOWN = ("n", "max_tokens", "temperature")
+"""Of the sampling parameters, beside those that differ from their defaults."""
 PREVIEW_TOKENS = 40
 CONTEXT_TOKENS = 16
 """Read before the first token that is told, as its text may depend on them."""
@@ -82,9 +85,9 @@ class Pages:
         group = self._group(_whole(request, "group"))
         told = {
             "num_prompt_tokens": len(group.prompt),
-            "params": group.params.model_dump(exclude={"cache_salt", "stop", "stop_token_ids", "logprobs"}),
+            "params": {name: getattr(group.params, name) for name in SHOWN} | _further(group.params),
             "seed": None if group.seed is None else str(group.seed),
-            "samples": [_told(sample) for sample in group.samples],
+            "samples": [_told(sample, self._served.eos_token_ids) for sample in group.samples],
         }
         return _data(await self._summary(group) | told)
 
@@ -126,7 +129,7 @@ class Pages:
         return {
             "id": group.id,
             "seconds": group.seconds,
-            "preview": await texts.decode_long(group.prompt[-PREVIEW_TOKENS:].tolist(), skip_special_tokens=False),
+            "preview": await texts.decode_long(group.prompt[-PREVIEW_TOKENS:].tolist(), skip_special_tokens=True),
             "num_asked": group.params.n,
             "num_samples": len(group.samples),
             "num_tokens": sum(len(sample.token_ids) for sample in group.samples),
@@ -160,14 +163,20 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
     return told | {"difference": [at, *numbers(before[at : at + 1]), *numbers(again[at : at + 1])]}
 
 
-def _told(sample: KeptSample) -> dict[str, Any]:
+def _further(params: SamplingParams) -> dict[str, Any]:
+    """Those that differ from their defaults, but for what is said elsewhere, or is nobody's business."""
+    hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
+    return params.model_dump(exclude=hidden, exclude_defaults=True)
+
+
+def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     """Seeds are text: a number of 64 bits does not survive in a browser."""
     logprobs = sample.logprobs
     return {
         "index": sample.index,
         "num_tokens": len(sample.token_ids),
         "finish_reason": sample.finish_reason,
-        "stop_reason": sample.stop_reason,
+        "stop_reason": None if sample.stop_reason in eos_token_ids else sample.stop_reason,
         "error": sample.error,
         "seed": str(sample.seed),
         "num_cached_tokens": sample.num_cached_tokens,

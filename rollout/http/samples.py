@@ -86,7 +86,7 @@ class SampleLog:
         if not kept:
             return
         self._last_id += 1
-        plain = params.model_copy(update=dict(stop=(), stop_token_ids=()))
+        plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
         group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept)
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes

@@ -3,7 +3,7 @@ import { make } from "./base.js";
 
 const HEIGHT = 120;
 const HIT_SECONDS = 30;
-const GOOD = new Set(["ready"]);
+const FINE = new Set(["ready", "updating"]); // while it takes weights it goes on; the new version is what counts
 const count = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
 const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
 
@@ -26,10 +26,8 @@ function hitRate(looks, i) {
   return grown && grown[1] > 0 ? grown[0] / grown[1] : null;
 }
 
-function share(look, ...names) {
-  if (look.in_use === null) return null;
-  const part = names.reduce((sum, name) => sum + look[name], 0);
-  return part / (look.in_use + look.cached + look.empty || 1);
+function share(look, name) {
+  return look.in_use === null ? null : look[name] / (look.in_use + look.cached + look.empty || 1);
 }
 
 const CHARTS = [
@@ -43,15 +41,16 @@ const CHARTS = [
   ] },
   { title: "KV cache", format: percent, most: 1, series: [
     ["in use", (looks, i) => share(looks[i], "in_use")],
-    ["with cached", (looks, i) => share(looks[i], "in_use", "cached")],
+    ["cached", (looks, i) => share(looks[i], "cached")],
   ] },
-  { title: `Prefix hits, of ${HIT_SECONDS} s`, format: percent, most: 1, series: [["of prompt tokens", hitRate]] },
+  { title: "Prefix hits", format: percent, most: 1, series: [[`of prompt tokens, ${HIT_SECONDS} s`, hitRate]] },
 ];
 
 // What changed between two looks that follow one another.
 function changes(before, now) {
   const found = [];
-  if (before.state !== now.state) found.push({ text: `${before.state} → ${now.state}` });
+  if (before.state !== now.state && !(FINE.has(before.state) && FINE.has(now.state)))
+    found.push({ text: `${before.state} → ${now.state}` });
   if (now.instance !== null && before.known !== undefined && before.known !== now.instance)
     found.push({ text: "another worker", mark: "new" });
   if (now.weight_version !== null && before.version !== undefined && before.version !== now.weight_version)
@@ -74,9 +73,9 @@ function eventsOf(looks) {
 function gaps(looks) {
   const found = [];
   for (let i = 0; i < looks.length; i++) {
-    if (GOOD.has(looks[i].state)) continue;
+    if (FINE.has(looks[i].state)) continue;
     const from = looks[i].time;
-    while (i < looks.length && !GOOD.has(looks[i].state)) i++;
+    while (i < looks.length && !FINE.has(looks[i].state)) i++;
     found.push([from, looks[Math.min(i, looks.length - 1)].time]);
   }
   return found;
@@ -120,7 +119,7 @@ export class Charts {
       cursor: { y: false, points: { size: 5 }, drag: { x: false }, sync: { key: "time" } },
       scales: { x: { range: () => this.range }, y: { range: (plot, least, most) => [0, top(least, most)] } },
       axes: [
-        { ...axis, font, size: 20, gap: 2, space: 70, values: (plot, times) => times.map(clock) },
+        { ...axis, font, size: 20, gap: 2, space: 50, values: (plot, times) => times.map((time) => clock(time).slice(0, 5)) },
         { ...axis, font, size: 42, gap: 4, space: 28, values: (plot, marks) => marks.map(chart.spec.format) },
       ],
       series: [{}, ...chart.spec.series.map((_, i) => ({

@@ -5,7 +5,10 @@ import { ask, make } from "./base.js";
 const SHADES = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 0];
 // Characters that show nothing, or change the order of what is around them.
 const HIDDEN = /[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
+const PREVIEW = 90;
 const number = (value) => value.toLocaleString("en");
+// The shortest digits that give the same float32.
+const exact = (value) => [...Array(9).keys()].map((i) => value.toPrecision(i + 1)).find((text) => Math.fround(text) === value) ?? `${value}`;
 const plural = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
 
 export function visible(text) {
@@ -53,7 +56,8 @@ export class Samples {
       `weights ${group.versions.join(", ")}`, group.finish_reasons.join(", "),
     ];
     const top = make("span", { className: "top" }, make("b", {}, `#${group.id}`), ` ${new Date(1000 * group.seconds).toLocaleTimeString("en-GB")}`);
-    const preview = make("bdi", { className: "preview" }, visible(group.preview).replace(/↵\n/g, " "));
+    const text = group.preview.replace(/\s+/g, " ");
+    const preview = make("bdi", { className: "preview" }, visible(text.length > PREVIEW ? `…${text.slice(-PREVIEW)}` : text));
     const button = make("button", { type: "button" }, top, preview, make("span", { className: "dim" }, facts.join(" · ")));
     button.onclick = () => this.choose(group.id, button);
     const line = make("li", {}, button);
@@ -82,7 +86,7 @@ export class Samples {
   }
 
   show(group) {
-    const params = Object.entries(group.params).filter(([, value]) => value !== null && value !== false);
+    const params = Object.entries(group.params);
     const facts = [`seed ${group.seed ?? "not given"}`, ...params.map(([name, value]) => `${name} ${value}`)];
     const all = make("button", { type: "button" }, "Score all again");
     const cards = group.samples.map((sample) => new Sample(group, sample));
@@ -156,7 +160,7 @@ class Sample {
     }
     const [at, before, again] = told.difference;
     this.tokens.point(at);
-    const differs = `${told.num_equal} of ${told.num_compared} have the same bits; token ${at} is the first that differs: ${before} then, ${again} now.`;
+    const differs = `${told.num_equal} of ${told.num_compared} have the same bits; token ${at} is the first that differs: ${exact(before)} then, ${exact(again)} now.`;
     if (then === now) this.say("bad", `✗ Other bits with the same ${where}: ${differs}${beyond}`);
     else this.say("changed", `Other weights: drawn by ${then}, scored by ${now}, so other log-probs are right. ${differs}${beyond}`);
   }
@@ -236,7 +240,7 @@ class Tokens {
     token.span.classList.add("at");
     token.span.scrollIntoView({ block: "nearest" });
     const facts = [`token ${at}`, `id ${token.id}`, `“${visible(token.text).replace(/\n/g, "")}”`];
-    if (token.logprob !== undefined) facts.push(`log-prob ${token.logprob}`, `${(100 * Math.exp(token.logprob)).toPrecision(3)} %`);
+    if (token.logprob !== undefined) facts.push(`log-prob ${exact(token.logprob)}`, `${(100 * Math.exp(token.logprob)).toPrecision(3)} %`);
     const drawn = this.spans.find(([, start, end]) => start <= at && at < end);
     if (drawn) facts.push(`weights ${drawn[0]}`);
     this.about.textContent = facts.join(" · ");
