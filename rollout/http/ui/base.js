@@ -9,6 +9,11 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+// A time of the day; `seconds` since 1970.
+export function clock(seconds) {
+  return new Date(1000 * seconds).toLocaleTimeString("en-GB");
+}
+
 export async function ask(path, body) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);

@@ -1,5 +1,5 @@
 // Charts of what the worker does, with the pushes of weights as marks, and the same events as a list.
-import { make } from "./base.js";
+import { clock, make } from "./base.js";
 
 const HEIGHT = 120;
 const HIT_SECONDS = 30;
@@ -119,7 +119,7 @@ export class Charts {
       cursor: { y: false, points: { size: 5 }, drag: { x: false }, sync: { key: "time" } },
       scales: { x: { range: () => this.range }, y: { range: (plot, least, most) => [0, top(least, most)] } },
       axes: [
-        { ...axis, font, size: 20, gap: 2, space: 50, values: (plot, times) => times.map((time) => clock(time).slice(0, 5)) },
+        { ...axis, font, size: 20, gap: 2, space: 50, values: (plot, times) => times.map((each) => clock(each).slice(0, 5)) },
         { ...axis, font, size: 42, gap: 4, space: 28, values: (plot, marks) => marks.map(chart.spec.format) },
       ],
       series: [{}, ...chart.spec.series.map((_, i) => ({
@@ -193,8 +193,4 @@ export class Charts {
       if (box.clientWidth) plot.setSize({ width: box.clientWidth, height: HEIGHT });
     }
   }
-}
-
-function clock(seconds) {
-  return new Date(1000 * seconds).toLocaleTimeString("en-GB");
 }

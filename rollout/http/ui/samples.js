@@ -1,25 +1,32 @@
-// The groups that were answered last: prompt and samples, token by token, and whether scoring again gives the same bits.
-import { ask, make } from "./base.js";
+// The groups that were answered last: prompt and samples, token by token, and whether scoring gives the same bits.
+import { ask, clock, make } from "./base.js";
 
 // A token is shaded by the first of these that its probability reaches.
 const SHADES = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 0];
 // Characters that show nothing, or change the order of what is around them.
-const HIDDEN = /[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
+const HIDDEN = new RegExp(
+  "[\\0-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb" +
+    "\\u{e0000}-\\u{e007f}]", "gu",
+);
 const PREVIEW = 90;
 const number = (value) => value.toLocaleString("en");
-// The shortest digits that give the same float32.
-const exact = (value) => [...Array(9).keys()].map((i) => value.toPrecision(i + 1)).find((text) => Math.fround(text) === value) ?? `${value}`;
 const plural = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
 
-export function visible(text) {
-  const named = (character) => {
-    const code = character.codePointAt(0);
-    return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
-  };
-  return text.replace(HIDDEN, named).replace(/\n/g, "↵\n");
+// The shortest digits that give the same float32.
+function exact(value) {
+  let digits = 1;
+  while (digits < 9 && Math.fround(value.toPrecision(digits)) !== value) digits++;
+  return value.toPrecision(digits);
 }
 
-export function shade(logprob) {
+function named(character) {
+  const code = character.codePointAt(0);
+  return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+}
+
+const visible = (text) => text.replace(HIDDEN, named).replace(/\n/g, "↵\n");
+
+function shade(logprob) {
   return `p${SHADES.findIndex((least) => Math.exp(logprob) >= least)}`;
 }
 
@@ -32,7 +39,7 @@ export class Samples {
     this.place = place;
     this.last = 0;
     this.chosen = null;
-    const names = SHADES.map((least, i) => make("span", { className: `t p${i}` }, i < 6 ? `≥ ${100 * least}` : "less"));
+    const names = SHADES.map((least, i) => make("span", { className: `t p${i}` }, least ? `≥ ${100 * least}` : "less"));
     legend.append(...names, make("span", { className: "t cached" }, "cached"));
     list.onkeydown = (event) => this.move(event);
   }
@@ -55,10 +62,12 @@ export class Samples {
       plural(group.num_samples, "sample"), plural(group.num_tokens, "token"),
       `weights ${group.versions.join(", ")}`, group.finish_reasons.join(", "),
     ];
-    const top = make("span", { className: "top" }, make("b", {}, `#${group.id}`), ` ${new Date(1000 * group.seconds).toLocaleTimeString("en-GB")}`);
+    const top = make("span", { className: "top" }, make("b", {}, `#${group.id}`), ` ${clock(group.seconds)}`);
     const text = group.preview.replace(/\s+/g, " ");
-    const preview = make("bdi", { className: "preview" }, visible(text.length > PREVIEW ? `…${text.slice(-PREVIEW)}` : text));
-    const button = make("button", { type: "button" }, top, preview, make("span", { className: "dim" }, facts.join(" · ")));
+    const end = text.length > PREVIEW ? `…${text.slice(-PREVIEW)}` : text;
+    const preview = make("bdi", { className: "preview" }, visible(end));
+    const told = make("span", { className: "dim" }, facts.join(" · "));
+    const button = make("button", { type: "button" }, top, preview, told);
     button.onclick = () => this.choose(group.id, button);
     const line = make("li", {}, button);
     line.dataset.id = group.id;
@@ -95,12 +104,12 @@ export class Samples {
     const prompt = new Tokens(group.id, null, group.num_prompt_tokens, "Prompt", [], cached);
     const size = `${plural(group.num_prompt_tokens, "token")}, ${number(cached)} of them cached`;
     const left = group.num_asked - group.samples.length;
-    const missing = left ? [make("p", { className: "dim" }, `${plural(left, "further sample")} did not finish, or did not fit here.`)] : [];
+    const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "further sample")} did not fit here.`);
     this.place.replaceChildren(
       make("div", { className: "bar" }, make("h3", {}, `Group ${group.id}`), all),
       make("p", { className: "dim facts" }, facts.join(" · ")),
       make("section", { className: "prompt" }, make("h4", {}, "Prompt ", make("small", {}, size)), prompt.place),
-      ...missing,
+      missing,
       make("div", { className: "cards" }, ...cards.map((card) => card.place)),
     );
     this.place.scrollTop = 0;
@@ -112,12 +121,12 @@ export class Samples {
 class Sample {
   constructor(group, sample) {
     Object.assign(this, { group, sample });
-    const { index, stop_reason: reason } = sample;
-    const why = reason === null ? "" : ` (${typeof reason === "number" ? `token ${reason}` : JSON.stringify(visible(reason))})`;
-    const facts = [
-      `weights ${versionsOf(sample.weight_versions)}`, `${number(sample.num_cached_tokens)} cached`,
-      ...(sample.mean_logprob === null ? [] : [`mean log-prob ${sample.mean_logprob.toFixed(3)}`]), `seed ${sample.seed}`,
-    ];
+    const { index, stop_reason: reason, mean_logprob: mean } = sample;
+    const cause = typeof reason === "number" ? `token ${reason}` : `“${visible(reason ?? "")}”`;
+    const why = reason === null ? "" : ` (${cause})`;
+    const facts = [`weights ${versionsOf(sample.weight_versions)}`, `${number(sample.num_cached_tokens)} cached`];
+    if (mean !== null) facts.push(`mean log-prob ${mean.toFixed(3)}`);
+    facts.push(`seed ${sample.seed}`);
     this.button = make("button", { type: "button", disabled: !sample.num_tokens }, "Score again");
     this.button.setAttribute("aria-label", `Score sample ${index} again`);
     this.button.onclick = () => this.score();
@@ -125,10 +134,10 @@ class Sample {
     this.tokens = new Tokens(group.id, index, sample.num_tokens, `Sample ${index}`, sample.weight_versions, 0);
     const end = make("span", { className: `end ${sample.finish_reason}` }, `${sample.finish_reason}${why}`);
     const head = make("h4", {}, `Sample ${index} `, make("small", {}, plural(sample.num_tokens, "token"), " ", end));
-    const error = sample.error === null ? [] : [make("p", { className: "bad" }, sample.error)];
+    const error = make("p", { className: "bad", hidden: sample.error === null }, sample.error ?? "");
     this.place = make(
       "section", { className: "card" }, make("div", { className: "bar" }, head, this.button),
-      make("p", { className: "dim facts" }, facts.join(" · ")), ...error, this.result, this.tokens.place,
+      make("p", { className: "dim facts" }, facts.join(" · ")), error, this.result, this.tokens.place,
     );
   }
 
@@ -149,7 +158,7 @@ class Sample {
     const now = versionsOf(told.weight_versions);
     if (told.logprobs) {
       this.tokens.shadeBy(told.logprobs);
-      this.say("", `The request asked for no log-probs, so there are no bits to compare. Shaded by these, of weights ${now}.`);
+      this.say("", `The request asked for no log-probs, so no bits to compare. Shaded by those of weights ${now}.`);
       return;
     }
     const beyond = told.first ? ` The first ${told.first}, which min_tokens kept from ending, are left out.` : "";
@@ -160,9 +169,10 @@ class Sample {
     }
     const [at, before, again] = told.difference;
     this.tokens.point(at);
-    const differs = `${told.num_equal} of ${told.num_compared} have the same bits; token ${at} is the first that differs: ${exact(before)} then, ${exact(again)} now.`;
-    if (then === now) this.say("bad", `✗ Other bits with the same ${where}: ${differs}${beyond}`);
-    else this.say("changed", `Other weights: drawn by ${then}, scored by ${now}, so other log-probs are right. ${differs}${beyond}`);
+    const first = `Token ${at} is the first that differs: ${exact(before)} then, ${exact(again)} now.`;
+    const differs = `${told.num_equal} of ${told.num_compared} have the same bits. ${first}${beyond}`;
+    if (then === now) this.say("bad", `✗ Other bits with the same ${where}: ${differs}`);
+    else this.say("changed", `Drawn by weights ${then}, scored by ${now}, so other log-probs are right. ${differs}`);
   }
 
   say(kind, text) {
@@ -240,7 +250,8 @@ class Tokens {
     token.span.classList.add("at");
     token.span.scrollIntoView({ block: "nearest" });
     const facts = [`token ${at}`, `id ${token.id}`, `“${visible(token.text).replace(/\n/g, "")}”`];
-    if (token.logprob !== undefined) facts.push(`log-prob ${exact(token.logprob)}`, `${(100 * Math.exp(token.logprob)).toPrecision(3)} %`);
+    const { logprob } = token;
+    if (logprob !== undefined) facts.push(`log-prob ${exact(logprob)}`, `${(100 * Math.exp(logprob)).toPrecision(3)} %`);
     const drawn = this.spans.find(([, start, end]) => start <= at && at < end);
     if (drawn) facts.push(`weights ${drawn[0]}`);
     this.about.textContent = facts.join(" · ");

@@ -154,7 +154,7 @@ def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: Wo
     expect(page.locator("#weights")).to_have_text("weights 7")
     expect(page.locator("#events li").first).to_contain_text("weights 0 → 7")
     page.get_by_role("button", name="Score sample 1 again").click()
-    expect(page.locator(".result.changed")).to_contain_text("drawn by 0, scored by 7")
+    expect(page.locator(".result.changed")).to_contain_text("Drawn by weights 0, scored by 7")
     expect(page.locator(".result.good")).to_have_count(2)
 
 
@@ -163,8 +163,8 @@ def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) ->
     newest(page, log)
     expect(page.locator(".tokens .t").first).to_be_visible()
     for box in (page.locator(".prompt .tokens"), page.locator(".card .tokens"), page.locator("#groups .preview").first):
-        text = box.inner_text()
-        assert re.search(r"⟨U\+202E⟩gnp\.exe⟨U\+2066⟩␀␇␛\[31m⟨U\+200B⟩ ·*🙂 ", text), text
+        text = box.inner_text().replace("·", "")  # which stands for a token within a character
+        assert "</script>⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
         assert not re.search("[\u202e\u2066\x00\x07\x1b\u200b]", text)
     assert "<img src=x onerror='window.harmed=1'><script>" in page.locator(".card .tokens").inner_text()
     assert page.locator("#samples img, #samples script").count() == 0
