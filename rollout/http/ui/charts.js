@@ -3,8 +3,10 @@ import { clock, make } from "./base.js";
 
 const HEIGHT = 120;
 const HIT_SECONDS = 30;
+const LEAST_SECONDS = 60;
 const FINE = new Set(["ready", "updating"]); // while it takes weights it goes on; the new version is what counts
 const count = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
+const minute = (seconds) => clock(seconds).slice(0, 5);
 const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
 
 // The growth of counters since `seconds` before look i; null if the worker was another one, or did not answer.
@@ -115,11 +117,12 @@ export class Charts {
     return {
       width: 240,
       height: HEIGHT,
+      padding: [10, 6, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 5 }, drag: { x: false }, sync: { key: "time" } },
       scales: { x: { range: () => this.range }, y: { range: (plot, least, most) => [0, top(least, most)] } },
       axes: [
-        { ...axis, font, size: 20, gap: 2, space: 50, values: (plot, times) => times.map((each) => clock(each).slice(0, 5)) },
+        { ...axis, font, size: 20, gap: 2, space: 50, values: (plot, times) => times.map(minute) },
         { ...axis, font, size: 42, gap: 4, space: 28, values: (plot, marks) => marks.map(chart.spec.format) },
       ],
       series: [{}, ...chart.spec.series.map((_, i) => ({
@@ -134,7 +137,7 @@ export class Charts {
   }
 
   draw(looks, seconds, now) {
-    this.range = [now - seconds, now];
+    this.range = [Math.min(Math.max(now - seconds, looks[0]?.time ?? now), now - LEAST_SECONDS), now];
     this.events = eventsOf(looks);
     this.gaps = gaps(looks);
     const first = Math.max(0, looks.findIndex(({ time }) => time >= this.range[0]) - 1);

@@ -5,10 +5,10 @@ import { ask, clock, make } from "./base.js";
 const SHADES = [0.9, 0.5, 0.2, 0.05, 0.01, 0.001, 0];
 // Characters that show nothing, or change the order of what is around them.
 const HIDDEN = new RegExp(
-  "[\\0-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb" +
-    "\\u{e0000}-\\u{e007f}]", "gu",
+  "[\\0-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e" +
+    "\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]", "gu",
 );
-const PREVIEW = 90;
+const PREVIEW = 70;
 const number = (value) => value.toLocaleString("en");
 const plural = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
 
@@ -21,7 +21,8 @@ function exact(value) {
 
 function named(character) {
   const code = character.codePointAt(0);
-  return code < 32 ? String.fromCodePoint(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+  if (code < 32) return String.fromCodePoint(0x2400 + code);
+  return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
 const visible = (text) => text.replace(HIDDEN, named).replace(/\n/g, "↵\n");
@@ -39,8 +40,8 @@ export class Samples {
     this.place = place;
     this.last = 0;
     this.chosen = null;
-    const names = SHADES.map((least, i) => make("span", { className: `t p${i}` }, least ? `≥ ${100 * least}` : "less"));
-    legend.append(...names, make("span", { className: "t cached" }, "cached"));
+    const named = (least, i) => make("span", { className: `t p${i}` }, least ? `≥ ${100 * least}` : "less");
+    legend.append(...SHADES.map(named), make("span", { className: "t cached" }, "cached"));
     list.onkeydown = (event) => this.move(event);
   }
 
@@ -54,7 +55,7 @@ export class Samples {
       this.list.prepend(this.line(group));
     }
     while (this.count && Number(this.list.lastElementChild.dataset.id) < first) this.list.lastElementChild.remove();
-    if (this.chosen === null && this.count) this.list.querySelector("button").click();
+    if (this.chosen === null && this.count) this.choose(groups.at(-1).id, this.list.querySelector("button"));
   }
 
   line(group) {
@@ -68,7 +69,10 @@ export class Samples {
     const preview = make("bdi", { className: "preview" }, visible(end));
     const told = make("span", { className: "dim" }, facts.join(" · "));
     const button = make("button", { type: "button" }, top, preview, told);
-    button.onclick = () => this.choose(group.id, button);
+    button.onclick = async () => {
+      await this.choose(group.id, button);
+      if (this.place.getBoundingClientRect().top > innerHeight / 2) this.place.scrollIntoView(); // on a phone
+    };
     const line = make("li", {}, button);
     line.dataset.id = group.id;
     return line;
@@ -104,7 +108,7 @@ export class Samples {
     const prompt = new Tokens(group.id, null, group.num_prompt_tokens, "Prompt", [], cached);
     const size = `${plural(group.num_prompt_tokens, "token")}, ${number(cached)} of them cached`;
     const left = group.num_asked - group.samples.length;
-    const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "further sample")} did not fit here.`);
+    const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "more sample")} did not fit here.`);
     this.place.replaceChildren(
       make("div", { className: "bar" }, make("h3", {}, `Group ${group.id}`), all),
       make("p", { className: "dim facts" }, facts.join(" · ")),
@@ -112,8 +116,6 @@ export class Samples {
       missing,
       make("div", { className: "cards" }, ...cards.map((card) => card.place)),
     );
-    this.place.scrollTop = 0;
-    if (this.place.getBoundingClientRect().top > innerHeight) this.place.scrollIntoView();
   }
 }
 
@@ -251,7 +253,8 @@ class Tokens {
     token.span.scrollIntoView({ block: "nearest" });
     const facts = [`token ${at}`, `id ${token.id}`, `“${visible(token.text).replace(/\n/g, "")}”`];
     const { logprob } = token;
-    if (logprob !== undefined) facts.push(`log-prob ${exact(logprob)}`, `${(100 * Math.exp(logprob)).toPrecision(3)} %`);
+    const chance = (100 * Math.exp(logprob)).toPrecision(3);
+    if (logprob !== undefined) facts.push(`log-prob ${exact(logprob)}`, `${chance} %`);
     const drawn = this.spans.find(([, start, end]) => start <= at && at < end);
     if (drawn) facts.push(`weights ${drawn[0]}`);
     this.about.textContent = facts.join(" · ");
