@@ -3,6 +3,7 @@ import { clock, make } from "./base.js";
 
 const HEIGHT = 120;
 const HIT_SECONDS = 30;
+const MOST_EVENTS = 50;
 const LEAST_SECONDS = 60;
 const FINE = new Set(["ready", "updating"]); // while it takes weights it goes on; the new version is what counts
 const count = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
@@ -137,6 +138,7 @@ export class Charts {
   }
 
   draw(looks, seconds, now) {
+    const before = this.events.at(-1)?.time;
     this.range = [Math.min(Math.max(now - seconds, looks[0]?.time ?? now), now - LEAST_SECONDS), now];
     this.events = eventsOf(looks);
     this.gaps = gaps(looks);
@@ -147,7 +149,11 @@ export class Charts {
       chart.plot.setData([shown.map(({ time }) => time), ...columns]);
       this.say(chart);
     }
-    const told = this.events.slice(-50).reverse();
+    if (this.events.at(-1)?.time !== before || !this.list.childElementCount) this.tell();
+  }
+
+  tell() {
+    const told = this.events.slice(-MOST_EVENTS).reverse();
     this.list.replaceChildren(...told.map(({ time, text }) => make("li", {}, make("time", {}, clock(time)), text)));
     if (!told.length) this.list.append(make("li", { className: "dim" }, "none yet"));
   }

@@ -12,6 +12,11 @@ const charts = new Charts(get("charts"), get("events"));
 const samples = new Samples(get("groups"), get("group"), get("legend"));
 let run = null;
 
+// Not if it is there already: a screen reader would say it again.
+function say(id, text) {
+  if (get(id).textContent !== text) get(id).textContent = text;
+}
+
 function take(told) {
   if (run !== null && run !== told.run) location.reload(); // another front end: its groups count from 1 again
   run = told.run;
@@ -20,12 +25,12 @@ function take(told) {
     looks.push(Object.fromEntries(Object.entries(told.looks).map(([name, column]) => [name, column[i]])));
   }
   looks.splice(0, looks.length - MOST_LOOKS);
-  get("model").textContent = told.model;
+  say("model", told.model);
   const last = looks.at(-1);
   if (last) {
-    get("state").textContent = last.push === null ? last.state : `${last.state}, takes weights ${last.push}`;
+    say("state", last.push === null ? last.state : `${last.state}, takes weights ${last.push}`);
     get("state").dataset.state = last.state;
-    get("weights").textContent = last.weight_version === null ? "" : `weights ${last.weight_version}`;
+    say("weights", last.weight_version === null ? "" : `weights ${last.weight_version}`);
   }
   charts.draw(looks, Number(get("range").value), told.now);
   samples.update(told.groups, told.first_group);

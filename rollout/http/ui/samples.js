@@ -55,6 +55,7 @@ export class Samples {
       this.list.prepend(this.line(group));
     }
     while (this.count && Number(this.list.lastElementChild.dataset.id) < first) this.list.lastElementChild.remove();
+    if (this.count && !this.list.querySelector("[tabindex='0']")) this.list.querySelector("button").tabIndex = 0;
     if (this.chosen === null && this.count) this.choose(groups.at(-1).id, this.list.querySelector("button"));
   }
 
@@ -68,7 +69,7 @@ export class Samples {
     const end = text.length > PREVIEW ? `…${text.slice(-PREVIEW)}` : text;
     const preview = make("bdi", { className: "preview" }, visible(end));
     const told = make("span", { className: "dim" }, facts.join(" · "));
-    const button = make("button", { type: "button" }, top, preview, told);
+    const button = make("button", { type: "button", tabIndex: -1 }, top, preview, told); // the arrow keys lead there
     button.onclick = async () => {
       await this.choose(group.id, button);
       if (this.place.getBoundingClientRect().top > innerHeight / 2) this.place.scrollIntoView(); // on a phone
@@ -88,8 +89,12 @@ export class Samples {
 
   async choose(id, button) {
     this.chosen = id;
-    for (const each of this.list.querySelectorAll("[aria-current]")) each.removeAttribute("aria-current");
+    for (const each of this.list.querySelectorAll("[tabindex='0']")) {
+      each.removeAttribute("aria-current");
+      each.tabIndex = -1;
+    }
     button.setAttribute("aria-current", "true");
+    button.tabIndex = 0;
     try {
       const told = await ask(`/ui/group?group=${id}`);
       if (this.chosen === id) this.show(told);
