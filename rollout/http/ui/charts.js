@@ -118,7 +118,7 @@ export class Charts {
     return {
       width: 240,
       height: HEIGHT,
-      padding: [10, 6, 0, 0],
+      padding: [10, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { size: 5 }, drag: { x: false }, sync: { key: "time" } },
       scales: { x: { range: () => this.range }, y: { range: (plot, least, most) => [0, top(least, most)] } },

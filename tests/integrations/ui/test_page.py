@@ -213,6 +213,8 @@ def test_everything_is_reached_by_the_keyboard(page: Page, log: SampleLog) -> No
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(page.locator(".card .tokens")).to_have_text("first")
+    page.keyboard.press("Tab")
+    expect(page.locator(":focus")).to_have_text("Score all again")
     page.locator(".card .tokens").focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
         page.keyboard.press(key)
