@@ -179,7 +179,7 @@ class Sample {
     const first = `Token ${at} is the first that differs: ${exact(before)} then, ${exact(again)} now.`;
     const differs = `${told.num_equal} of ${told.num_compared} have the same bits. ${first}${beyond}`;
     if (then === now) this.say("bad", `✗ Other bits with the same ${where}: ${differs}`);
-    else this.say("changed", `Drawn by weights ${then}, scored by ${now}, so other log-probs are right. ${differs}`);
+    else this.say("changed", `Drawn by weights ${then}, scored by ${now}, so the log-probs rightly differ. ${differs}`);
   }
 
   say(kind, text) {
@@ -255,7 +255,9 @@ class Tokens {
     this.tokens[this.at]?.span.classList.remove("at");
     this.at = at;
     token.span.classList.add("at");
-    token.span.scrollIntoView({ block: "nearest" });
+    const { box } = this;
+    const below = token.span.offsetTop - box.scrollTop;
+    if (below < 0 || below > box.clientHeight - 20) box.scrollTop += below - box.clientHeight / 2;
     const facts = [`token ${at}`, `id ${token.id}`, `“${visible(token.text).replace(/\n/g, "")}”`];
     const { logprob } = token;
     const chance = (100 * Math.exp(logprob)).toPrecision(3);

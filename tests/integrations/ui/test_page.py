@@ -164,7 +164,7 @@ def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) ->
     expect(page.locator(".tokens .t").first).to_be_visible()
     for box in (page.locator(".prompt .tokens"), page.locator(".card .tokens"), page.locator("#groups .preview").first):
         text = box.inner_text().replace("·", "")  # which stands for a token within a character
-        assert "</script>⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
+        assert "⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
         assert not re.search("[\u202e\u2066\x00\x07\x1b\u200b]", text)
     assert "<img src=x onerror='window.harmed=1'><script>" in page.locator(".card .tokens").inner_text()
     assert page.locator("#samples img, #samples script").count() == 0
@@ -196,6 +196,7 @@ def test_weights_that_changed_within_a_sample_are_marked(page: Page, log: Sample
 def test_everything_is_reached_by_the_keyboard(page: Page, log: SampleLog) -> None:
     add(log, "first")
     add(log, "second")
+    page.reload()
     expect(page.locator(f"#groups li[data-id='{log.after(0)[-1].id}']")).to_be_visible()
     names = []
     for _ in range(20):
