@@ -83,6 +83,10 @@ class TextModel:
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
 
+    def close(self) -> None:
+        """End the process that renders conversations."""
+        self._renderer.close()
+
     @contextmanager
     def _explained(self, expected: str) -> Iterator[None]:
         """Raises ModelError for whatever a tokenizer raises, of which its files decide."""
@@ -154,6 +158,10 @@ class _Renderer:
                 "prompts"
             )
         return reply[1:].decode()
+
+    def close(self) -> None:
+        if (child := self._child) is not None:
+            child.end()
 
 
 class _Child:

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import closing
 
 import uvicorn
 
@@ -52,6 +53,7 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         raise needs_tokenizer(config.address)
 
     def settle(url: str, name: str) -> None:
+        gc.freeze()  # a collection that walks through all of transformers would hold up every request
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has ended
         on_ready(url, name)
@@ -71,18 +73,17 @@ async def run(
     counters = Counters()
     async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
         served = await _meet(client, config)
-        gc.freeze()  # a collection that walks through all of transformers would hold up every request
         watch = Watch(client)
         app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
-        watching = asyncio.create_task(watch.run())
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            watching.cancel()
-        served.texts.close()
+        with closing(served.texts):
+            watching = asyncio.create_task(watch.run())
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                watching.cancel()
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:

@@ -61,8 +61,9 @@ class Texts:
         return self._model.decode(token_ids, skip_special_tokens)
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the thread end, and the process of the chat template."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._model.close()
 
     def _by_token(self, token_ids: Sequence[int]) -> list[str]:
         text = GrowingText(self, (), (), skip_special_tokens=False)

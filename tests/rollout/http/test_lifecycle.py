@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import torch
 from fake_engine import SHAPES, SLOW_STEP, FakeEngine
@@ -235,6 +236,15 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
     finally:
         process.kill()
         process.wait()
+
+
+def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model: Path) -> None:
+    before = set(psutil.Process().children())
+    with front_end(worker.address, tokenizer=str(chat_model)) as front:
+        chat = front.openai().chat.completions
+        assert chat.create(model=front.model, messages=[{"role": "user", "content": "a"}], max_tokens=1).choices
+        assert len(set(psutil.Process().children()) - before) == 1, "the chat template is rendered in one"
+    assert set(psutil.Process().children()) <= before
 
 
 def test_a_front_end_that_is_killed_leaves_the_worker_whole(worker: WorkerProcess, client: RolloutClient) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,8 @@ def test_what_was_answered_is_kept_to_the_bit(front: Front, client: RolloutClien
 
 def test_what_is_live_comes_once(front: Front) -> None:
     front.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 2})
-    first = front.get("/ui/live").json()
+    while not (first := front.get("/ui/live").json())["looks"]["time"]:
+        time.sleep(0.01)
     looks, last = first["looks"], first["groups"][-1]["id"]
     assert looks.keys() == {*watch.COLUMNS} and {len(column) for column in looks.values()} == {len(looks["time"])}
     assert looks["state"][0] == "ready" and looks["num_running"][0] is not None and looks["in_use"][0] is not None
