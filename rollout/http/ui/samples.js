@@ -141,7 +141,7 @@ class Sample {
     this.tokens = new Tokens(group.id, index, sample.num_tokens, `Sample ${index}`, sample.weight_versions, 0);
     const end = make("span", { className: `end ${sample.finish_reason}` }, `${sample.finish_reason}${why}`);
     const head = make("h4", {}, `Sample ${index} `, make("small", {}, plural(sample.num_tokens, "token"), " ", end));
-    const error = make("p", { className: "bad", hidden: sample.error === null }, sample.error ?? "");
+    const error = make("p", { className: "bad", hidden: sample.error === null }, visible(sample.error ?? ""));
     this.place = make(
       "section", { className: "card" }, make("div", { className: "bar" }, head, this.button),
       make("p", { className: "dim facts" }, facts.join(" · ")), error, this.result, this.tokens.place,

@@ -23,9 +23,8 @@ from trueroll.rollout.http.samples import SampleLog
 
 CHROMIUM = Path(sys.prefix) / "chromium" / "chromium"
 MOST_MS = 60_000
-HOSTILE = "<img src=x onerror='window.harmed=1'><script>window.harmed=1</script>" + (
-    "\u202egnp.exe\u2066\x00\x07\x1b[31m\u200b 🙂 שלום"
-)
+MARKUP = "<img src=x onerror='harmed=1'>"
+HOSTILE = MARKUP + "<script>harmed=1</script>\u202egnp.exe\u2066\x00\x07\x1b[31m\u200b 🙂 שלום"
 """What a model may write: markup, characters that turn text around or are not seen, and an honest other script."""
 
 
@@ -83,20 +82,13 @@ def page(browser: Browser, front: Front) -> Iterator[Page]:
     page.context.close()
 
 
-def add(log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", num_cached_tokens: int = 0) -> None:
+def add(log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", **fields: Any) -> None:
     """A group as if it had been answered: one token for each byte, of a probability that falls with its position."""
     tokens = ids(text)
     logprobs = -np.linspace(0, 9, len(tokens), dtype=np.float32)
-    sample = SampleOutput(
-        request_id="x",
-        index=0,
-        token_ids=tokens,
-        logprobs=logprobs,
-        finish_reason="length",
-        seed=2**64 - 1,
-        num_cached_tokens=num_cached_tokens,
-        weight_versions=spans or (WeightSpan(0, 0, len(tokens)),),
-    )
+    told: dict[str, Any] = dict(finish_reason="length", seed=2**64 - 1, num_cached_tokens=0) | fields
+    told["weight_versions"] = spans or (WeightSpan(0, 0, len(tokens)),)
+    sample = SampleOutput(request_id="x", index=0, token_ids=tokens, logprobs=logprobs, **told)
     log.add(ids(prompt), SamplingParams(max_tokens=len(tokens)), 5, [sample])
 
 
@@ -166,7 +158,12 @@ def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) ->
         text = box.inner_text().replace("·", "")  # which stands for a token within a character
         assert "⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
         assert not re.search("[\u202e\u2066\x00\x07\x1b\u200b]", text)
-    assert "<img src=x onerror='window.harmed=1'><script>" in page.locator(".card .tokens").inner_text()
+    assert f"{MARKUP}<script>" in page.locator(".card .tokens").inner_text()
+    add(log, "hm", prompt=MARKUP, finish_reason="stop", stop_reason=MARKUP, error=f"\u202e{MARKUP}")
+    newest(page, log)
+    expect(page.locator(".card .end")).to_have_text(f"stop (“{MARKUP}”)")
+    expect(page.locator(".card .bad")).to_have_text(f"⟨U+202E⟩{MARKUP}")
+    expect(page.locator("#groups .preview").first).to_have_text(MARKUP)
     assert page.locator("#samples img, #samples script").count() == 0
 
 
