@@ -98,8 +98,11 @@ class GrowingText:
         self._num_told = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain with these tokens."""
-        self._window += [*self._held, *token_ids]
+        """The text that is certain with these tokens, however many came at once."""
+        return "".join([self._add(token_id) for token_id in token_ids])
+
+    def _add(self, token_id: int) -> str:
+        self._window += [*self._held, token_id]
         self._held = [self._window.pop()] if self._window and self._window[-1] in self._stop_token_ids else []
         old = len(self._text)
         self._read()
