@@ -30,6 +30,7 @@ from .guard import Counters
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .texts import Texts
+from .watch import Watch
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
@@ -73,12 +74,17 @@ async def run(
     counters = Counters()
     async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys, while_connected=True) as client:
         served = await _meet(client, config)
-        app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
+        watch = Watch(client)
+        app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
         with closing(served.texts):
-            await server.serve(sockets=[listener])
+            watching = asyncio.create_task(watch.run())
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                watching.cancel()
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
