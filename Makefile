@@ -24,7 +24,7 @@ test-gpu: .venv/.dev
 		tests/gpu/test_push.py
 
 test-integrations: .venv-integrations/.done
-	@.venv-integrations/bin/python -P -m pytest tests/integrations/http
+	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
@@ -54,8 +54,9 @@ endef
 	@touch .venv/.demo
 
 # Packages that trueroll is tested with and whose versions do not go with those of .venv, which has the rest.
-.venv-integrations/.done: .ci/integrations.txt | .venv/.dev
+.venv-integrations/.done: .ci/integrations.txt .ci/chromium.py | .venv/.dev
 	@$(BIN)/python .ci/install.py $(@D) $<
+	@$(@D)/bin/python -P .ci/chromium.py
 	@touch $@
 
 clean:
