@@ -10,7 +10,7 @@ BIN := .venv/bin
 IN_PARALLEL := --numprocesses $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu fuzz lint docs clean
+.PHONY: demo test test-gpu test-verl fuzz lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -22,6 +22,9 @@ test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 	@TRITON_INTERPRET=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/pytest tests/gpu/test_engine.py \
 		tests/gpu/test_push.py
+
+test-verl: .venv/.dev .venv-verl/.verl
+	@TRUEROLL_VERL_PYTHON=.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
@@ -50,7 +53,14 @@ endef
 	$(call install,dev)
 	@touch .venv/.demo
 
+# Without resolving: verl's limits and trueroll's exclude one another. After .venv, whose native library serves here, too.
+.venv-verl/.verl: .venv/.dev .ci/verl.txt
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --no-compile --no-deps --requirement .ci/verl.txt
+	@$(@D)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
+	@touch $@
+
 clean:
-	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-verl build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

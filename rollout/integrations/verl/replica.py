@@ -34,7 +34,7 @@ class TruerollReplica(RolloutReplica):
         node_id, device_id = await trainer.__ray_call__.remote(_place)
         platform = get_platform()
         # Ray hides the devices from an actor that asks for none of its own.
-        shown = {name: "1" for name in platform.ray_noset_envvars()} | {platform.visible_devices_envvar(): device_id}
+        shown = dict.fromkeys(platform.ray_noset_envvars(), "1") | {platform.visible_devices_envvar(): device_id}
         options = dict(
             name=server_name(self.replica_rank),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),

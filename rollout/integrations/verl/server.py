@@ -20,7 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from trueroll.errors import InvalidRequestError, TruerollError
 
-from ....engine.request import SampleOutput, Tag, derive_seed, seed_of
+from ....engine.request import Tag, derive_seed, seed_of
 from ...client.client import AsyncRolloutClient
 from ...client.local_worker import launch_worker
 from .settings import sampling_params, worker_settings

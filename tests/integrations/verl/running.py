@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from tiny import make_tiny_model
 from transformers import AutoTokenizer
+
+from tiny import make_tiny_model
 
 HERE = Path(__file__).parent
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
@@ -70,7 +71,7 @@ class Run:
 
 def make_inputs(folder: Path) -> None:
     """A tiny model with a chat template, and prompts."""
-    model = make_tiny_model("qwen3", folder / "model")
+    model = make_tiny_model("llama", folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
@@ -100,6 +101,7 @@ def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
     environment = os.environ | {
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
         "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # which of its engines: that one computes wherever the platform says
         "PYTHONPATH": str(HERE),
         "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "HYDRA_FULL_ERROR": "1",

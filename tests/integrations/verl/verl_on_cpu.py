@@ -12,6 +12,16 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+init_process_group = torch.distributed.init_process_group
+
+
+def init_on_a_cpu(backend: str, **options: Any) -> None:
+    """verl asks for gloo on the CPU and the platform's backend on its device, which are the same here."""
+    init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **options)
+
+
+torch.distributed.init_process_group = init_on_a_cpu
+
 MODULE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
     empty_cache=lambda: None,
