@@ -1,6 +1,4 @@
-"""verl's GRPO main with `rollout.name=trueroll`, on a CPU: once with trainer and worker in turn, twice over, and once with
-partial rollouts.
-"""
+"""verl's GRPO main with `rollout.name=trueroll`, on a CPU: with trainer and worker in turn, and with partial rollouts."""
 
 from __future__ import annotations
 
