@@ -1,4 +1,4 @@
-"""verl's GRPO main with `rollout.name=trueroll`, on a CPU: with trainer and worker in turn, and with partial rollouts."""
+"""verl's GRPO main with `rollout.name=trueroll`, on a CPU: trainer and worker in turn, and partial rollouts."""
 
 from __future__ import annotations
 
