@@ -41,7 +41,7 @@ ROLLOUT = """
 actor_rollout_ref.rollout.name=trueroll
 actor_rollout_ref.rollout.tensor_model_parallel_size=1
 actor_rollout_ref.rollout.dtype=float32
-+actor_rollout_ref.rollout.engine_kwargs.trueroll={num_blocks:512,num_threads:1}
++actor_rollout_ref.rollout.engine_kwargs.trueroll={num_blocks:1024,num_threads:1,max_num_seqs:16}
 """
 TRAINING = f"""
 algorithm.adv_estimator=grpo

@@ -31,7 +31,8 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    changes = "trainer.v1.trainer_mode=colocate_async", "data.max_response_length=256"
+    # The worker runs the samples of one step at a time, so that those of the next are not done when these are.
+    changes = "trainer.v1.trainer_mode=colocate_async", "data.max_response_length=512"
     return train(tmp_path_factory.mktemp("async"), *changes)
 
 

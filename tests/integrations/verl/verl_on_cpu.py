@@ -24,6 +24,7 @@ torch.distributed.init_process_group = init_on_a_cpu
 
 MODULE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
+    get_device_name=lambda *_: "CPU",
     empty_cache=lambda: None,
     memory_allocated=lambda *_: 0,
     memory_reserved=lambda *_: 0,
