@@ -11,7 +11,7 @@ from .reward import compute_score
 from .running import PROMPTS, SAMPLES, Run, make_inputs, run_main
 
 STEPS = 3
-ROUNDING = 1e-5
+ROUNDING = 1e-4
 """The most that rounding changes of a probability."""
 STALE = 1e-2
 """The least that weights of another step change of one."""
