@@ -118,4 +118,4 @@ def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # texts have other ends of lines in them

@@ -31,8 +31,9 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    # The worker runs the samples of one step at a time, so that those of the next are not done when these are.
-    changes = "trainer.v1.trainer_mode=colocate_async", "data.max_response_length=512"
+    # The worker runs the samples of one step at a time, and has those of five: some run whenever a step has its own.
+    changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=4"
+    changes += ("data.max_response_length=512",)
     return train(tmp_path_factory.mktemp("async"), *changes)
 
 
