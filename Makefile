@@ -27,7 +27,7 @@ test-integrations: .venv-integrations/.done test-verl
 	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
 
 test-verl: .venv-verl/.done
-	@TRUEROLL_VERL_PYTHON=.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
+	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
