@@ -102,6 +102,7 @@ ROLLOUT = {
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
     "client": {"config", "protocol", "network", "client"},
+    "fleet": {"fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "tools": {"config", "protocol", "network", "client", "publisher", "worker", "tools"},
@@ -121,6 +122,7 @@ LIGHT = (
     "trueroll.errors",
     "trueroll.rollout.client.client",
     "trueroll.rollout.protocol",
+    "trueroll.rollout.fleet.placement",
     "trueroll.engine.request",
 )
 
