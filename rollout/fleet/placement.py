@@ -45,8 +45,7 @@ _MEMORY = 1 - 1 / 64
 _PRIOR = 8.0
 """How many groups at the pace of the fleet are counted beside those that a worker finished."""
 _SLOWEST, _FASTEST = 0.05, 20.0
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # SplitMix64's, as in `derive_seed`
-_SHIFT = np.uint64(27)
+_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd; the high bits of a product with it depend on all bits
 
 
 def _piece_ends() -> tuple[int, ...]:
@@ -82,7 +81,8 @@ def beginnings(prompt_token_ids: np.ndarray, cache_salt: str | None = None) -> l
 class _Worker:
     """`position`: among those that may be chosen; -1 if it may not. `load`: the cost of what is under way, which is
     `count` groups. `done`: the cost of what it finished in `busy` seconds with something under way, the latest counting
-    most; `since`: up to when that is counted. `speed`: relative to the fleet's.
+    most; `since`: up to when that is counted. `speed`: relative to the fleet's;
+    `pressure`: load by speed.
     """
 
     name: str
@@ -95,6 +95,7 @@ class _Worker:
     busy: float = 0.0
     since: float = 0.0
     speed: float = 1.0
+    pressure: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -210,11 +211,10 @@ class Placement:
         self._busy += worker.busy - busy
         expected = worker.busy * self._done / self._busy if self._busy > 0 else worker.done
         speed = (worker.done + _PRIOR * cost) / (expected + _PRIOR * cost)
-        speed = min(max(speed, _SLOWEST), _FASTEST)
+        before, worker.speed = worker.speed, min(max(speed, _SLOWEST), _FASTEST)
         if worker.position >= 0:
-            self._speed += speed - worker.speed
-            self._pressure[worker.position] = worker.load / speed
-        worker.speed = speed
+            self._speed += worker.speed - before
+        self._press(worker)
 
     def _change(self, worker: _Worker, count: int, cost: float) -> None:
         """Counts groups that begin or end to be under way on a worker."""
@@ -222,18 +222,23 @@ class Placement:
         before, worker.load = worker.load, worker.load + cost if worker.count else 0.0
         if worker.position >= 0:
             self._load += worker.load - before
-            self._pressure[worker.position] = worker.load / worker.speed
+        self._press(worker)
+
+    def _press(self, worker: _Worker) -> None:
+        worker.pressure = worker.load / worker.speed
+        if worker.position >= 0:
+            self._pressure[worker.position] = worker.pressure
 
     def _gather(self) -> None:
-        """Makes the rows of those that may be chosen: `_keys`, `_pressure` (load by speed), and their sums."""
+        """Makes the rows of those that may be chosen: `_keys`, `_pressure`, and the sums of load and speed."""
         self._open = [worker for worker in self._workers.values() if worker.is_open]
         for worker in self._workers.values():
             worker.position = -1
         for position, worker in enumerate(self._open):
             worker.position = position
         self._keys = np.array([worker.key for worker in self._open], np.uint64)
-        self._scores, self._shifted = np.empty_like(self._keys), np.empty_like(self._keys)
-        self._pressure = np.array([worker.load / worker.speed for worker in self._open])
+        self._scores = np.empty_like(self._keys)
+        self._pressure = np.array([worker.pressure for worker in self._open])
         self._load = sum(worker.load for worker in self._open)
         self._speed = sum(worker.speed for worker in self._open) or 1.0
         self._is_stale = False
@@ -267,44 +272,43 @@ class Placement:
 
     def _least_loaded(self, holders: list[_Worker], start: int, limit: float, avoid: Collection[str]) -> _Worker | None:
         """Of a few of the workers, from one on, the one with the least load that is not full."""
-        found, least = None, 0.0
-        for i in range(start, start + min(_CHOICES, len(holders))):
-            worker = holders[i % len(holders)]
-            if self._may_get_more(worker, limit, avoid):
-                pressure = worker.load / worker.speed
-                if found is None or pressure < least:
-                    found, least = worker, pressure
+        found, count = None, len(holders)
+        for i in range(start, start + min(_CHOICES, count)):
+            worker = holders[i % count]
+            if self._may_get_more(worker, limit, avoid) and (found is None or worker.pressure < found.pressure):
+                found = worker
         return found
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> _Worker | None:
-        """The worker that ranks highest for a key among those that are not full; the least loaded of all if that would
-        take long to find.
+        """Of the two workers that rank highest for a key, of those that are not full, the one with less load; the least
+        loaded of all if it would take long to find them.
         """
         if not self._open:
             return None
-        scores = self._rank(key)
+        found, scores = None, self._rank(key)
         for _ in range(_RANKS):
             place = int(scores.argmax())
-            if self._may_get_more(worker := self._open[place], limit, avoid):
-                return worker
             scores[place] = 0
-        for place in self._pressure.argsort(kind="stable") if avoid else (self._pressure.argmin(),):
-            if (worker := self._open[place]).name not in avoid:
-                return worker
-        return None
+            worker = self._open[place]
+            if self._may_get_more(worker, limit, avoid):
+                if found is not None:
+                    return worker if worker.pressure < found.pressure else found
+                found = worker
+        return found or self._idlest(avoid)
 
     def _rank(self, key: int) -> np.ndarray:
         """A hash of the key and each worker: uint64 [open]. It is the same memory each time."""
-        scores, shifted = self._scores, self._shifted
-        np.bitwise_xor(self._keys, np.uint64(key), out=scores)
-        np.multiply(scores, _FACTORS[0], out=scores)
-        np.right_shift(scores, _SHIFT, out=shifted)
-        np.bitwise_xor(scores, shifted, out=scores)
-        return np.multiply(scores, _FACTORS[1], out=scores)
+        np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
+        return np.multiply(self._scores, _FACTOR, out=self._scores)
+
+    def _idlest(self, avoid: Collection[str]) -> _Worker | None:
+        """The worker with the least load that need not be avoided."""
+        places = self._pressure.argsort(kind="stable") if avoid else [self._pressure.argmin()]
+        return next((worker for place in places if (worker := self._open[place]).name not in avoid), None)
 
     def _may_get_more(self, worker: _Worker, limit: float, avoid: Collection[str]) -> bool:
-        is_full = worker.load >= limit * worker.speed and worker.load >= self.free_load
-        return worker.position >= 0 and not is_full and worker.name not in avoid
+        is_full = worker.pressure >= limit and worker.load >= self.free_load
+        return not is_full and worker.position >= 0 and worker.name not in avoid
 
     def _remember(self, prompt: Sequence[int], holders: list[list[_Worker]], known: int, worker: _Worker) -> None:
         """Notes that a worker, which had `known` beginnings of a prompt, gets them all. Longer ones are noted first, so
