@@ -116,6 +116,19 @@ def test_later_turns_go_where_their_conversation_is() -> None:
             assert again.worker == home
 
 
+def test_what_half_the_fleet_has_keeps_nothing_from_a_worker_that_joins() -> None:
+    placement = fleet(10, free_load=100)
+    system = tokens(PIECE, 0)
+    for own in range(9):
+        place(placement, beginnings(system), avoid={str(worker) for worker in range(10)} - {str(own)})
+    placement.add("another")
+    places = []
+    for own in range(60):
+        places.append(place(placement, beginnings(np.concatenate((system, tokens(PIECE, 1 + own))))))
+        placement.withdraw(places[-1])
+    assert Counter(each.worker for each in places)["another"] > 1
+
+
 def test_nobody_gets_more_than_the_bound() -> None:
     placement, chance = fleet(16), random.Random(0)
     under_way: list[Placed] = []
@@ -256,12 +269,16 @@ def test_forgotten_beginnings_draw_nobody() -> None:
     assert place(placement, prompt(0, 3)).worker == home, "by its rank"
 
 
+CAPACITY = 11
+"""Too few for all beginnings that a walk asks for."""
+
+
 class Walk:
     """Random calls, and what they must have done."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.placement = fleet(6, capacity=60, free_load=3)
+        self.placement = fleet(6, capacity=CAPACITY, free_load=3)
         self.open = {*map(str, range(6))}
         self.closed: set[str] = set()
         self.lost: set[str] = set()
@@ -331,12 +348,14 @@ class Walk:
             cost = sum(placed.cost for placed in self.under_way if placed.worker == name)
             assert placement.load(name) == pytest.approx(cost)
             assert 0.05 <= placement.speed(name) <= 20
-        placement._gather()
-        assert placement.num_remembered <= 60
+        assert placement._done == pytest.approx(sum(worker.done for worker in there.values()))
+        assert placement._busy == pytest.approx(sum(worker.busy for worker in there.values()))
+        assert placement.num_remembered <= CAPACITY
+        self.calls["full"] += placement.num_remembered == CAPACITY
         for holders in placement._index.values():
             assert 0 < len(holders) == len({*holders}) and {*holders} <= {*there.values()}
         for prefix in range(4):
-            got = [{*each} for each in placement._holders(prompt(prefix, 0, 6 * PIECE))]
+            got = [{*placement._index.get(each, ())} for each in prompt(prefix, 0, 6 * PIECE)]
             assert all(longer <= shorter for shorter, longer in zip(got, got[1:], strict=False))
 
 
@@ -345,7 +364,7 @@ def test_any_calls_in_any_order_keep_what_is_promised(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(1000):
         walk.step()
-    assert min(walk.calls[call] for call in ("placed", "none", "close", "open", "remove", "add")) > 0
+    assert min(walk.calls[call] for call in ("placed", "none", "close", "open", "remove", "add", "full")) > 0
 
 
 def test_sums_that_are_kept_are_those_of_the_workers() -> None:
