@@ -13,7 +13,7 @@ The table compares this placement with others on the same groups and the same fa
 
 - `random`, `round robin`, and `least loaded`, which has the fewest groups under way;
 - `oracle`, which knows all requests, how long each sample will be, and how fast each worker is: it sorts the groups by
-  prefix, cuts them into a piece for each worker, as long as that is fast, and lets who is done take from who is not.
+  prefix, cuts them into a piece for each worker, as large as that is fast, and lets who is done take from who is not.
 
 `bound` is what nothing can beat. The best hit rate: each full block that prompts share is computed once in the whole
 fleet, and found by all others, as if there were one cache without end and no failure. The least time: that, all
@@ -357,8 +357,8 @@ class Placing(Policy):
 
 
 class Oracle(Policy):
-    """Knows everything but the failures. Has a list of groups for each worker, and sends no more of them than it
-    computes at once, and one.
+    """Knows everything but the failures. Has a list of groups for each worker, in the order of their prefixes; one that
+    has no more takes the last of the longest list.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:

@@ -116,6 +116,14 @@ def test_later_turns_go_where_their_conversation_is() -> None:
             assert again.worker == home
 
 
+def test_a_prefix_that_nobody_knows_goes_to_one_of_two() -> None:
+    placement, places = fleet(20, free_load=100), []
+    for own in range(10):
+        places.append(place(placement, prompt(0, own)).worker)
+        placement.forget()
+    assert [*Counter(places).values()] == [5, 5], "to the one with less load, in turn"
+
+
 def test_what_half_the_fleet_has_keeps_nothing_from_a_worker_that_joins() -> None:
     placement = fleet(10, free_load=100)
     system = tokens(PIECE, 0)
@@ -325,8 +333,10 @@ class Walk:
             if call == "remove":
                 gone = [placed for placed in self.under_way if placed.worker == name]
                 self.under_way = [placed for placed in self.under_way if placed.worker != name]
-                for placed in gone[::2]:
-                    self.placement.withdraw(placed)
+                for placed in gone:
+                    self.chance.choice([self.placement.withdraw, lambda each: self.placement.finish(each, self.now)])(
+                        placed
+                    )
 
     def close(self) -> None:
         self._move(self.open, self.closed, "close")
