@@ -7,19 +7,21 @@
 | which workers may get more                                | which are alive, and what they serve                 |
 
 A group stays together. It goes where the longest known beginning of its prompt went, so that prompts with a common
-beginning, and the later turns of a conversation, meet the KV that is there. A beginning that nobody got yet goes to the
-worker that ranks highest for it, by rendezvous hashing (Thaler, Ravishankar 1998): clients that know nothing of each
-other agree, and a worker that joins or leaves moves no other beginning than its own.
+beginning, and the later turns of a conversation, meet the KV that is there. A beginning that nobody got yet goes to one
+of the two workers that rank highest for it, by rendezvous hashing (Thaler, Ravishankar 1998), the one with less load:
+clients that know nothing of each other choose of the same two, and a worker that joins or leaves changes the ranks of no
+others. So does one that half the fleet got, which tells of nobody in particular.
 
 No worker gets more while it has more than `1 + SLACK` times its share of all that is under way (Mirrokni, Thorup,
-Zadimoghaddam 2018); shares are as the workers' speeds, which are measured. Where the workers with the longest known
-beginning are full, those with a shorter one are asked, and then the ranks of all: a popular beginning spreads over as
-many workers as its load asks for, and only then. Of several workers with one beginning a few are looked at, and the
-least loaded gets the group (the power of two choices: Mitzenmacher 2001).
+Zadimoghaddam 2018), unless all others are to be avoided; shares are as the workers' speeds, which are measured. Where
+the workers with the longest known beginning are full, those with a shorter one are asked, and then the ranks of all: a
+popular beginning spreads over as many workers as its load asks for. Of several workers with one beginning a few are
+looked at, and the least loaded gets the group (the power of two choices: Mitzenmacher 2001).
 
 Promises: nothing here changes a bit of any sample; the same calls give the same placements, in any process; a worker
 that is closed or removed gets nothing; as long as one may be chosen, one is. Placing costs no more the more groups are
-under way, and the index holds at most `capacity` beginnings; only to remove a worker costs more the more it holds.
+under way, and the index holds at most `capacity` beginnings. A change of the fleet costs more the more workers there
+are, and to remove one the more beginnings are known.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _MEMORY = 1 - 1 / 64
 _PRIOR = 8.0
 """How many groups at the pace of the fleet are counted beside those that a worker finished."""
 _SLOWEST, _FASTEST = 0.05, 20.0
-_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd; the high bits of a product with it depend on all bits
+_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd: the high bits of a product with it depend on all bits of a key
 
 
 def _piece_ends() -> tuple[int, ...]:
