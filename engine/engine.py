@@ -7,6 +7,9 @@ A GPU computes one step while the host plans the next and queues it behind. A se
 takes part in the next step with a token that the host has not seen yet; if that token turns out to end the sample, its
 row of the step under way is thrown away. On a CPU a step is done before `step` returns.
 
+Of a model with experts it keeps, for who asks, which ones were chosen for each token (`outputs.routes`), and counts for
+all how many tokens each expert was given.
+
 Promises: every request that `add` accepted is finished by exactly one output per sample (or one for a score), from
 `step`, `settle`, `abort`, `commit_weights`, `sleep` or `interrupt`. The deltas of a sample, one behind the other, are
 how its output begins, to the bit. A sample's bits are a function of weights, prompt, parameters, seed, backend,
@@ -21,7 +24,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,11 +35,14 @@ from torch import Tensor
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 
 from ..kernels.transfer import HostCopy, to_device
-from .cache.prefix_cache import PrefixCache
+from .cache.prefix_cache import Entry, PrefixCache
+from .cache.routes import RouteRecords
 from .cache.states import StateSlots
 from .config import EngineConfig
+from .models.decoder import ROUTES
 from .outputs.draw_records import DrawRecord
 from .outputs.open_requests import Commit, OpenSample, OpenScore
+from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
 from .outputs.tops import TopColumns
 from .request import (
@@ -53,6 +59,7 @@ from .request import (
     check_length,
     derive_seed,
 )
+from .running.experts import ExpertCounts, StepRoutes, route_format
 from .running.graphs import DecodeGraphs
 from .running.loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, load_model, uses_graphs
 from .running.model_runner import ModelRunner
@@ -98,6 +105,10 @@ class EngineStats:
     the same, for want of a checkpoint of their state; `checkpoints_skipped`, those that found no place;
     `checkpoints_evicted`, those that gave their place away; `checkpoints_restored`, how often a sequence went on from
     one; `checkpoints_ready` and `checkpoints_reserved`, those that can be restored now, and that steps under way take.
+    `shortened_hits` also counts those that were computed again for want of the routed experts that were asked for.
+
+    `expert_tokens`: of a model with experts how many tokens each one was given, int64 [layers with experts, experts per
+    layer] as little-endian bytes, those of the step under way left out; empty for models without.
     """
 
     steps: int
@@ -118,6 +129,7 @@ class EngineStats:
     checkpoints_restored: int
     checkpoints_ready: int
     checkpoints_reserved: int
+    expert_tokens: bytes
     pools: tuple[PoolStats, ...]
     samples_finished: dict[str, int]
 
@@ -130,13 +142,14 @@ class EngineStats:
 @dataclass(frozen=True)
 class _QueuedStep:
     """A step under way. `scores`: for each of those of `purposes` its log-probs, and the other columns of its
-    `OpenScore`.
+    `OpenScore`. `routes`: of a model with experts.
     """
 
     chunks: Chunks
     purposes: Purposes
     drawn: Drawing | None
     scores: list[list[HostCopy]]
+    routes: StepRoutes | None
 
 
 def _runs_ahead(device: torch.device) -> bool:
@@ -150,6 +163,9 @@ def _buckets(info: EngineInfo) -> dict[str, int]:
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
     if info.state_bytes:
         buckets[f"{info.live_states} live states and {info.checkpoints} checkpoints"] = info.state_bytes
+    if info.route_bytes and info.enable_prefix_caching:
+        most = info.num_blocks * info.block_size * info.route_bytes
+        buckets[f"routed experts of {info.num_blocks} blocks, on the host, at most"] = most
     return buckets | {"largest step": info.scratch_bytes}
 
 
@@ -192,20 +208,24 @@ class Engine:
         self._warm_up(config)
         info = self.info
         self._slots = StateSlots(info.num_slots, info.checkpoints)
-        forget = self._slots.forget
         num_blocks = dict(zip(info.windows, info.blocks_by_window, strict=True))
-        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
+        self._cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, self._forget)
+        formed = route_format(self._loaded.model.spec)
+        self._experts = ExpertCounts(formed, device) if formed else None
+        self._expert_tokens = bytes(8 * info.expert_layers * info.num_experts)
+        self._routes = RouteRecords(info.num_blocks, config.block_size * info.route_bytes) if formed else None
         self._scheduler = Scheduler(
             self._cache,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self._slots if info.live_states else None,
             Intervals(info.state_interval, config.decode_state_interval),
+            self._routes,
         )
         self._open: dict[str, dict[int, OpenSample] | OpenScore] = {}
         self._sequences: dict[OpenSample | OpenScore, Sequence] = {}
         self._grown: list[OpenSample] = []
-        self._prompts: dict[tuple[bytes, str | None], Sequence] = {}
+        self._prompts: dict[tuple[bytes, str | None, bool], Sequence] = {}
         self._runs_ahead = _runs_ahead(device)
         self._queued: _QueuedStep | None = None
         self._asleep: set[Tag] = set()
@@ -233,6 +253,13 @@ class Engine:
         if is_needed(loaded.model.device):
             log.info("warmed up in %.1f s", self.info.warm_up_seconds)
         log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(info).items()))
+
+    def _forget(self, entries: Iterable[Entry]) -> None:
+        """What hangs on entries goes with them."""
+        entries = list(entries)
+        self._slots.forget(entries)
+        if self._routes is not None:
+            self._routes.forget(entries)
 
     @property
     def weight_version(self) -> int:
@@ -305,6 +332,8 @@ class Engine:
         if queued is None:
             return []
         drawn = queued.drawn.wait() if queued.drawn is not None else None
+        if queued.routes is not None:
+            self._record_routes(queued.chunks, queued.routes)
         self._scheduler.publish(queued.chunks)
         scores = zip(queued.purposes.scores, queued.scores, strict=True)
         outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
@@ -380,8 +409,17 @@ class Engine:
         return outputs
 
     def memory(self) -> dict[str, int]:
-        """The bytes held now by weights and KV cache; 0 for what sleeps elsewhere or is dropped."""
-        return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
+        """The bytes held now by weights and KV cache, 0 for what sleeps elsewhere or is dropped; and of a model with
+        experts by the record of those chosen (`routed_experts`), on the host.
+        """
+        held = {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
+        return held if self._routes is None else held | {"routed_experts": self._routes.num_bytes + self._open_routes()}
+
+    def _open_routes(self) -> int:
+        """The bytes of the records of open requests."""
+        records = [sequence.routes for sequence in set(self._sequences.values()) if sequence.routes is not None]
+        shared = {id(routes.shared): len(routes.shared) for routes in records}
+        return sum(shared.values()) + sum(len(routes.own) for routes in records)
 
     def invalidate_prefix_cache(self) -> None:
         """Makes sure that no later request reuses KV computed until now; running requests keep theirs."""
@@ -414,6 +452,7 @@ class Engine:
             checkpoints_restored=slots.stats.restored,
             checkpoints_ready=slots.num_ready,
             checkpoints_reserved=slots.num_reserved,
+            expert_tokens=self._expert_tokens,
             pools=tuple(
                 PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
                 for window, pool in zip(cache.windows, cache.pools, strict=True)
@@ -448,6 +487,7 @@ class Engine:
         self._check_tokens(request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
         _check_prior(request)
         self._check_top_logprobs(params.top_logprobs)
+        self._check_experts(params.return_routed_experts)
         self._check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64))
         ending_tokens = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         if params.min_tokens > 0:
@@ -490,15 +530,20 @@ class Engine:
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
         """What computes the prompt for a request's samples: a sequence that does so already, or a new one."""
         prompt, salt = array("i", request.prompt_token_ids.tolist()), request.params.cache_salt
-        if running := self._prompts.get((prompt.tobytes(), salt)):
+        records = request.params.return_routed_experts
+        if running := self._prompts.get((prompt.tobytes(), salt, records)):
             self._join(running, samples)
             return running
-        chain, purpose = self._cache.new_chain(salt), Generation(samples)
+        chain, purpose = self._cache.new_chain(salt, records), Generation(samples)
         sequence = Sequence((self._arrivals, 0), prompt, len(prompt), chain, purpose, salt)
+        sequence.routes = self._new_routes(records)
         self._scheduler.add(sequence)
         if self._cache.enabled:
-            self._prompts[prompt.tobytes(), salt] = sequence
+            self._prompts[prompt.tobytes(), salt, records] = sequence
         return sequence
+
+    def _new_routes(self, records: bool) -> Routes | None:
+        return Routes(self.info.route_bytes) if records else None
 
     def _join(self, running: Sequence, samples: list[OpenSample]) -> None:
         assert isinstance(running.purpose, Generation)
@@ -510,10 +555,13 @@ class Engine:
     def _add_score(self, request: ScoreRequest) -> None:
         self._check_tokens(request.token_ids, 2, len(request.token_ids))
         self._check_top_logprobs(request.top_logprobs)
+        self._check_experts(request.return_routed_experts)
         # The last token is only predicted, never read.
         tokens = array("i", request.token_ids[:-1].tolist())
-        chain, score = self._cache.new_chain(request.cache_salt), OpenScore.of(request)
+        records, score = request.return_routed_experts, OpenScore.of(request)
+        chain = self._cache.new_chain(request.cache_salt, records)
         sequence = Sequence((self._arrivals, 0), tokens, len(tokens), chain, score, request.cache_salt)
+        sequence.routes = self._new_routes(records)
         self._scheduler.add(sequence)
         self._open[request.id] = score
         self._sequences[score] = sequence
@@ -540,6 +588,13 @@ class Engine:
                 "ask for fewer"
             )
 
+    def _check_experts(self, records: bool) -> None:
+        if records and self._experts is None:
+            raise InvalidRequestError(
+                f"return_routed_experts: expected False, as no layer of {self.info.model} has experts, found True; "
+                "leave it out"
+            )
+
     def _check_some_go_on(self, ending_tokens: frozenset[int]) -> None:
         if len(ending_tokens) == self.info.vocab_size:
             raise InvalidRequestError(
@@ -552,24 +607,27 @@ class Engine:
         lanes = self._scheduler.lanes
         purposes = purposes_of(chunks, lanes)
         step = plan_step(chunks, lanes, purposes, self._scheduler.take_block_copies(), self._cache.block_size)
-        drawn, scores = self._compute(step)
+        drawn, scores, routes = self._compute(step, any(sequence.routes is not None for sequence in chunks.sequences))
         self._scheduler.advance(chunks)
         self._steps += 1
         for i, _ in purposes.prompts:
             self._close_prompt(chunks.sequences[i])
-        return _QueuedStep(chunks, purposes, drawn, scores)
+        return _QueuedStep(chunks, purposes, drawn, scores, routes)
 
-    def _compute(self, step: Step) -> tuple[Drawing | None, list[list[HostCopy]]]:
-        """What is drawn, and the columns of each of the step's scores."""
+    def _compute(self, step: Step, records: bool) -> tuple[Drawing | None, list[list[HostCopy]], StepRoutes | None]:
+        """What is drawn, the columns of each of the step's scores, and which experts were chosen, where somebody
+        records that for each token.
+        """
         before = self._queued.drawn if self._queued is not None else None
         drawn = before.token_ids if before is not None else None
         self._runner.copy_blocks(step)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
-        hidden = (graphs or self._runner).run(step, drawn)
+        hidden, found = (graphs or self._runner).run(step, drawn)
+        routes = self._experts.take(found[ROUTES], records) if self._experts is not None else None
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         if graphs is not None and graphs.draws(step):
-            return graphs.draw(step), scores
-        return self._sampler.draw(hidden, step.draws) if len(step.draws) else None, scores
+            return graphs.draw(step), scores, routes
+        return self._sampler.draw(hidden, step.draws) if len(step.draws) else None, scores, routes
 
     def _score(self, rows: ScoredRows, hidden: Tensor) -> list[HostCopy]:
         targets = to_device(torch.from_numpy(rows.token_ids), hidden.device)
@@ -588,6 +646,18 @@ class Engine:
                 queued.chunks.sequences[i].unseen_row = row
                 lanes.repeat(queued.chunks.sequences[i])
             row += len(samples)
+
+    def _record_routes(self, chunks: Chunks, routes: StepRoutes) -> None:
+        """Adds what a step chose to the records of its sequences."""
+        self._expert_tokens = routes.counts.wait().numpy().tobytes()
+        if routes.rows is None:
+            return
+        rows, width = memoryview(routes.rows.wait().numpy()).cast("B"), self.info.route_bytes
+        place = 0
+        for sequence, start, end in zip(chunks.sequences, chunks.starts.tolist(), chunks.ends.tolist(), strict=True):
+            if sequence.routes is not None:
+                sequence.routes.put(start, rows[place : place + (end - start) * width])
+            place += (end - start) * width
 
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[HostCopy]) -> list[Output]:
         if score not in self._sequences:
@@ -671,7 +741,7 @@ class Engine:
 
     def _close_prompt(self, sequence: Sequence) -> None:
         """No further request may join this computation of a prompt."""
-        key = sequence.tokens.tobytes(), sequence.cache_salt
+        key = sequence.tokens.tobytes(), sequence.cache_salt, sequence.routes is not None
         if self._prompts.get(key) is sequence:
             del self._prompts[key]
 
@@ -692,8 +762,16 @@ class Engine:
             del self._open[sample.request.id]
         self._finished[reason] += 1
         self._generated_tokens += len(sample.token_ids)
-        return sample.output(reason, sequence.num_cached_tokens or 0)
+        return sample.output(reason, sequence.num_cached_tokens or 0, self._routed_experts(sequence, sample.num_fed))
 
     def _finish_score(self, score: OpenScore, reason: FinishReason) -> ScoreOutput:
-        del self._open[score.request.id], self._sequences[score]
-        return score.output(reason, self.weight_version)
+        sequence = self._sequences.pop(score)
+        del self._open[score.request.id]
+        num_fed = sequence.num_tokens if reason == "stop" else 0
+        return score.output(reason, self.weight_version, self._routed_experts(sequence, num_fed))
+
+    def _routed_experts(self, sequence: Sequence, num_fed: int) -> np.ndarray | None:
+        """Those of its first tokens, if somebody asked for them and there are some."""
+        if self._experts is None or sequence.routes is None or not num_fed:
+            return None
+        return self._experts.format.array(sequence.routes.rows(0, num_fed))

@@ -85,8 +85,9 @@ class SamplingParams(Distribution):
     `max_tokens` at the latest; None: where the model's context ends. `logprobs` says of which distribution:
     `processed` (after temperature and filters: what was drawn from), `temperature` (after temperature alone), `raw`
     (the model's own) or None. `top_logprobs` records, for each token, the entropy of that distribution and its so many
-    most probable tokens; 0 records the entropy alone, None neither. `cache_salt` keeps prefix reuse among requests with
-    the same salt.
+    most probable tokens; 0 records the entropy alone, None neither. `return_routed_experts` records which experts a
+    model with such chose for each token, of the prompt too. `cache_salt` keeps prefix reuse among requests with the
+    same salt.
     """
 
     n: int = Field(default=1, ge=1)
@@ -102,6 +103,7 @@ class SamplingParams(Distribution):
     ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
     top_logprobs: TopLogprobs | None = None
+    return_routed_experts: bool = False
     cache_salt: CacheSalt | None = None
 
     @field_validator("stop", mode="before")
@@ -189,8 +191,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two. `top_logprobs`: that of
-    `SamplingParams`.
+    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two. `top_logprobs`,
+    `return_routed_experts`: those of `SamplingParams`.
     """
 
     id: str
@@ -198,6 +200,7 @@ class ScoreRequest:
     distribution: Distribution = field(default_factory=Distribution)
     cache_salt: str | None = None
     top_logprobs: int | None = None
+    return_routed_experts: bool = False
 
 
 Request: TypeAlias = GenerateRequest | ScoreRequest
@@ -225,6 +228,11 @@ class SampleOutput:
     log-prob, in nats; `top_token_ids`, int32 [num_tokens, k], and `top_logprobs`, float32 [num_tokens, k]: its most
     probable tokens, highest logit first, of equal ones the lower id first. Where fewer than k tokens are left the
     dropped ones follow, with log-prob -inf, the lowest ids first.
+
+    `routed_experts`, None unless `return_routed_experts` asked for it, or without tokens: uint8, beyond 256 experts
+    uint16, [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. Row t has the experts, by
+    ascending id, that were chosen for token t of prompt and sample when it was fed; the last token never was. The rows
+    that tokens were drawn after are those of the weights that drew them, those before them of the first token's.
     """
 
     request_id: str
@@ -240,6 +248,7 @@ class SampleOutput:
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -266,8 +275,8 @@ class ScoreOutput:
     """Log-probs of a scored sequence.
 
     `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1). Empty if
-    `finish_reason` is `abort`; otherwise `finish_reason` is `stop`. `entropy`, `top_token_ids` and `top_logprobs`:
-    those of `SampleOutput`, for each of its entries.
+    `finish_reason` is `abort`; otherwise `finish_reason` is `stop`. `entropy`, `top_token_ids`, `top_logprobs` and
+    `routed_experts`: those of `SampleOutput`, for each of its entries; the last one is None of an aborted score.
     """
 
     request_id: str
@@ -277,6 +286,7 @@ class ScoreOutput:
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
 
 Output: TypeAlias = SampleOutput | ScoreOutput

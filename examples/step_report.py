@@ -27,6 +27,7 @@ from rich.table import Table
 from trueroll.engine.cache.prefix_cache import PrefixCache
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.models.decoder import ModelOutput
 from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.engine.running.loading import load_dummy
 from trueroll.engine.scheduling.scheduler import Scheduler
@@ -81,7 +82,7 @@ class Host:
         self.engine._runs_ahead = True
         self.random = np.random.default_rng(0)
         hidden = torch.zeros(1, MODEL["hidden_size"])
-        self.engine._runner.forward = lambda token_ids, *_: hidden.expand(len(token_ids), -1)
+        self.engine._runner.forward = lambda token_ids, *_: ModelOutput(hidden.expand(len(token_ids), -1), {})
         self.engine._sampler.next_tokens = lambda _, wanted: self.draw(len(wanted.rows))
         for i in range(num_sequences // GROUP):
             params = SamplingParams(n=GROUP, max_tokens=STEPS + 32, seed=i)

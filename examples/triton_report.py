@@ -30,11 +30,12 @@ from trueroll.kernels.contract import (
     AttentionBatch,
     AttentionWeights,
     DeltaNetWeights,
+    ExpertsWeights,
     Rotation,
     StateBatch,
     Wanted,
 )
-from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
+from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
 from trueroll.kernels.triton import backend, machine
 from trueroll.kernels.triton.launch import Launch, compile_form, recording
 
@@ -53,7 +54,8 @@ CONTEXT = 40_000
 @dataclass(frozen=True)
 class Model:
     """The sizes of a decoder, whether its queries, keys and values have biases or norms of their heads, its norms and
-    activation, the soft caps to compile its attention with, and its layers where they count.
+    activation, the soft caps to compile its attention with, whether that has sinks and a bias behind it, and its layers
+    where they count.
     """
 
     hidden: int
@@ -67,6 +69,7 @@ class Model:
     norm: NormSpec = NormSpec(1e-6)
     activation: Activation = "silu"
     soft_caps: tuple[float | None, ...] = (None,)
+    sinks: bool = False
     layers: int = 28
 
     @property
@@ -98,14 +101,25 @@ MODELS = {
         soft_caps=(None, 50.0),
     ),
     "SmolLM2-135M": Model(576, 1536, 9, 3, 64, 49152),
+    "gpt-oss-20b without experts": Model(
+        2880, 2880, 64, 8, 64, 201088, biases=True, activation="clamped_silu", sinks=True
+    ),
     "no multiples of 16": Model(1001, 1537, 6, 2, 80, 1001, biases=True),
 }
 DELTA_NETS = {
     "Qwen3.5-27B": DeltaNetSpec(16, 48, 128, 128, 4, NormSpec(1e-6)),
     "Qwen3.5-0.8B": DeltaNetSpec(16, 16, 128, 128, 4, NormSpec(1e-6)),
 }
+# With the hidden size.
+EXPERTS = {
+    "Qwen3-30B-A3B": (ExpertsSpec(128, 8, 768), 2048),
+    "gpt-oss-20b": (ExpertsSpec(32, 4, 2880, activation="clamped_silu", bias=True), 2880),
+    "Qwen3-Next-80B-A3B": (ExpertsSpec(512, 10, 512, normed=False, shared_size=512), 2048),
+    "experts of no multiples of 16": (ExpertsSpec(6, 2, 33, activation="gelu_tanh"), 1001),
+}
 FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
+WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
 # Around the numbers of rows where tiles change, and what rollouts have.
 DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
@@ -114,11 +128,13 @@ DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
-    """Every launch of the models' ops, or of delta nets, each once, kernel by kernel."""
+    """Every launch of the models' ops, or of delta nets or experts, each once, kernel by kernel."""
     with recording() as launches:
         for name in names:
             if name in DELTA_NETS:
                 recur(DELTA_NETS[name])
+            elif name in EXPERTS:
+                mix(*EXPERTS[name])
             else:
                 Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
     return sorted(dict.fromkeys(launches), key=lambda launch: name_of(launch.kernel))
@@ -155,6 +171,8 @@ class Calls:
         backend.linear(x, self.weight(m.hidden, m.hidden))
         backend.linear(x, self.weight(m.hidden, m.hidden), self.empty(m.hidden))
         backend.linear_add(heads, self.weight(m.hidden, m.heads * m.head_dim), x)
+        if m.sinks:
+            backend.linear_add(heads, self.weight(m.hidden, m.heads * m.head_dim), x, self.empty(m.hidden))
         backend.linear_add(self.empty(rows, m.intermediate), self.weight(m.hidden, m.intermediate), x)
         gate, up = self.weight(m.intermediate, m.hidden), self.weight(m.intermediate, m.hidden)
         backend.gate_up(x, gate, up, m.activation)
@@ -210,8 +228,10 @@ class Calls:
             [0, *accumulate(queries)], [context] * len(queries), integers(len(queries), context // 16), lens
         )
         q = self.empty(sum(queries), self.model.heads, self.model.head_dim)
+        sinks = self.empty(self.model.heads) if self.model.sinks else None
         for soft_cap in self.model.soft_caps:
-            backend.paged_attention(q, self.cache, self.cache, batch, self.model.mixer.scale, soft_cap=soft_cap)
+            scoring = dict(soft_cap=soft_cap, sinks=sinks)
+            backend.paged_attention(q, self.cache, self.cache, batch, self.model.mixer.scale, **scoring)
 
     def head(self, rows: int) -> None:
         m, ids, logits = self.model, integers(rows), floats(rows, self.model.vocab_size)
@@ -239,6 +259,26 @@ def recur(spec: DeltaNetSpec) -> None:
         batch = StateBatch(starts, slots, slots)
         qkv = backend.convolve(x, weights.convolution, empty(4, *spec.tail_shape), batch)
         backend.delta_rule(qkv, gates, gates, spec, weights, floats(4, *spec.state_shape), batch)
+
+
+def mix(spec: ExpertsSpec, hidden: int) -> None:
+    """The ops of experts, chosen and given, for many numbers of rows."""
+    count, inner, empty = (
+        spec.num_experts,
+        spec.intermediate_size,
+        partial(torch.empty, dtype=torch.bfloat16, device="meta"),
+    )
+    biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)
+    gate_up, down = (
+        backend.new_weight(count * 2 * inner, hidden, empty),
+        backend.new_weight(count * hidden, inner, empty),
+    )
+    weights = ExpertsWeights(empty(count, hidden), None, gate_up, biases[0], down, biases[1])
+    for rows in ROWS:
+        x, logits = empty(rows, hidden), empty(rows, count)
+        chosen, gates = backend.route(logits, spec)
+        backend.route(logits, spec, chosen)
+        backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None)
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:
@@ -521,7 +561,7 @@ def main() -> None:
         "--json",
         action="store_true",
         help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
-        f"and for sm_{TUNED_FOR} all of one model and of delta nets",
+        f"and for sm_{TUNED_FOR} all of one model, of delta nets and of some experts",
     )
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
@@ -531,11 +571,11 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all:
-        launches = record([*MODELS, *DELTA_NETS])
-        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record([MODELLED, *DELTA_NETS]))
+        launches = record([*MODELS, *DELTA_NETS, *EXPERTS])
+        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record(WHOLE))
         print(json.dumps([asdict(compiled) for compiled in compile_all(jobs)]))
     else:
-        print_table(compile_all(jobs_of(record([MODELLED, *DELTA_NETS]))))
+        print_table(compile_all(jobs_of(record(WHOLE))))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The ops of a layer, and those of the head, with gradients: `GradientOps`.
 
 The forward pass of each is a backend's op, so it has the bits of a rollout. The backward pass is torch's, in the dtype
-of the forward pass, apart from rotation and recomputed logits, which are ops too; it promises gradients within
-rounding. That of a recurrence recomputes it in float32, in chunks of `_CHUNK` tokens whose closed form torch
-differentiates, so that a state is kept for each chunk and not for each token. Both ignore autocast, which would change
-a dtype in between; the caller casts.
+of the forward pass, apart from rotation, recomputed logits and recomputed inner rows of experts, which are ops too; it
+promises gradients within rounding. That of a recurrence recomputes it in float32, in chunks of `_CHUNK` tokens whose
+closed form torch differentiates, so that a state is kept for each chunk and not for each token. Both ignore autocast,
+which would change a dtype in between; the caller casts.
 
 M: rows, which are tokens of any number of sequences. The floating-point tensors of a call share one dtype and device
 where nothing else is said. Owns nothing: a weight is put into the backend's layout anew for each call, since not every
@@ -14,8 +14,8 @@ change of a weight can be noticed: one through `.data` does not raise torch's ve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any
 
@@ -26,18 +26,21 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.utils.rnn import pad_sequence
 
 from .contract import (
+    CLAMP,
+    CLAMPED_SLOPE,
     L2_EPS,
     NO_SLOT,
     AttentionBatch,
     Backend,
     DeltaNetWeights,
+    ExpertsWeights,
     Rotation,
     StateBatch,
     TokenStatistics,
     Wanted,
     Weight,
 )
-from .specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
+from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
 
 # Any even size gives the same bits.
 _BLOCK_SIZE = 16
@@ -134,14 +137,131 @@ class _GateMul(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
-        if ctx.activation == "sigmoid":
-            sigmoid = torch.sigmoid(gate)
-            return None, torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid, None
-        if ctx.activation == "silu":
-            return None, torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate), None
-        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-        return None, grad_gate, grad * F.gelu(gate, approximate="tanh"), None
+        return None, *_gate_gradients(*ctx.saved_tensors, grad, ctx.activation), None
+
+
+def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Those of gate and up, from that of their `gate_mul`, all of one shape."""
+    if activation == "sigmoid":
+        sigmoid = torch.sigmoid(gate)
+        return torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+    if activation == "clamped_silu":
+        return _clamped_gradients(gate, up, grad)
+    grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+    return grad_gate, grad * F.gelu(gate, approximate="tanh")
+
+
+def _clamped_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """In float32. g * sigmoid(slope * g) is SiLU of slope * g, over the slope; what is clamped has no gradient."""
+    wide, raised = gate.float().clamp(max=CLAMP) * CLAMPED_SLOPE, up.float().clamp(-CLAMP, CLAMP) + 1.0
+    grad_gate = torch.ops.aten.silu_backward(grad * raised, wide).where(gate <= CLAMP, 0.0)
+    grad_up = (grad * F.silu(wide) / CLAMPED_SLOPE).where(up.abs() <= CLAMP, 0.0)
+    return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+
+
+class _Route(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ops: Backend, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        experts, gates = ops.route(logits, spec, chosen)
+        ctx.save_for_backward(logits, experts, gates)
+        ctx.mark_non_differentiable(experts)
+        ctx.normed = spec.normed
+        return experts, gates
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """That of a softmax whose other elements are not read: the choice itself has no gradient."""
+        logits, experts, gates = ctx.saved_tensors
+        products = gates * grad
+        share = products.sum(-1, keepdim=True)
+        if ctx.normed:
+            found = torch.zeros_like(logits, dtype=torch.float32)
+            found.scatter_(1, experts.long(), products - gates * share)
+        else:
+            found = logits.float().softmax(-1).mul_(-share).scatter_add_(1, experts.long(), products)
+        return None, found.to(logits.dtype), None, None
+
+
+class _Experts(Function):
+    """`Backend.experts`. Matrices [E, rows, columns] and biases [E, rows] of gate_up and down; biases may be None."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        spec: ExpertsSpec,
+        weights: ExpertsWeights,
+        experts: Tensor,
+        x: Tensor,
+        gates: Tensor,
+        shared: Tensor | None,
+        gate_up: Tensor,
+        gate_up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(experts, x, gates, gate_up, gate_up_bias, down, down_bias)
+        ctx.ops, ctx.activation = ops, spec.activation
+        matrices = {name: _backend_weight(ops, x.flatten(0, 1)) for name, x in (("gate_up", gate_up), ("down", down))}
+        return ops.experts(x, spec, replace(weights, **matrices), experts, gates, shared)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Expert by expert, whose inner rows are computed again: none are kept from the forward pass."""
+        experts, x, gates, *parameters = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
+        grad_x, grad_gates = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(gates)
+        found = [torch.zeros_like(p) if wanted else None for p, wanted in zip(parameters, needed[3:], strict=True)]
+        for expert, rows, places in _rows_by_expert(experts, len(parameters[0])):
+            own = [None if p is None else p[expert] for p in parameters]
+            inputs = x[rows], gates[rows, places, None], grad[rows]
+            rows_x, rows_gates, *each = _expert_gradients(ctx.ops, ctx.activation, *inputs, *own)
+            grad_x[rows] += rows_x.float()
+            grad_gates[rows, places] = rows_gates
+            for whole, part in zip(found, each, strict=True):
+                if whole is not None:
+                    whole[expert] = part
+        shared = grad if needed[2] else None
+        return *(None,) * 4, grad_x.to(x.dtype), grad_gates, shared, *found
+
+
+def _expert_gradients(
+    ops: Backend,
+    activation: Activation,
+    x: Tensor,
+    gates: Tensor,
+    grad: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Those of x [M, H], gates [M, 1], as [M], and the four parameters of one expert, from that of its M rows."""
+    gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, 1)
+    inner, ungated = ops.gate_mul(gate, up, activation), grad @ down
+    grad_gates = (ungated.float() * inner.float()).sum(-1)
+    if down_bias is not None:
+        grad_gates += grad.float() @ down_bias.float()
+    grad_inner, grad_out = ((part * gates).to(x.dtype) for part in (ungated, grad))
+    pair = torch.cat(_gate_gradients(gate, up, grad_inner, activation), 1)
+    return pair @ gate_up, grad_gates, pair.T @ x, pair.sum(0), grad_out.T @ inner, grad_out.sum(0)
+
+
+def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, its rows, and its places in them) of each of the `count` experts that has rows in `experts` [M, k]."""
+    flat = experts.flatten()
+    order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
+    for expert, found in enumerate(order.split(counts)):
+        if len(found):
+            yield expert, found // experts.shape[1], found % experts.shape[1]
 
 
 @dataclass(frozen=True)
@@ -194,58 +314,83 @@ class Packed:
 class _Attention(Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, ops: Backend, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+    def forward(
+        ctx: Any,
+        ops: Backend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        packed: Packed,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v, sinks)
         ctx.packed, ctx.spec = packed, spec
         num_blocks = int(packed.batch.block_tables.max()) + 1
         caches = k.new_zeros(2, num_blocks, _BLOCK_SIZE, *k.shape[1:])
         ops.write_kv(k, v, caches[0], caches[1], packed.slots)
-        return ops.paged_attention(q, caches[0], caches[1], packed.batch, spec.scale, spec.window, spec.soft_cap)
+        scoring = spec.scale, spec.window, spec.soft_cap, sinks
+        return ops.paged_attention(q, caches[0], caches[1], packed.batch, *scoring)
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         lens = list(ctx.packed.lens)
-        saved = ctx.saved_tensors  # a checkpointed layer lets them be read once
+        *saved, sinks = ctx.saved_tensors  # a checkpointed layer lets them be read once
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         inputs = [x.split(lens) for x in saved]
         outputs = [torch.empty_like(x) for x in saved]
         places = [x.split(lens) for x in outputs]
         grads = grad.split(lens)
         for group in ctx.packed.groups():
             padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*inputs, grads)]
-            for found, place in zip(_attention_gradients(padded, ctx.spec), places, strict=True):
-                for i, rows in zip(group, found, strict=True):
+            found, of_sinks = _attention_gradients(padded, sinks, ctx.spec)
+            for part, place in zip(found, places, strict=True):
+                for i, rows in zip(group, part, strict=True):
                     place[i].copy_(rows[: lens[i]])
-        return None, *outputs, None, None
+            if grad_sinks is not None:
+                grad_sinks += of_sinks
+        return None, *outputs, None if grad_sinks is None else grad_sinks.to(sinks.dtype), None, None
 
 
-def _attention_gradients(padded: Sequence[Tensor], spec: AttentionSpec) -> list[Tensor]:
-    """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding.
+def _attention_gradients(
+    padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec
+) -> tuple[list[Tensor], Tensor | None]:
+    """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding; and
+    that of `sinks` [heads], float32.
 
     `padded`: q, k, v and the gradient of the output, each [B, T, heads, D].
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
+    sinks = None if sinks is None else sinks.float().clone().requires_grad_()
     with torch.enable_grad():
-        out = _attend(q, k, v, spec)
-    return [x.transpose(1, 2) for x in torch.autograd.grad(out, inputs, grad)]
+        out = _attend(q, k, v, sinks, spec)
+    found = torch.autograd.grad(out, inputs if sinks is None else [*inputs, sinks], grad)
+    return [x.transpose(1, 2) for x in found[:3]], None if sinks is None else found[3]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention by torch: q [B, heads, T, D], k and v [B, kv_heads, T, D]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Attention by torch: q [B, heads, T, D], k and v [B, kv_heads, T, D], sinks [heads]."""
     length = q.shape[2]
     is_whole = spec.window is None or spec.window >= length
-    if spec.soft_cap is None and is_whole:
+    is_plain = spec.soft_cap is None and sinks is None
+    if is_plain and is_whole:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
     places = torch.arange(length, device=q.device)
     distance = places[:, None] - places
     visible = (distance >= 0) & (distance < (length if spec.window is None else spec.window))
-    if spec.soft_cap is None:
+    if is_plain:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=spec.scale, enable_gqa=True)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.tanh((q.float() @ k.float().mT) * (spec.scale / spec.soft_cap)) * spec.soft_cap
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1).to(q.dtype) @ v
+    scores = (q.float() @ k.float().mT) * spec.scale
+    if spec.soft_cap is not None:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
+    return scores.softmax(-1)[..., :length].to(q.dtype) @ v
 
 
 class _Convolution(Function):
@@ -429,9 +574,9 @@ class GradientOps:
         """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
         return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
 
-    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        """linear(x, weight) + residual [M, N]."""
-        return self.linear(x, weight) + residual
+    def linear_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+        """linear(x, weight, bias) + residual [M, N]."""
+        return self.linear(x, weight, bias) + residual
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         """x [M, H] over its root mean square, times weight [H], or 1 + weight: [M, H]."""
@@ -449,6 +594,28 @@ class GradientOps:
         """activation(gate) * up of tensors of one shape."""
         return _GateMul.apply(self.backend, gate, up, activation)  # type: ignore[return-value]
 
+    def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts, int32 [M, top_k], and their gates, float32, of logits [M, E]; those `chosen`, if given, which have
+        the same shape and ascend in each row. The choice has no gradient, the gates have.
+        """
+        return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
+
+    def experts(
+        self,
+        x: Tensor,
+        spec: ExpertsSpec,
+        weights: ExpertsWeights,
+        experts: Tensor,
+        gates: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
+        """What the experts of each row, as `route` gives them, make of x [M, H], and `shared` added: [M, H].
+
+        `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
+        """
+        parameters = weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias
+        return _Experts.apply(self.backend, spec, weights, experts, x, gates, shared, *parameters)  # type: ignore[return-value]
+
     def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
         """SiLU of a causal convolution of each channel within each sequence: x [M, C], weight [C, 1, K]; [M, C]."""
         return _Convolution.apply(self.backend, x, weight, packed)  # type: ignore[return-value]
@@ -462,9 +629,13 @@ class GradientOps:
         gates = weights.decay, weights.bias
         return _DeltaRule.apply(self.backend, qkv, b, a, *gates, spec, weights, packed)  # type: ignore[return-value]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
-        """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D]; returns [M, heads, D]."""
-        return _Attention.apply(self.backend, q, k, v, packed, spec)  # type: ignore[return-value]
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Causal attention within each sequence: q [M, heads, D], k and v [M, kv_heads, D], and `sinks` [heads] if the
+        spec has some; returns [M, heads, D].
+        """
+        return _Attention.apply(self.backend, q, k, v, sinks, packed, spec)  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""

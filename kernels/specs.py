@@ -149,7 +149,8 @@ class LayerSpec:
     norm_after: bool = False
 
 
-# The weights of a layer by their role, and the names that most checkpoints give them.
+# The weights of a layer by their role, and the names that most checkpoints give them. In place of the matrices of all
+# `experts` a checkpoint may have those of each `expert`, by its number.
 LAYER_NAMES = {
     "mixer_norm.before": "input_layernorm.weight",
     "mixer.q": "self_attn.q_proj.weight",
@@ -184,6 +185,9 @@ LAYER_NAMES = {
     "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
     "experts.down": "mlp.experts.down_proj",
     "experts.down_bias": "mlp.experts.down_proj_bias",
+    "expert.gate": "mlp.experts.{}.gate_proj.weight",
+    "expert.up": "mlp.experts.{}.up_proj.weight",
+    "expert.down": "mlp.experts.{}.down_proj.weight",
     "shared.gate": "mlp.shared_expert.gate_proj.weight",
     "shared.up": "mlp.shared_expert.up_proj.weight",
     "shared.down": "mlp.shared_expert.down_proj.weight",

@@ -11,34 +11,40 @@ the worker's log-probs, and `token_statistics` those of its `top_logprobs`, what
 packing. Gradients agree with those of the unaligned model within rounding. float32 parameters under bfloat16 autocast
 compute what a bfloat16 worker computes that was given these parameters. `aligned_with` says what a model computes with;
 a backend that is not the fastest one, taken because that cannot serve the model, is logged when it is first taken.
+Experts of a mixture are those of the worker: the model finds them by itself, or is given them. `replayed` gives them to
+a model that is not aligned.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from itertools import pairwise
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from trueroll.errors import AlignmentError, ModelError
+from trueroll.errors import AlignmentError
 
 from .autograd import GradientOps, Packed
+from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
-from .families import describe, families
 from .layer import LAYERS, gated, make_layer, project, run_layer, scale_embedding
+from .plain_models import describe_plain, is_aligned, is_decoder
+from .replay import replayed
 from .selection import SelectedBackend, select_backend
-from .specs import AttentionSpec, DecoderSpec, DeltaNetSpec
+from .specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec
+from .stacks import StackLayout
 
 __all__ = [
     "Arithmetic",
     "TokenStatistics",
     "align",
     "aligned_with",
+    "replayed",
+    "token_experts",
     "token_log_probs",
     "token_statistics",
     "unalign",
@@ -46,6 +52,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What a decoder's forward pass may be asked for, and an aligned one cannot do.
+_REFUSED = ("past_key_values", "inputs_embeds", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class _Aligned(NamedTuple):
@@ -86,12 +94,12 @@ def align(model: Any, backend: str = "auto") -> None:
 
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
-    if not _is_decoder(model) or not any(_is_aligned(module) for module, *_ in _parts(model)):
+    if not is_decoder(model) or not any(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
         )
     for module, *_ in _parts(model):
-        if _is_aligned(module):
+        if is_aligned(module):
             module.__class__ = type(module).__bases__[0]
             del module._aligned
 
@@ -115,6 +123,7 @@ def token_log_probs(
     lengths: Sequence[int] | None = None,
     temperature: float = 1.0,
     completion_mask: Tensor | None = None,
+    routed_experts: Tensor | None = None,
 ) -> Tensor:
     """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
 
@@ -125,10 +134,16 @@ def token_log_probs(
     log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence. Mixed precision is
     that of the autocast around this call: under accelerate, make it inside `accelerator.autocast()`.
 
-    Raise AlignmentError for shapes that do not fit together, and for a model that is not aligned.
+    `routed_experts` (integers, in the shape of `input_ids` and [layers with experts, experts per token]): the experts
+    that each token goes to, in any order; gradients flow through their gates. Those of a worker that computes alike
+    need not be given: the model finds them by itself. What is there for padding, and for the last token of each
+    sequence, is not read: the record of a sample has no row for it.
+
+    Raise AlignmentError for shapes that do not fit together, for routes that are none, or of another model, and for a
+    model that is not aligned.
     """
-    places, ops, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
-    return _spread(ops.log_probs(*asked), places, input_ids.shape)
+    places, ops, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts)
+    return spread(ops.log_probs(*asked), places, input_ids.shape)
 
 
 def token_statistics(
@@ -138,6 +153,7 @@ def token_statistics(
     lengths: Sequence[int] | None = None,
     temperature: float = 1.0,
     completion_mask: Tensor | None = None,
+    routed_experts: Tensor | None = None,
     *,
     top_logprobs: int,
 ) -> TokenStatistics:
@@ -157,9 +173,42 @@ def token_statistics(
             f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has"
         )
     with torch.no_grad():
-        places, ops, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask)
+        places, ops, asked = _ask(
+            model, input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts
+        )
         found = ops.statistics(*asked, top_logprobs)
-    return TokenStatistics._make(_spread(column, places, input_ids.shape) for column in found)
+    return TokenStatistics._make(spread(column, places, input_ids.shape) for column in found)
+
+
+def token_experts(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, lengths: Sequence[int] | None = None
+) -> Tensor:
+    """The experts that an aligned model sends each token to: int32, in the shape of `input_ids` and [layers with
+    experts, experts per token], ascending; 0 for padding. They are those of a worker that computes alike, and what
+    `token_log_probs` takes, whose arguments these are.
+
+    Raise AlignmentError where `token_log_probs` does, and for a model without experts.
+    """
+    _check_aligned(model)
+    spec = model.model._aligned.spec
+    if not spec.experts:
+        raise AlignmentError(
+            f"model: expected one with experts, found a {type(model).__name__} of this config, without"
+        )
+    indices, packed = locate(input_ids, attention_mask, lengths)
+    record = input_ids.new_empty(len(spec.experts), len(indices), spec.experts[0].top_k, dtype=torch.int32)
+    with torch.no_grad():
+        _run_decoder(model, input_ids, indices, packed, record=record)
+    return spread(record.transpose(0, 1), indices, input_ids.shape)
+
+
+def _run_decoder(
+    model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, **routes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The ids of the M tokens at flat `indices`, and their hidden states [M, H]; `routes` as in `_decoder_forward`."""
+    ids = input_ids.flatten()[indices].long()
+    found = model.model(input_ids=ids[None], position_ids=packed.positions[None], **routes)
+    return ids, found.last_hidden_state[0]
 
 
 def _ask(
@@ -169,21 +218,19 @@ def _ask(
     lengths: Sequence[int] | None,
     temperature: float,
     completion_mask: Tensor | None,
+    routed_experts: Tensor | None,
 ) -> tuple[Tensor, GradientOps, tuple[Tensor, Tensor, Tensor, float]]:
     """The places of the M tokens that are asked for in flat `input_ids`, the ops, and the arguments of `log_probs`."""
     _check_aligned(model)
-    input_ids = input_ids.long()
     if not temperature >= 0.0:
         raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
-    _check_shape("completion_mask", mask, input_ids.shape)
-    if lengths is None:
-        indices, packed = _unpad(input_ids, attention_mask)
-    else:
-        _check_lengths(input_ids, attention_mask, lengths)
-        indices, packed = torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
-    ids = input_ids.flatten()[indices]
-    hidden = model.model(input_ids=ids[None], position_ids=packed.positions[None]).last_hidden_state[0]
+    check_shape("completion_mask", mask, input_ids.shape)
+    indices, packed = locate(input_ids, attention_mask, lengths)
+    routes = None
+    if routed_experts is not None:
+        routes = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
+    ids, hidden = _run_decoder(model, input_ids, indices, packed, routes=routes)
     wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
     weight = model.lm_head.weight.to(hidden.dtype)
     return (
@@ -191,12 +238,6 @@ def _ask(
         _ops(model.lm_head, hidden),
         (hidden[wanted - 1], weight, ids[wanted], _divisor(temperature)),
     )
-
-
-def _spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """`found` [M, ...] at flat `places` of [*shape, ...], which is 0 elsewhere."""
-    spread = found.new_zeros(shape.numel(), *found.shape[1:]).index_copy(0, places, found)
-    return spread.view(*shape, *found.shape[1:])
 
 
 # The four forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
@@ -207,27 +248,40 @@ def _decoder_forward(
     input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    routes: Tensor | None = None,
+    record: Tensor | None = None,
     **kwargs: Any,
-) -> BaseModelOutputWithPast:
-    for name in ("past_key_values", "inputs_embeds", "output_attentions", "output_hidden_states"):
+) -> MoeModelOutputWithPast:
+    """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, as
+    `read_routes` gives them. `record`, in that shape: is filled with those that they went to. The output has the fields
+    of a decoder with experts, and so those of one without.
+    """
+    for name in _REFUSED:
         if (value := kwargs.get(name)) is not None and value is not False:
             raise AlignmentError(
                 f"{name}: expected none for an aligned model, found one; leave it out, or call unalign"
             )
     if input_ids is None:
         raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
-    indices, packed = _unpad(input_ids, attention_mask, position_ids)
+    indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
     rotations = [
         ops.backend.rotation(packed.positions, torch.tensor(rotation.inv_freq, device=x.device), rotation.scale)
         for rotation in spec.rotations
     ]
-    for layer in self.layers:
-        x = layer(x, packed, rotations)
+    of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
+    for i, layer in enumerate(self.layers):
+        x = layer(x, packed, rotations, of_layers[i], records[i])
     x = ops.rmsnorm(x, self.norm.weight.to(x.dtype), spec.norm)
     hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
-    return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
+    return MoeModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
+
+
+def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
+    """Those of each layer [M, top_k], None where it has no experts."""
+    each = iter(()) if routes is None else iter(routes)
+    return [next(each, None) if isinstance(layer.mlp, ExpertsSpec) else None for layer in spec.layers]
 
 
 def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
@@ -235,35 +289,54 @@ def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
     return scale_embedding(x, self._aligned.spec.embed_scale)
 
 
-def _layer_forward(self: Any, x: Tensor, packed: Packed, rotations: Sequence[Rotation]) -> Tensor:
+def _layer_forward(
+    self: Any,
+    x: Tensor,
+    packed: Packed,
+    rotations: Sequence[Rotation],
+    route: Tensor | None = None,
+    record: Tensor | None = None,
+) -> Tensor:
     _, spec, index = self._aligned
     ops = _ops(self, x)
 
-    def get(name: str, *shape: int) -> Tensor:
-        return _parameter(self, name.removeprefix(f"{LAYERS}.{index}."), shape).to(x.dtype)
+    def get(name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
+        found = _parameter(self, index, name, *shape, layout=layout).to(x.dtype)
+        return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
         q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
-        return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec))
+        return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec, weights.sinks))
 
     def recur(qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights) -> Tensor:
         qkv = ops.convolve(qkv, weights.convolution, packed)
         return ops.delta_rule(qkv, b, a, spec, weights, packed)
 
-    return run_layer(ops, make_layer(spec, index, get), x, attend, recur)
+    def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+        experts, gates = ops.route(logits, spec)
+        if route is not None:
+            experts, gates = ops.route(logits, spec, torch.where(route == OWN_CHOICE, experts, route))
+        if record is not None:
+            record.copy_(experts)
+        return experts, gates
+
+    return run_layer(ops, make_layer(spec, index, get), x, attend, recur, choose)
 
 
-def _parameter(layer: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A layer's parameter of this shape; of a linear layer only if it is a plain one."""
-    path, _, leaf = name.rpartition(".")
+def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
+    """A layer's parameter of this name, for matrices [E, R, C] or biases [E, R] of this shape if it has a `layout`; of
+    a module that multiplies only if it is as transformers made it.
+    """
+    path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
     module = layer.get_submodule(path)
-    if len(shape) == 2:
-        _check_linear(path, module)
+    if len(shape) == 2 or layout is not None:
+        _check_plain(name, module, layer)
+    stored = shape if layout is None else layout.shape(shape)
     found = getattr(module, leaf)
-    if found is None or found.shape != shape:
+    if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
-            f"{name}: expected shape {list(shape)}, as the model's config says, found {size}; mend one"
+            f"{name}: expected shape {list(stored)}, as the model's config says, found {size}; mend one"
         )
     return found
 
@@ -315,89 +388,17 @@ def _divisor(temperature: float) -> float:
     return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
-def _unpad(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
-) -> tuple[Tensor, Packed]:
-    """The flat indices of the tokens that are not padding, and the sequences that they make.
-
-    A sequence begins with each row of `input_ids`, and wherever `position_ids` are 0.
-    """
-    indices = _unpadded_indices(input_ids, attention_mask)
-    if not len(indices):
-        raise AlignmentError("attention_mask: expected tokens that are not padding, found none; leave such batches out")
-    begins = torch.diff(indices // input_ids.shape[1], prepend=indices.new_full((1,), -1)) != 0
-    if position_ids is None:
-        return indices, _sequences(begins)
-    if position_ids.shape not in (input_ids.shape, (1, input_ids.shape[1])):
+def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
+    """Routers and experts are of classes that stand beside those of the family's other modules."""
+    if type(module) is not nn.Linear and type(module).__module__ != type(neighbour).__module__:
         raise AlignmentError(
-            f"position_ids: expected {list(input_ids.shape)} like input_ids, found {list(position_ids.shape)}"
-        )
-    given = position_ids.expand(input_ids.shape).flatten()[indices]
-    packed = _sequences(begins | (given == 0))
-    if not torch.equal(given, packed.positions):
-        raise AlignmentError(
-            "position_ids: expected to count up from 0 in each sequence, found something else; leave them out, and "
-            "mark padding in attention_mask"
-        )
-    return indices, packed
-
-
-def _sequences(begins: Tensor) -> Packed:
-    """Sequences that begin where `begins` (bool [M]) says, the first of them at 0."""
-    starts = [*begins.nonzero().flatten().tolist(), len(begins)]
-    return Packed.of([end - start for start, end in pairwise(starts)], begins.device)
-
-
-def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    if input_ids.dim() != 2:
-        raise AlignmentError(
-            f"input_ids: expected [B, T], found {list(input_ids.shape)}; pack with lengths, or add [None]"
-        )
-    if attention_mask is None:
-        return torch.arange(input_ids.numel(), device=input_ids.device)
-    _check_shape("attention_mask", attention_mask, input_ids.shape)
-    return attention_mask.flatten().nonzero().flatten()
-
-
-def _check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
-    if found.shape != expected:
-        raise AlignmentError(
-            f"{name}: expected {list(expected)} like input_ids, found {list(found.shape)}; one entry per token"
-        )
-
-
-def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> None:
-    if attention_mask is not None:
-        raise AlignmentError("attention_mask: expected none with lengths, found both; packed tokens have no padding")
-    if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
-        raise AlignmentError(
-            f"lengths: expected at least 1 each and {list(input_ids.shape)} in sum, the shape of input_ids, found "
-            f"{list(lengths)[:8]} with sum {sum(lengths)}; give one for each packed sequence"
-        )
-
-
-def _is_of_family(model: Any) -> bool:
-    return type(model).__name__ in families()
-
-
-def _is_decoder(model: Any) -> bool:
-    """Whether it is one that `_parts` finds its way in."""
-    return _is_of_family(model) and hasattr(model.model, "embed_tokens")
-
-
-def _is_aligned(module: nn.Module) -> bool:
-    return hasattr(module, "_aligned")
-
-
-def _check_linear(name: str, module: nn.Module) -> None:
-    if type(module) is not nn.Linear:
-        raise AlignmentError(
-            f"{name}: expected nn.Linear, found {type(module).__name__}; merge adapters, and align before wrapping"
+            f"{name}: expected nn.Linear or a class of {type(neighbour).__module__}, found {type(module).__name__}; "
+            "merge adapters, and align before wrapping"
         )
 
 
 def _check_aligned(model: Any) -> None:
-    if not _is_decoder(model) or not all(_is_aligned(module) for module, *_ in _parts(model)):
+    if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
             "pass the model without a wrapper"
@@ -406,22 +407,8 @@ def _check_aligned(model: Any) -> None:
 
 def _check_model(model: Any) -> DecoderSpec:
     """What the model computes. Raise AlignmentError unless the ops compute it too."""
-    if not _is_of_family(model):
-        names = ", ".join(sorted(families()))
-        raise AlignmentError(
-            f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
-        )
-    if not _is_decoder(model):
-        raise AlignmentError(
-            f"model: expected a decoder alone, found {type(model).__name__}, which has more; load its text with "
-            "AutoModelForCausalLM"
-        )
-    if any(_is_aligned(module) for module, *_ in _parts(model)):
-        raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
-    for module_name, module in model.named_modules():
-        leaf = module_name.rpartition(".")[2]
-        if "_proj" in leaf or leaf == "lm_head":
-            _check_linear(module_name, module)
+    spec = describe_plain(model)
+    _check_plain("lm_head", model.lm_head, model)
     head, embedding = model.lm_head, model.model.embed_tokens.weight
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
@@ -434,11 +421,6 @@ def _check_model(model: Any) -> DecoderSpec:
         raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
         raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
-    return _describe(model)
-
-
-def _describe(model: Any) -> DecoderSpec:
-    try:
-        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
-    except ModelError as error:
-        raise AlignmentError(f"model: {error}") from None
+    for index, layer in enumerate(model.model.layers):
+        make_layer(spec, index, partial(_parameter, layer, index))
+    return spec

@@ -25,7 +25,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import triton_interpreter  # noqa: E402, I001
 from conversion import convert_smollm2  # noqa: E402
 from forked import workers_are_forked  # noqa: E402
-from tiny import FAMILIES, HYBRID, WINDOWED, make_tiny_model  # noqa: E402
+from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
@@ -122,6 +122,19 @@ def hybrid_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def hybrid_model(request: pytest.FixtureRequest, hybrid_models: dict[str, Path]) -> Path:
     """Those folders, one after the other."""
     return hybrid_models[request.param]
+
+
+@pytest.fixture(scope="session")
+def mixture_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of the tiny float32 model of each family with experts."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(family, folder / f"tiny-{family}") for family in MIXTURES}
+
+
+@pytest.fixture(params=MIXTURES)
+def mixture_model(request: pytest.FixtureRequest, mixture_models: dict[str, Path]) -> Path:
+    """Those folders, one after the other."""
+    return mixture_models[request.param]
 
 
 @pytest.fixture(params=FAMILIES + WINDOWED)

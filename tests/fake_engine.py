@@ -53,6 +53,8 @@ class FakeInfo:
     max_model_len: int = MAX_MODEL_LEN
     live_states: int = 0
     checkpoints: int = 0
+    expert_layers: int = 0
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class FakeStats:
     checkpoints_restored: int = 0
     checkpoints_ready: int = 0
     checkpoints_reserved: int = 0
+    expert_tokens: bytes = b""
     pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0),)
     checksums: dict[str, int] = field(default_factory=dict)
     """Of the live weights."""
@@ -121,6 +124,7 @@ class FakeWeights:
     ) -> None:
         self.shapes = dict(shapes)
         self.dtype = dtype
+        self.parts: dict[str, tuple[str, ...]] = {}
         self.tied = dict(tied or {})
         self.ignored = frozenset(ignored)
         self.live = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}

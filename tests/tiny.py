@@ -62,6 +62,19 @@ _FAMILIES |= {
         _DELTA_NET | dict(num_experts=4, mlp_only_layers=[0, 1, 2, 3]),
     ),
 }
+_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
+_SHARED: dict[str, Any] = dict(_DELTA_NET, **_EXPERTS, shared_expert_intermediate_size=32)
+_FAMILIES |= {
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, _EXPERTS | dict(head_dim=16)),
+    "qwen3_next_moe": (*_FAMILIES["qwen3_next"][:2], _SHARED),
+    "qwen3_5_moe": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM, _SHARED),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        transformers.GptOssForCausalLM,
+        _WINDOW | dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, intermediate_size=64),
+    ),
+}
+MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
 # Each differs from the others in what its layers compute; those not here differ in their settings alone.
 WINDOWED = ("gemma3", "mistral", "olmo3", "qwen2_window")
@@ -90,21 +103,23 @@ def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
 
 @torch.no_grad()
 def _spread_weights(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
+    generator, transposed = torch.Generator().manual_seed(0), type(model).__name__.startswith("GptOss")
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 1.5, generator=generator)
             if type(model).__name__.startswith(_ZERO_CENTERED) and not name.endswith("linear_attn.norm.weight"):
                 weight.sub_(1.0)  # its norms multiply by 1 + w
         else:
-            weight.normal_(std=_spread(name, weight), generator=generator)
+            weight.normal_(std=_spread(name, weight, transposed), generator=generator)
 
 
-def _spread(name: str, weight: torch.Tensor) -> float:
+def _spread(name: str, weight: torch.Tensor, transposed: bool) -> float:
     if name.endswith("bias") or "lm_head" in name:
         return 0.5
     if "embed_tokens" in name:
         return 0.3
+    if weight.dim() == 3 and "experts" in name:
+        return 2 * weight.shape[1 if transposed else 2] ** -0.5
     return 2 * weight[0].numel() ** -0.5
 
 

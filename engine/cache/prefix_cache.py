@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import le
@@ -62,16 +62,18 @@ class Chain:
 
     `hashes[i]` identifies block i; each is computed once. `entries[i]` is where block i was found or published. Hashes
     cover the blocks [0, known full blocks); entries, while the sequence runs, the blocks [0, computed full blocks).
+    `has_records`: what it publishes is published with a record that others may wait for.
     """
 
     epoch: int
     extra: bytes
+    has_records: bool = False
     hashes: list[bytes] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
 
     def fork(self) -> Chain:
         """A chain that begins like this one and goes on by itself."""
-        return Chain(self.epoch, self.extra, self.hashes.copy(), self.entries.copy())
+        return Chain(self.epoch, self.extra, self.has_records, self.hashes.copy(), self.entries.copy())
 
 
 @dataclass(eq=False, slots=True)
@@ -123,6 +125,11 @@ class PrefixCache:
         return sum(pool.evictions for pool in self.pools)
 
     @property
+    def entries(self) -> Collection[Entry]:
+        """All that are in the index."""
+        return self._index.values()
+
+    @property
     def num_available(self) -> int:
         """Blocks that can be had of each group at once."""
         return min(pool.num_free for pool in self.pools)
@@ -131,9 +138,9 @@ class PrefixCache:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def new_chain(self, cache_salt: str | None) -> Chain:
+    def new_chain(self, cache_salt: str | None, has_records: bool = False) -> Chain:
         """An empty chain of the current epoch; chains with different salts never share a block."""
-        return Chain(self.epoch, b"" if cache_salt is None else b"salt:" + cache_salt.encode())
+        return Chain(self.epoch, b"" if cache_salt is None else b"salt:" + cache_salt.encode(), has_records)
 
     def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
         """The entries of the longest prefix of tokens [0, limit) that can be resumed; fills in the chain's hashes."""
@@ -161,13 +168,14 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Of the blocks after the hits that lie within [0, limit) tokens and are being computed by other chains, the
-        hash of the last one in a row; None if the first one is not.
+        """Of the blocks after the hits that lie within [0, limit) tokens and are being computed by other chains, with
+        records if this one has some, the hash of the last one in a row; None if the first one is not.
         """
         found = None
         if self.enabled:
             for key in chain.hashes[num_hits : limit // self.block_size]:
-                if self._claims.get(key, chain) is chain:
+                other = self._claims.get(key, chain)
+                if other is chain or chain.has_records > other.has_records:
                     break
                 found = key
         return found

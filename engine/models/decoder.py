@@ -15,11 +15,13 @@ from torch import Tensor
 
 from ...kernels.contract import Backend, Memory, Pages, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding
-from ...kernels.specs import DecoderSpec
+from ...kernels.specs import DecoderSpec, ExpertsSpec
 from ...kernels.stacks import Stack, StackLayout
 
 Empty: TypeAlias = Callable[..., Tensor]
 ROUTES = "routed_experts"
+# The roles of stacks, and of their parts in the order of their rows.
+_PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("expert.down",)}
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ class Decoder:
         """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""
         return self._tensors
 
+    def stack_parts(self) -> dict[str, tuple[str, ...]]:
+        """Which of `checkpoint_tensors` a checkpoint may have in parts, and what these are called (`Parts`)."""
+        spec = self.spec
+        return {
+            f"{LAYERS}.{i}.{spec.names[stack]}": tuple(f"{LAYERS}.{i}.{spec.names[role]}" for role in roles)
+            for i, layer in enumerate(spec.layers)
+            for stack, roles in _PARTS.items()
+            if isinstance(layer.mlp, ExpertsSpec) and all(role in spec.names for role in roles)
+        }
+
     def tied_tensors(self) -> dict[str, str]:
         """Names a checkpoint may have beside `checkpoint_tensors`, for copies of them: of which."""
         return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
@@ -83,6 +95,11 @@ class Decoder:
     def ignored_tensors(self) -> frozenset[str]:
         """Names a checkpoint may have beside those, for constants that are computed here."""
         return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
+
+    @property
+    def record_names(self) -> tuple[str, ...]:
+        """Those of the records that `forward` gives."""
+        return (ROUTES,) if self.spec.experts else ()
 
     @property
     def num_bytes(self) -> int:

@@ -2,15 +2,17 @@
 
 Owns nothing that lasts: files are closed when a function returns. Knows no architecture: whoever calls says which
 tensors it expects and where they go. Promises that a checkpoint is checked as a whole before the first tensor is
-copied, and that beside its destination at most one tensor, or `_MAX_OPEN_BYTES` of smaller ones, is in memory.
+copied, and that beside its destination at most one tensor, of a stack the matrix of one expert, or `_MAX_OPEN_BYTES` of
+smaller ones, is in memory.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,18 +25,23 @@ from safetensors import SafetensorError, safe_open
 from trueroll.errors import ModelError, brief, said
 
 from ...kernels.contract import Weight
+from ...kernels.spellings import Parts, Shape, Spellings
+from ...kernels.stacks import Stack
 from .files import check_file, local_path, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
+from .mxfp4 import dequantize, packed_shapes
 from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
-"""Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a decoder has some thousands."""
+"""Of all headers of a checkpoint, and of its index. 100,000 tensors need 12 MB; a decoder has some thousands, or, with
+its experts one by one, some ten thousands."""
 MAX_FILES = 1024
 """Of a checkpoint. Files of 5 GB hold 5 TB so."""
 HUB = "hf://"
 _ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PACKED = "U8"
 _MAX_NAMES = 10
 _MAX_NAME_CHARS = 200
 _DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
@@ -50,12 +57,55 @@ class _Found(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What is to be copied. `files`: for each file the names of its tensors, there and in the decoder. `dtypes`: how
-    many tensors are stored in each.
+    """What is to be copied. `files`: for each file the names of its tensors, there and in the decoder. `packed`: the
+    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: of the decoder's names. `dtypes`: how
+    many of the tensors of `files` are stored in each.
     """
 
     files: dict[Path, list[tuple[str, str]]]
+    packed: dict[str, tuple[_Found, _Found]]
+    spellings: Spellings
     dtypes: Counter[torch.dtype]
+
+
+class _Piece(NamedTuple):
+    """The tensor `name` of a file, or what it has of one expert, and where it goes."""
+
+    name: str
+    expert: int | None
+    weight: Weight
+
+
+class _Wanted(NamedTuple):
+    """What a checkpoint has to have: the `shapes` of tensors by name, and the `packed_shapes` of those of stacks that
+    are stored as MXFP4, of which `packed` has the names of the two. Of a stack that is there in parts `shapes` has the
+    parts that are, and `missing` counts the others. `doubled`: stacks that are there in more than one form, with the
+    names.
+    """
+
+    shapes: dict[str, Shape]
+    packed: dict[str, tuple[str, str]]
+    packed_shapes: dict[str, Shape]
+    missing: dict[str, int]
+    doubled: dict[str, set[str]]
+
+    @classmethod
+    def of(cls, expected: Mapping[str, Weight], found: Set[str], spellings: Spellings) -> _Wanted:
+        wanted, parts = cls({}, {}, {}, {}, {}), spellings.parts_among(found)
+        for name, weight in expected.items():
+            packed = packed_shapes(name, weight.own_shape) if isinstance(weight, Stack) else {}
+            forms = {name: tuple(weight.shape)}, parts.get(name, {}), packed
+            there = [form for form in forms if not found.isdisjoint(form)]
+            if len(there) > 1:
+                wanted.doubled[name] = {one for form in there for one in form}
+            if there and there[0] is packed:
+                wanted.packed[name] = tuple(packed)
+                wanted.packed_shapes.update(packed)
+            else:
+                wanted.shapes.update(there[0] if there else forms[0])
+            if there and there[0] is forms[1]:
+                wanted.missing[name] = spellings.count(name) - len(forms[1])
+        return wanted
 
 
 def resolve_model(name: str) -> Path:
@@ -101,26 +151,57 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint into `destinations[its name in the decoder]`, converting dtype and device.
+    """Copy each tensor of a checkpoint into `destinations[its name in the decoder]`, or into its part of a stack there,
+    converting dtype and device.
 
     Raise ModelError if a file can no longer be read.
     """
+
     for file, names in checkpoint.files.items():
-        left = [*names]
+        left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
             # Opened anew now and then: what was read of an open file stays in memory.
             with _open(file) as opened:
-                _copy_some(opened, left, destinations)
+                _copy_some(opened, left)
+    for name, (blocks, scales) in checkpoint.packed.items():
+        _unpack(blocks, scales, destinations[name])
 
 
-def _copy_some(opened: Any, names: list[tuple[str, str]], destinations: Mapping[str, Weight]) -> None:
-    """Copies tensors, and takes their names off the list, until _MAX_OPEN_BYTES were read."""
+def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> Any:
+    part = checkpoint.spellings.part(name)
+    if part is None:
+        return destinations[name]
+    stack: Any = destinations[part.stack]
+    return stack.part(part.expert, part.start, part.shape[0])
+
+
+def _pieces(name: str, weight: Any) -> list[_Piece]:
+    """What is copied at once: a tensor, or the matrix of one expert in a stack."""
+    if not isinstance(weight, Stack):
+        return [_Piece(name, None, weight)]
+    return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
+
+
+def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
+    """Copies pieces, and takes them off the list, until _MAX_OPEN_BYTES were read."""
     num_bytes = 0
-    while names and num_bytes < _MAX_OPEN_BYTES:
-        name, own_name = names.pop()
-        tensor = opened.get_tensor(name)
-        destinations[own_name].copy_(tensor)
+    while pieces and num_bytes < _MAX_OPEN_BYTES:
+        name, expert, weight = pieces.pop()
+        tensor = opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert : expert + 1]
+        weight.copy_(tensor)
         num_bytes += tensor.nbytes
+
+
+def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
+    """Copies a stack that is stored as MXFP4, expert by expert. Its two tensors may be in two files."""
+    count = stack.shape[0]
+    at_once = max(1, _MAX_OPEN_BYTES * count // math.prod(blocks.shape))
+    for start in range(0, count, at_once):
+        with _open(blocks.file) as of_blocks, _open(scales.file) as of_scales:
+            tensors = of_blocks.get_slice(blocks.name), of_scales.get_slice(scales.name)
+            for expert in range(start, min(start + at_once, count)):
+                matrices = dequantize(*(tensor[expert : expert + 1] for tensor in tensors))
+                stack.narrow(0, expert, 1).copy_(matrices.transpose(1, 2) if stack.layout.transposed else matrices)
 
 
 def check_checkpoint(
@@ -128,23 +209,28 @@ def check_checkpoint(
     expected: Mapping[str, Weight],
     ignored: Collection[str],
     own_name: Callable[[str], str | None] = str,
+    parts: Parts | None = None,
 ) -> Checkpoint:
     """The tensors `expected` of the folder's safetensors files. Reads nothing but headers, and of `expected` uses only
     the shapes. Names in `ignored` may be in a file and are left out. `own_name(name)`: what a file's tensor is called
-    in `expected` and `ignored`; None if it is left out.
+    in `expected`, `parts` and `ignored`; None if it is left out. `parts`: what may come in place of stacks; each of
+    these may be stored as MXFP4 instead, too.
 
     Raise ModelError if a file is missing, broken or out of proportion, or if a tensor is missing, unknown, in two
-    files, or of another shape or kind of numbers than expected.
+    files, in two forms, or of another shape or kind of numbers than expected.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
     found = _read_headers(files, own_name)
-    _check_tensors(folder, found, expected, ignored)
+    spellings = Spellings({name: tuple(weight.shape) for name, weight in expected.items()}, parts or {})
+    wanted = _Wanted.of(expected, found.keys(), spellings)
+    _check_tensors(folder, found, wanted, ignored, spellings)
     names: dict[Path, list[tuple[str, str]]] = {}
-    for name in sorted(expected):
+    for name in sorted(wanted.shapes):
         [tensor] = found[name]
         names.setdefault(tensor.file, []).append((tensor.name, name))
-    return Checkpoint(names, Counter(_DTYPES[found[name][0].dtype] for name in expected))
+    packed = {name: (found[blocks][0], found[scales][0]) for name, (blocks, scales) in wanted.packed.items()}
+    return Checkpoint(names, packed, spellings, Counter(_DTYPES[found[name][0].dtype] for name in wanted.shapes))
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
@@ -223,24 +309,23 @@ def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) 
 
 
 def _check_tensors(
-    folder: Path,
-    found: dict[str, list[_Found]],
-    expected: Mapping[str, Weight],
-    ignored: Collection[str],
+    folder: Path, found: dict[str, list[_Found]], wanted: _Wanted, ignored: Collection[str], spellings: Spellings
 ) -> None:
-    both = {name: (tuple(tensor.shape), found[name][0]) for name, tensor in expected.items() if name in found}
+    shapes, doubled = wanted.shapes | wanted.packed_shapes, wanted.doubled
+    in_doubled = {name for names in doubled.values() for name in names}
+    both = {name: (shape, found[name][0]) for name, shape in shapes.items() if name in found}
     faults = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys() - set(ignored)),
+        "missing": sorted(shapes.keys() - found.keys() - in_doubled) + _incomplete_stacks(found, wanted, spellings),
+        "unknown": sorted(found.keys() - shapes.keys() - in_doubled - set(ignored)),
         "there more than once": sorted(name for name, tensors in found.items() if len(tensors) > 1),
+        "there as a whole and in parts": sorted(doubled),
         "of the wrong shape": [
             f"{name} (expected {list(wanted)}, found {brief(list(tensor.shape))})"
             for name, (wanted, tensor) in both.items()
             if wanted != tensor.shape
         ],
-        f"not of {', '.join(_DTYPES)}": [
-            f"{name} ({tensor.dtype})" for name, (_, tensor) in both.items() if tensor.dtype not in _DTYPES
-        ],
+        f"not of {', '.join(_DTYPES)}": _not_of(_DTYPES, wanted.shapes, found),
+        f"not of {_PACKED}": _not_of([_PACKED], wanted.packed_shapes, found),
     }
     described = [f"{len(names)} {fault}: {_list_names(names)}" for fault, names in faults.items() if names]
     if described:
@@ -248,6 +333,23 @@ def _check_tensors(
             f"{folder}: the tensors do not fit the model that config.json describes: {'; '.join(described)}; "
             "check that config.json and the safetensors files belong together"
         )
+
+
+def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spellings) -> list[str]:
+    """For each stack of which some parts are missing the first of these."""
+    return [
+        f"{next(part for part in spellings.parts(name) if part not in found)} ({count} of {spellings.count(name)} "
+        f"parts of {name})"
+        for name, count in wanted.missing.items()
+        if count and name not in wanted.doubled
+    ]
+
+
+def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
+    """Those of the tensors that are stored in others, with these."""
+    return [
+        f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
+    ]
 
 
 def _list_names(names: Sequence[str]) -> str:

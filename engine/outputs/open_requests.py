@@ -57,8 +57,15 @@ class OpenSample:
         if self.tops is not None and top is not None:
             self.tops.append(top)
 
-    def output(self, reason: FinishReason, num_hits: int) -> SampleOutput:
-        """The sample as it is now. `num_hits`: tokens that its sequence found in the cache when it was admitted."""
+    @property
+    def num_fed(self) -> int:
+        """The tokens of prompt and sample that were fed to the model: all but the last; 0 while there is none."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
+
+    def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:
+        """The sample as it is now. `num_hits`: tokens that its sequence found in the cache when it was admitted.
+        `routed_experts`: those of all that was fed.
+        """
         return SampleOutput(
             request_id=self.request.id,
             index=self.index,
@@ -70,6 +77,7 @@ class OpenSample:
             weight_versions=self._spans(),
             error=self.error,
             stop_reason=self.stop_reason,
+            routed_experts=routed_experts,
             **({} if self.tops is None else self.tops.arrays()),
         )
 
@@ -112,8 +120,10 @@ class OpenScore:
             columns += tops
         return cls(request, columns)
 
-    def output(self, reason: FinishReason, version: int) -> ScoreOutput:
-        """All of its log-probs, which the weights of `version` produced; none unless it is complete."""
+    def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
+        """All of its log-probs, which the weights of `version` produced; none unless it is complete. `routed_experts`:
+        those of all that was fed.
+        """
         logprobs, *tops = self.columns if reason == "stop" else [column[:0] for column in self.columns]
         spans = (WeightSpan(version, 0, len(logprobs)),) if len(logprobs) else ()
-        return ScoreOutput(self.request.id, logprobs, reason, spans, *tops)
+        return ScoreOutput(self.request.id, logprobs, reason, spans, *tops, routed_experts=routed_experts)

@@ -1,12 +1,12 @@
 """Decode steps as CUDA graphs: one launch in place of several hundred.
 
-There are two graphs for each number of rows, which is a power of two: one holds the kernels of the forward pass, the
-other those of plain draws from the hidden states, at the addresses they had when they were captured. A step in which
-each sequence computes a single token replays the first; if it draws once for each, plainly, it replays the second too,
-otherwise its draws are computed as for any other step. A step of fewer rows fills up with padding, which by the
-contract of the ops changes no bit of the others. Padding reads and writes `spare_blocks`, for each window a block of
-the KV cache that no sequence has; of recurrent states it reads none, and writes the slot `spare_state`, which no
-sequence has either.
+There are two graphs for each number of rows, which is a power of two: one holds the kernels of the forward pass, which
+gives hidden states and the model's records, the other those of plain draws from the hidden states, at the addresses
+they had when they were captured. A step in which each sequence computes a single token replays the first; if it draws
+once for each, plainly, it replays the second too, otherwise its draws are computed as for any other step. A step of
+fewer rows fills up with padding, which by the contract of the ops changes no bit of the others. Padding reads and
+writes `spare_blocks`, for each window a block of the KV cache that no sequence has; of recurrent states it reads none,
+and writes the slot `spare_state`, which no sequence has either.
 
 Owns the graphs and their inputs. They hold for as long as weights and KV cache stay where they are: `forget` them when
 these move, and `capture` them before the next step. A capture waits for the device, a replay does not.
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Pages, Wanted
+from ..models.decoder import ModelOutput
 from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -110,9 +111,12 @@ class _Graph:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """Those of one size. `inputs`: what they read at each replay; `draw` reads the output of `forward` too."""
+    """Those of one size. `inputs`: what they read at each replay; `draw` reads the first output of `forward` too, the
+    hidden states. `names`: of the records, which are its other outputs.
+    """
 
     inputs: _Inputs
+    names: Sequence[str]
     forward: _Graph
     draw: _Graph
 
@@ -157,12 +161,13 @@ class DecodeGraphs:
         return self.serves(step) and each_draws_once and not step.draws.special
 
     @torch.inference_mode()
-    def run(self, step: Step, drawn: Tensor | None) -> Tensor:
+    def run(self, step: Step, drawn: Tensor | None) -> ModelOutput:
         """What `ModelRunner.run` gives; it holds until the next call."""
-        graphs = self._of(step)
+        graphs, count = self._of(step), len(step.token_ids)
         graphs.inputs.fill_tokens(step, drawn)
         graphs.forward.replay()
-        return graphs.forward.outputs[0][: len(step.token_ids)]
+        hidden, *records = graphs.forward.outputs
+        return ModelOutput(hidden[:count], {name: r[:, :count] for name, r in zip(graphs.names, records, strict=True)})
 
     @torch.inference_mode()
     def draw(self, step: Step) -> Drawing:
@@ -178,18 +183,21 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graphs:
         inputs = _Inputs(self._runner, size, self._max_model_len, *self._spare)
-        forward = _Graph(*capture(lambda: [self._forward(inputs)]))
-        [hidden] = forward.outputs
-        return _Graphs(inputs, forward, _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted))))
+        names = self._runner.model.record_names
+        forward = _Graph(*capture(lambda: self._forward(inputs, names)))
+        hidden = forward.outputs[0]
+        draw = _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted)))
+        return _Graphs(inputs, names, forward, draw)
 
-    def _forward(self, inputs: _Inputs) -> Tensor:
+    def _forward(self, inputs: _Inputs, names: Sequence[str]) -> Outputs:
         size = len(inputs.lens)
         starts, most = range(size + 1), [self._max_model_len] * size
         pages = [
             Pages(slots, AttentionBatch(starts, most, tables, inputs.lens))
             for slots, tables in zip(inputs.slots, inputs.tables, strict=True)
         ]
-        return self._runner.forward(inputs.token_ids, inputs.positions, pages, inputs.states)
+        output = self._runner.forward(inputs.token_ids, inputs.positions, pages, inputs.states)
+        return [output.hidden, *(output.records[name] for name in names)]
 
 
 def _exponent(count: int) -> int:

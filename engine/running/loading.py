@@ -23,6 +23,7 @@ from ..models.dummy import fill_randomly, find_config
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
 from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
+from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
 from .weights import WeightStore
 
@@ -61,8 +62,10 @@ class EngineInfo:
     `windows`: those of the model's layers in tokens, None for layers without one first; the layers of one window share
     blocks, `num_blocks` of the first one, `window_blocks` of each further one.
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
-    models without. `scratch_bytes`: about what the largest step takes. `warm_up_seconds`: how long it took to compile
-    kernels, plan memory and capture CUDA graphs, once the weights were there.
+    models without. `expert_layers`, `num_experts`, `experts_per_token`: of a model with experts how many layers have
+    some, how many one of them has, and how many of those a token goes to; `route_bytes`: what the record of one token
+    takes; 0 for models without. `scratch_bytes`: about what the largest step takes. `warm_up_seconds`: how long it took
+    to compile kernels, plan memory and capture CUDA graphs, once the weights were there.
     """
 
     model: str
@@ -87,6 +90,10 @@ class EngineInfo:
     checkpoints: int = 0
     state_interval: int = 0
     state_bytes: int = 0
+    expert_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    route_bytes: int = 0
     windows: tuple[int | None, ...] = (None,)
     window_blocks: tuple[int, ...] = ()
     scratch_bytes: int = 0
@@ -128,7 +135,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     plan = _plan(config, _find_model)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name)
+    checkpoint = check_checkpoint(
+        plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name, outline.stack_parts()
+    )
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
@@ -157,6 +166,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
     plan = plan_memory(config, sizes, max_model_len, available)
+    routes = route_format(model.spec)
     return EngineInfo(
         model=config.model,
         architecture=model.spec.architecture,
@@ -182,6 +192,10 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         weight_bytes=model.num_bytes,
         kv_bytes=plan.kv_bytes,
         state_bytes=plan.state_bytes,
+        expert_layers=routes.layers if routes else 0,
+        num_experts=routes.num_experts if routes else 0,
+        experts_per_token=routes.top_k if routes else 0,
+        route_bytes=routes.row_bytes if routes else 0,
         scratch_bytes=scratch_bytes(model.spec, model.dtype, config),
     )
 

@@ -14,7 +14,7 @@ from ...kernels.contract import AttentionBatch, Memory, Pages, StateBatch
 from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import to_device
 from ..cache.memory import bytes_needed, new_arena
-from ..models.decoder import Decoder, Empty, ModelInput
+from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
 from .step import Step
 
 
@@ -51,8 +51,8 @@ class ModelRunner:
         self._has_states = bool(model.spec.delta_nets)
 
     @torch.inference_mode()
-    def run(self, step: Step, drawn: Tensor | None = None) -> Tensor:
-        """Computes what a step adds to the memories and returns its hidden states [M, hidden_size].
+    def run(self, step: Step, drawn: Tensor | None = None) -> ModelOutput:
+        """Computes what a step adds to the memories and returns what the model gives of its tokens.
 
         `drawn`: the token ids that the step under way draws, on the device.
         """
@@ -69,15 +69,15 @@ class ModelRunner:
         positions: Tensor,
         pages: Sequence[Pages],
         states: Tensor | None = None,
-    ) -> Tensor:
-        """The model's hidden states, on its memories. `pages`: those of each window. `states`: those of `Step`, for a
+    ) -> ModelOutput:
+        """What the model gives, on its memories. `pages`: those of each window. `states`: those of `Step`, for a
         model with recurrent layers.
         """
         tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
         if self._has_states:
             assert states is not None
-            return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states))).hidden
-        return self.model.forward(ModelInput(*tokens)).hidden
+            return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states)))
+        return self.model.forward(ModelInput(*tokens))
 
     def token_ids(self, step: Step, drawn: Tensor | None) -> Tensor:
         """The tokens of a step, int64 [M], on the device."""

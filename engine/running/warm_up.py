@@ -74,7 +74,7 @@ class _Computation:
         """Hidden states of a decode beside a part of a prompt, or of that alone where it would be a decode too."""
         lens, zeros = ([1, rows - 1] if rows > 2 else [rows]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))
-        return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens)))
+        return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden
 
     def heads(self, hidden: Tensor) -> None:
         """All ways from hidden states to tokens and log-probs."""

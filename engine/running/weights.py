@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
+from ...kernels.spellings import Spellings
+from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
@@ -26,8 +29,9 @@ from ..models.decoder import Decoder, Empty
 class WeightStore:
     """The weights of the model that `build(empty)` makes, and what a new set of them must bring.
 
-    `dtype`: such as `bfloat16`. `shapes`: of every parameter, by its Hugging Face name. `tied`: names of copies of
-    parameters, and of which. `ignored`: further names that a set of weights may have. `is_whole`: whether the live
+    `dtype`: such as `bfloat16`. `shapes`: of every parameter, by its Hugging Face name. `parts`: what may come in place
+    of some (`Parts`). `tied`: names of copies of parameters, and of which. `ignored`: further names that a set of
+    weights may have. `is_whole`: whether the live
     weights are those of one version; not after level 2 of `sleep`, nor once a staging in place is written to, until a
     commit of every parameter.
     """
@@ -39,6 +43,8 @@ class WeightStore:
         self.tensors: Mapping[str, Weight] = self.model.checkpoint_tensors()
         self.dtype = str(dtype).removeprefix("torch.")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        self.parts = self.model.stack_parts()
+        self.spellings = Spellings(self.shapes, self.parts)
         self.tied = self.model.tied_tensors()
         self.ignored = self.model.ignored_tensors()
         self.is_whole = True
@@ -60,12 +66,11 @@ class WeightStore:
     def commit(self, staging: WeightStaging) -> None:
         """Makes what was staged the live weights, waits for the device to have it, and frees the staging.
 
-        Raise ValueError if the rows of a parameter are not all there, or if parameters are missing though the staging
-        is in place or the live weights are not whole.
+        Raise ValueError if the rows of a parameter or of a part are not all there, or if some are missing though the
+        staging is in place or the live weights are not whole.
         """
         staged = staging.check()
-        if (staging.in_place or not self.is_whole) and len(staged) < len(self.shapes):
-            missing = next(name for name in self.shapes if name not in staged)
+        if (staging.in_place or not self.is_whole) and (missing := self._missing(staged)) is not None:
             raise ValueError(f"weights: expected every parameter, as the old ones are lost, {missing} is missing")
         if not staging.in_place:
             self._install(staging, staged)
@@ -83,12 +88,32 @@ class WeightStore:
         """Takes the memory again."""
         self._arena.restore()
 
+    def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
+        """Rows of a parameter in `tensors`, or of a part of one; all by default."""
+        part = self.spellings.part(name)
+        length = self.shape(name)[0] - start if length is None else length
+        if part is None:
+            return tensors[name].narrow(0, start, length)
+        return cast(Stack, tensors[part.stack]).part(part.expert, part.start + start, length)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """That of a parameter or of a part. Raise ValueError for another name."""
+        if (shape := self.spellings.shape(name)) is None:
+            raise ValueError(f"staging: expected the name of a parameter, found {name!r}")
+        return shape
+
+    def _missing(self, staged: set[str]) -> str | None:
+        """A parameter of which neither all nor all parts are staged."""
+        parts = self.spellings.parts_among(staged)
+        names = (name for name in self.shapes if name not in staged)
+        return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
+
     def _install(self, staging: WeightStaging, staged: set[str]) -> None:
-        if staging.arena is not None and len(staged) == len(self.shapes):
+        if staging.arena is not None and self._missing(staged) is None:
             self._arena.take(staging.arena)
         else:
             for name in staged:
-                self.tensors[name].copy_(staging.tensors[name])
+                self.rows(self.tensors, name).copy_(self.rows(staging.tensors, name))
         for name, indices, values in staging.elements:
             self.tensors[name].put_(indices, values)
 
@@ -115,29 +140,30 @@ class WeightStaging:
         return self._elements_bytes + (0 if arena is None else arena.num_held)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
-        """Rows [start, start + length) of a parameter, to be written by `copy_` right away and once.
+        """Rows [start, start + length) of a parameter or a part, to be written by `copy_` right away and once.
 
-        `start` is a multiple of 16 for a matrix; `length` too, unless the rows reach the end.
+        `start` is a multiple of 16 for a matrix; `length` too, unless the rows reach the end. A row of a stack is the
+        matrix of an expert.
         """
-        self._shape(name)
+        self._store.shape(name)
         if self.in_place:
             self._store.is_whole = False
         elif self.arena is None:
             self.arena, model = self._store.new_model()
             self.tensors = model.checkpoint_tensors()
-        part = self.tensors[name].narrow(0, start, length)
+        part = self._store.rows(self.tensors, name, start, length)
         self._staged_rows[name] += length
         return part
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
-        """Elements to overwrite at the commit: flat indices int64 [n] and values [n], both copied at once.
+        """Elements of a parameter, or of a part of one, to overwrite at the commit: flat indices int64 [n] and values
+        [n], both copied at once.
 
         Raise ValueError for a staging in place, and for what does not fit the parameter.
         """
         if self.in_place:
             raise ValueError("staging: expected whole rows for weights that are replaced in place, found elements")
-        numel = torch.Size(self._shape(name)).numel()
-        dtype = self._store.tensors[name].dtype
+        numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.model.dtype
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(
                 f"{name}: expected as many int64 indices as {dtype} values, found {list(indices.shape)} of "
@@ -146,15 +172,15 @@ class WeightStaging:
         least, most = indices.aminmax() if len(indices) else (0, 0)
         if least < 0 or most >= numel:
             raise ValueError(f"{name}: expected indices in [0, {numel}), found one outside")
-        device = self._store.model.device
-        self.elements.append((name, indices.to(device, copy=True), values.to(device, copy=True)))
+        device, (own_name, first) = self._store.model.device, self._place(name)
+        self.elements.append((own_name, indices.to(device, copy=True).add_(first), values.to(device, copy=True)))
         self._elements_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """The parameters that are staged in rows. Raise ValueError if only some rows of one are."""
+        """The parameters and parts that are staged in rows. Raise ValueError if only some rows of one are."""
         for name, count in self._staged_rows.items():
-            if count != self._shape(name)[0]:
-                raise ValueError(f"{name}: expected {self._shape(name)[0]} staged rows, found {count}")
+            if count != self._store.shape(name)[0]:
+                raise ValueError(f"{name}: expected {self._store.shape(name)[0]} staged rows, found {count}")
         return set(self._staged_rows)
 
     def drop(self) -> None:
@@ -165,7 +191,10 @@ class WeightStaging:
         self._staged_rows.clear()
         self._elements_bytes = 0
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._store.shapes:
-            raise ValueError(f"staging: expected the name of a parameter, found {name!r}")
-        return self._store.shapes[name]
+    def _place(self, name: str) -> tuple[str, int]:
+        """The parameter, and where in it the first element is."""
+        part = self._store.spellings.part(name)
+        if part is None:
+            return name, 0
+        rows, columns = self._store.shapes[part.stack][1:]
+        return part.stack, (part.expert * rows + part.start) * columns

@@ -26,6 +26,7 @@ import numpy as np
 from trueroll.errors import InvalidRequestError
 
 from ..cache.prefix_cache import Entry, PrefixCache, Table
+from ..cache.routes import RouteRecords
 from ..cache.states import StateSlots
 from ..outputs.open_requests import OpenSample
 from .lanes import Lanes
@@ -49,7 +50,8 @@ class SchedulerStats:
     """Lifetime counters.
 
     `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens
-    that were found, and computed all the same for want of a checkpoint of their state. `preemptions`: how often a
+    that were found, and computed all the same for want of a checkpoint of their state, or of the routed experts that
+    were asked for. `preemptions`: how often a
     running sequence gave its blocks to an older one; `recomputed`: how often one lost them to `recompute_running`.
     """
 
@@ -82,7 +84,8 @@ class _Plan:
 class Scheduler:
     """Plans steps for any number of sequences, at most `max_num_seqs` running, `max_num_batched_tokens` per step.
 
-    `slots`: of the recurrent states of a model that has such; `intervals`: where their checkpoints lie.
+    `slots`: of the recurrent states of a model that has such; `intervals`: where their checkpoints lie. `routes`: of a
+    model with experts, which ones were chosen in published prefixes.
     """
 
     def __init__(
@@ -92,12 +95,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         slots: StateSlots | None = None,
         intervals: Intervals = NO_CHECKPOINTS,
+        routes: RouteRecords | None = None,
     ) -> None:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lanes = Lanes(max_num_seqs, len(cache.windows))
         self.states = RecurrentStates(slots, self.lanes, cache.block_size, intervals) if slots is not None else None
+        self.routes = routes
         self.running: list[Sequence] = []  # sorted, as `_ready` is
         self._running_lanes: np.ndarray | None = None  # of `running`, until that changes
         self._ready: list[Sequence] = []
@@ -175,12 +180,24 @@ class Scheduler:
         size = self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):
             if sequence.table:
+                num_known = len(sequence.chain.entries)
                 self.cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
+                self._attach_routes(sequence, num_known)
         if self.states is not None:
             self.states.publish(chunks, self.cache.epoch)
         for sequence, _, end in chunks.take(np.flatnonzero(self.cache.leave_windows(chunks.starts, chunks.ends))):
             if sequence.table:
                 self.cache.give_back(sequence.table, end)
+
+    def _attach_routes(self, sequence: Sequence, num_known: int) -> None:
+        """Gives the entries of a sequence from the first `num_known` on the routed experts of their blocks, if it has
+        those of these weights.
+        """
+        if self.routes is None or (routes := sequence.routes) is None:
+            return
+        entries, size = sequence.chain.entries, self.cache.block_size
+        for i in range(max(num_known, -(-routes.fresh // size)), len(entries)):
+            self.routes.attach(entries[i], routes.rows(i * size, (i + 1) * size))
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """A second sequence, for `sample`, with the tokens and the KV of `parent`, all of whose tokens are computed,
@@ -194,6 +211,7 @@ class Scheduler:
         tokens, salt = parent.tokens + array("i", (token,)), parent.cache_salt
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, purpose, salt)
         child.num_cached_tokens = parent.num_cached_tokens
+        child.routes = None if parent.routes is None else parent.routes.fork()
         num_fresh = len(parent.table) - parent.num_computed // self.cache.block_size
         has_room = len(self.running) < self.max_num_seqs and num_fresh <= self.cache.num_available
         has_room = has_room and len(parent.table) > 0
@@ -245,6 +263,8 @@ class Scheduler:
         if self.states is not None:
             self.states.check_integrity(self.running)
         self.lanes.check(self.running)
+        if self.routes is not None:
+            self.routes.check_integrity(self.cache.entries)
 
     def _decode(self, lanes: np.ndarray, plan: _Plan) -> np.ndarray:
         """Lets the sequences of some lanes compute one token each, in this order, if there are blocks for all of them.
@@ -345,10 +365,11 @@ class Scheduler:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
         cache = self.cache
         if sequence.chain.epoch != cache.epoch:
-            sequence.chain = cache.new_chain(sequence.cache_salt)
+            self._renew(sequence)
         # The last token is always computed: its logits are needed. A score request needs the logits of every token.
         limit = sequence.num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
-        hits = cache.lookup(sequence.chain, sequence.tokens, limit)
+        found = cache.lookup(sequence.chain, sequence.tokens, limit)
+        hits = self._recorded(sequence, found)
         claim = cache.find_claim(sequence.chain, len(hits), limit)
         if claim is not None:
             self._set_aside(sequence, claim)
@@ -367,8 +388,23 @@ class Scheduler:
             if len(resumed) < len(hits):
                 self.states.expect_branch(sequence, len(hits))
         self._start(sequence, resumed, plan)
-        self.stats.shortened_hits += (len(hits) - len(resumed)) * cache.block_size
+        self.stats.shortened_hits += (len(found) - len(resumed)) * cache.block_size
         return Admission.ADMITTED
+
+    def _renew(self, sequence: Sequence) -> None:
+        """Gives a sequence a chain of the current epoch."""
+        sequence.chain = self.cache.new_chain(sequence.cache_salt, sequence.chain.has_records)
+        if sequence.routes is not None:
+            sequence.routes.fresh = sequence.routes.num_rows
+
+    def _recorded(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
+        """What a sequence can use of its hits: where it needs their routed experts, those before the first one without.
+        The others it computes again.
+        """
+        if self.routes is None or not sequence.needs_routes:
+            return hits
+        recorded = self.routes.recorded(hits)
+        return recorded if len(recorded) == len(hits) else self.cache.deepest(recorded)
 
     def _set_aside(self, sequence: Sequence, claim: bytes) -> None:
         _remove(self._ready, sequence)
@@ -380,6 +416,8 @@ class Scheduler:
         sequence.num_computed = len(hits) * cache.block_size
         sequence.table = cache.allocate(hits, 0)
         sequence.chain.entries = hits
+        if self.routes is not None and sequence.routes is not None and sequence.needs_routes:
+            sequence.routes.begin(self.routes.rows(hits))
         cache.claim(sequence.chain)
         _remove(self._ready, sequence)
         self._run(sequence)

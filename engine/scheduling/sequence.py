@@ -13,6 +13,7 @@ import numpy as np
 from ...kernels.contract import NO_SLOT
 from ..cache.prefix_cache import Chain, Table
 from ..outputs.open_requests import OpenSample, OpenScore
+from ..outputs.routes import Routes
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +35,7 @@ class Sequence:
 
     The scheduler writes `num_computed`, `table`, `branch`, `slot`, `source`, `target`, `chain`, `claim`,
     `num_cached_tokens` and `lane`; the engine writes the rest, and has what changed repeated in the sequence's lane
-    (`Lanes`).
+    (`Lanes`). Both write `routes`.
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
@@ -47,6 +48,8 @@ class Sequence:
     `branch`: how many of its first tokens were in the cache when it was admitted, if no checkpoint of their state was;
     0 otherwise, or once there is one.
     `slot`, `source`, `target`: where its recurrent state lies (`recurrent`); NO_SLOT if it waits or the model has none.
+    `routes`: the experts that were chosen for its tokens, as far as steps are done; None if nobody asked for them. Of
+    one that waits after a token was drawn, all its tokens but the last have theirs.
     """
 
     order: tuple[int, int]
@@ -65,6 +68,7 @@ class Sequence:
     slot: int = NO_SLOT
     source: int = NO_SLOT
     target: int = NO_SLOT
+    routes: Routes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +79,13 @@ class Sequence:
     def num_decoded(self) -> int:
         """Tokens after the prompt."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def needs_routes(self) -> bool:
+        """Whether it records routed experts, and has to know those of what it finds in the cache. Once a token is
+        drawn, all before it have theirs.
+        """
+        return self.routes is not None and self.num_decoded == 0
 
     @property
     def num_uncomputed(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..specs import AttentionSpec, LayerSpec
+from ..specs import AttentionSpec, ExpertsSpec, LayerSpec
 
 MOST_HEAD_DIM = 512
 
@@ -33,4 +33,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             expected = f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}"
             return f"native CPU kernels expect {expected}, found {head_dim}"
+    for inner in [layer.mlp.intermediate_size for layer in layers if isinstance(layer.mlp, ExpertsSpec)]:
+        if inner % 16:
+            expected = "experts of an intermediate size that is a multiple of 16"
+            return f"native CPU kernels expect {expected}, found {inner}"
     return library_obstacle()

@@ -19,6 +19,7 @@ from ..contract import (
     AttentionWeights,
     Backend,
     DeltaNetWeights,
+    ExpertsWeights,
     Layer,
     Memory,
     Pages,
@@ -30,9 +31,17 @@ from ..contract import (
 from ..layer import project, run_layers
 from ..reference import prepare as prepare
 from ..reference import rope as rope
-from ..specs import Activation, AttentionSpec, DeltaNetSpec, NormSpec
+from ..specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
 from .library import load_library
-from .weight import ACTIVATIONS, PackedLayers, PackedWeight, attention_numbers, is_packed, qkv_tensors
+from .weight import (
+    ACTIVATIONS,
+    PackedLayers,
+    PackedWeight,
+    attention_numbers,
+    is_packed,
+    qkv_tensors,
+    stack_tensors,
+)
 
 _library = load_library()
 _SELF = cast(Backend, sys.modules[__name__])
@@ -78,8 +87,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     return _linear(x, weight, None if bias is None else bias.contiguous(), None)
 
 
-def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor) -> Tensor:
-    return _linear(x, weight, None, residual.contiguous())
+def linear_add(x: Tensor, weight: PackedWeight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _linear(x, weight, None if bias is None else bias.contiguous(), residual.contiguous())
 
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -100,6 +109,37 @@ def gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, activation: Activat
     x, rows = x.contiguous(), gate.shape[0]
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
     _library.gate_up(*_rows(x), gate.pointer, up.pointer, rows, ACTIVATIONS[activation], out.data_ptr())
+    return out
+
+
+def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    logits, is_replayed = logits.contiguous(), chosen is not None
+    rows, count = logits.shape
+    experts = torch.empty(rows, spec.top_k, dtype=torch.int32) if chosen is None else chosen.contiguous()
+    gates = torch.empty(rows, spec.top_k, dtype=torch.float32)
+    _library.route(
+        *(get_num_threads(), _is_bfloat16(logits), logits.data_ptr(), rows, count, spec.top_k),
+        *(spec.normed, is_replayed, experts.data_ptr(), gates.data_ptr()),
+    )
+    return experts, gates
+
+
+def experts(
+    x: Tensor,
+    spec: ExpertsSpec,
+    weights: ExpertsWeights,
+    experts: Tensor,
+    gates: Tensor,
+    shared: Tensor | None = None,
+) -> Tensor:
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    inputs = experts.contiguous(), gates.contiguous(), None if shared is None else shared.contiguous()
+    stacks = stack_tensors(weights, spec.num_experts)
+    stacks = [None if tensor is None else tensor.contiguous() for tensor in stacks]
+    _library.experts(
+        *(*_rows(x), *map(_pointer, stacks), spec.num_experts, spec.intermediate_size, spec.top_k),
+        *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), out.data_ptr()),
+    )
     return out
 
 
@@ -142,7 +182,9 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    sinks = None if sinks is None else sinks.contiguous()
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, lens = batch.tensors
     tables = batch.block_tables.contiguous()
@@ -151,7 +193,7 @@ def paged_attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
         *(lens.shape[0], starts.data_ptr(), lens.data_ptr(), tables.data_ptr(), tables.shape[1]),
-        *(scale, window or 0, soft_cap or 0.0, out.data_ptr()),
+        *(scale, window or 0, soft_cap or 0.0, _pointer(sinks), out.data_ptr()),
     )
     return out
 
@@ -215,12 +257,15 @@ def layers(
     weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
     paged = array("Q", b"".join([numbers[id(page)].pointers for page in pages]))
     reads, writes = _slots(layers, states)
+    record = None if routes is None else routes.contiguous()
     buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
         *(_address(turned), _block_size(layers, memories), lens.shape[0], starts.data_ptr(), lens.data_ptr()),
-        *(_pointer(reads), _pointer(writes), *(buffer.data_ptr() for buffer in buffers)),
+        *(_pointer(reads), _pointer(writes), _pointer(record), *(buffer.data_ptr() for buffer in buffers)),
     )
+    if routes is not None and record is not None and record is not routes:
+        routes.copy_(record)
     return buffers[-1]
 
 

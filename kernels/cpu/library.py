@@ -19,7 +19,7 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 11
+_INTERFACE = 12
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
@@ -31,11 +31,13 @@ _SIGNATURES = {
     "gate_up": "lipllpplip",
     "qkv": "lipllppppppplp",
     "write_kv": "ippplpplll",
-    "attention": "lippplllllppplflfp",
-    "layers": "lipllpppplpllpppppppppppp",
+    "attention": "lippplllllppplflfpp",
+    "layers": "lipllpppplpllppppppppppppp",
     "rotation": "lplplfpp",
     "convolve": "lipllplplpppp",
     "delta_rule": "lipppppllllplpppp",
+    "route": "lipllliipp",
+    "experts": "lipllpppplllipppp",
     "logits": "lipllplp",
     "head": "liplpllppppppppplppp",
     "log_probs": "lpllpp",

@@ -14,14 +14,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..contract import AttentionWeights, DeltaNetWeights, Layer, Norms, Weight
-from ..specs import Activation, AttentionSpec, DeltaNetSpec, LayerSpec, NormSpec
+from ..contract import AttentionWeights, DeltaNetWeights, ExpertsWeights, Layer, MlpWeights, Norms, Weight
+from ..specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 from .library import load_library
 
 PANEL_ROWS = 16
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2}  # as `Activation` in native/common.h
+# As `Activation` in native/common.h.
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3}
 
 
 class PackedWeight:
@@ -93,7 +94,7 @@ class PackedLayers(tuple[Layer, ...]):
     step to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
 
     No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
-    values do not lie side by side.
+    values do not lie side by side, and for experts whose rows are not of whole panels.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -141,9 +142,35 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """What `LayerPointers` points to, in its order."""
     weights = layer.mixer
     inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
-    mixer = *_norm_tensors(layer.mixer_norms), *inputs, _panels(weights.o)
-    mlp = _panels(layer.mlp.gate), _panels(layer.mlp.up), _panels(layer.mlp.down)
-    return *mixer, *_norm_tensors(layer.mlp_norms), *mlp
+    behind = (weights.o_bias, weights.sinks) if isinstance(weights, AttentionWeights) else (None, None)
+    mixer = *_norm_tensors(layer.mixer_norms), *inputs, _panels(weights.o), *behind
+    return *mixer, *_norm_tensors(layer.mlp_norms), *_mlp_tensors(layer.mlp)
+
+
+def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
+    """What `MlpPointers` or `ExpertsPointers` points to, in its order, as many of nothing as the latter has more."""
+    if isinstance(weights, ExpertsWeights):
+        return _experts_tensors(weights)
+    return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 7
+
+
+def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
+    """What `ExpertsPointers` points to, in its order."""
+    shared = (None,) * 4
+    if weights.shared is not None and weights.shared_score is not None:
+        mlp = weights.shared
+        shared = _panels(mlp.gate), _panels(mlp.up), _panels(mlp.down), _panels(weights.shared_score)
+    router = _panels(weights.router), weights.router_bias
+    return *router, *stack_tensors(weights, weights.router.shape[0]), *shared
+
+
+def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
+    """The matrices of all experts, each with its bias or None. Raise ValueError unless each begins with a panel."""
+    hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
+    if hidden % PANEL_ROWS or inner % PANEL_ROWS:
+        expected = f"experts of hidden and intermediate sizes that are multiples of {PANEL_ROWS}"
+        raise ValueError(f"layers: expected {expected}, found {hidden} and {inner}; take the backend reference")
+    return _panels(weights.gate_up), weights.gate_up_bias, _panels(weights.down), weights.down_bias
 
 
 def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
@@ -154,13 +181,18 @@ def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
 def _widths(layer: Layer) -> tuple[int, ...]:
     """`PackedLayers.widths` of one layer: what it projects, that after a convolution, gates of what comes out and of a
     recurrence, what comes out, hidden states, inside the MLP, hidden states."""
-    spec, (hidden, inner) = layer.spec.mixer, layer.mlp.down.shape
+    spec, hidden, inner = layer.spec.mixer, layer.mixer.o.shape[0], _inner_width(layer.spec.mlp)
     if isinstance(spec, DeltaNetSpec):
         widths = spec.channels, spec.channels, spec.value_size, 2 * spec.num_value_heads, spec.value_size
     else:
         size = spec.num_heads * spec.head_dim
         widths = size, 0, size if spec.output_gate else 0, 0, size
     return *widths, hidden, inner, hidden
+
+
+def _inner_width(spec: MlpSpec | ExpertsSpec) -> int:
+    """Of the MLP that all tokens go through."""
+    return spec.shared_size if isinstance(spec, ExpertsSpec) else spec.intermediate_size
 
 
 def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
@@ -170,9 +202,16 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 def _layer_numbers(spec: LayerSpec) -> tuple[float, ...]:
     """What `LayerNumbers` holds, in its order."""
     mixer, mlp = spec.mixer, (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
+    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp)
     if isinstance(mixer, AttentionSpec):
-        return False, *attention_numbers(mixer), *mlp, *_norm_numbers(spec.norm)
-    return True, *_delta_net_numbers(mixer), *mlp, *_norm_numbers(spec.norm)
+        return False, *attention_numbers(mixer), *others
+    return True, *_delta_net_numbers(mixer), *others
+
+
+def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
+    if isinstance(spec, MlpSpec):
+        return 0, 0, False, 0
+    return spec.num_experts, spec.top_k, spec.normed, spec.shared_size
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:

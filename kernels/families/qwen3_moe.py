@@ -16,8 +16,8 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(lambda given: _DEFAULTS | given, raw)
     expect(settings, hidden_act="silu", use_sliding_window=False)
     norm = NormSpec(settings.rms_norm_eps)
-    mixer, experts = settings.attention(qk_norm=norm), settings.experts(normed=settings.norm_topk_prob)
-    layers = [LayerSpec(mixer, mlp, norm) for mlp in settings.mlps(experts)]
+    mixer, mlps = settings.attention(qk_norm=norm), settings.mlps(normed=settings.norm_topk_prob)
+    layers = [LayerSpec(mixer, mlp, norm) for mlp in mlps]
     return settings.decoder(architecture, layers, [settings.rotation()])
 
 

@@ -1,7 +1,8 @@
 """Qwen3-Next and Qwen3.5, text: of four layers three have a gated delta net, the fourth attention with an output gate,
 of whose heads a part is rotated. Norms are of 1 + w, but for that of a delta net's output.
 
-Of a Qwen3.5 checkpoint that has more the text is described. Layers of experts are refused.
+Qwen3-Next has experts in all layers or in some, Qwen3.5-MoE in all; one more of each layer takes all tokens. Of a
+Qwen3.5 checkpoint that has more the text is described.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Any
 
 from trueroll.errors import ModelError, brief
 
-from ..specs import DecoderSpec, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
+from ..specs import DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from . import Describe
 from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
 
 _DEFAULTS: dict[str, Any] = dict(
@@ -20,14 +22,19 @@ _DEFAULTS: dict[str, Any] = dict(
     partial_rotary_factor=0.25,
     full_attention_interval=4,
 )
-_QWEN3_NEXT: dict[str, Any] = _DEFAULTS | dict(num_key_value_heads=2)
+_SHARED: dict[str, Any] = dict(moe_intermediate_size=512, shared_expert_intermediate_size=512)
+_QWEN3_NEXT: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10)
+_QWEN3_NEXT |= dict(intermediate_size=5632, norm_topk_prob=True)
 _QWEN3_5: dict[str, Any] = _DEFAULTS | dict(num_key_value_heads=4)
+_QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
 # A checkpoint of text, image and video; and what transformers makes of one that it loaded as a decoder.
 _OF_TEXT = {"model.language_model.": "model."}
 _BESIDE_TEXT = ("model.visual.", "mtp.")
 
 
-def _describe(settings: Any, architecture: str, joined: bool, **names: Any) -> DecoderSpec:
+def _describe(
+    settings: Any, architecture: str, mlps: list[MlpSpec | ExpertsSpec], joined: bool, **names: Any
+) -> DecoderSpec:
     part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
     expect(settings, hidden_act="silu", partial_rotary_factor=part)
     rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps, zero_centered=True)
@@ -39,13 +46,13 @@ def _describe(settings: Any, architecture: str, joined: bool, **names: Any) -> D
         )
     whole = rotated == settings.head_dim
     attention = settings.attention(qk_norm=norm, output_gate=True, rotated=None if whole else rotated)
-    delta_net, mlp = _delta_net(settings, joined), MlpSpec(settings.intermediate_size)
-    types = settings.types(LINEAR)
+    delta_net, types = _delta_net(settings, joined), settings.types(LINEAR)
     if FULL not in types:
         raise ModelError(
             f"expected at least one {FULL} layer in config.json, found {brief(types)}; serve another model"
         )
-    layers = [LayerSpec(delta_net if kind == LINEAR else attention, mlp, norm) for kind in types]
+    mixers = [delta_net if kind == LINEAR else attention for kind in types]
+    layers = [LayerSpec(mixer, mlp, norm) for mixer, mlp in zip(mixers, mlps, strict=True)]
     return settings.decoder(architecture, layers, [rotation], **names)
 
 
@@ -67,36 +74,41 @@ def _delta_net(settings: Any, joined: bool) -> DeltaNetSpec:
 
 
 def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    settings = read_settings(_fill, _QWEN3_NEXT | {"num_experts": 512} | raw)
-    if with_experts := _layers_with_experts(settings):
-        raise ModelError(
-            f"expected all of {settings.num_hidden_layers} layers in mlp_only_layers of config.json, or num_experts = "
-            f"0, found experts in layers {brief(with_experts)}; serve a model without experts"
-        )
-    return _describe(settings, architecture, joined=True, others=("mtp.",))
-
-
-def _layers_with_experts(settings: Any) -> list[int]:
-    dense, step = settings.mlp_only_layers or [], settings.decoder_sparse_step
-    count = settings.num_hidden_layers if settings.num_experts > 0 else 0
-    return [i for i in range(count) if i not in dense and (i + 1) % step == 0]
+    settings = read_settings(_fill, _QWEN3_NEXT | raw)
+    mlps = settings.mlps(normed=settings.norm_topk_prob, shared_size=settings.shared_expert_intermediate_size)
+    return _describe(settings, architecture, mlps, joined=True, others=("mtp.",))
 
 
 def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5 | raw)
-    return _describe(settings, architecture, joined=False, renamed=_OF_TEXT, others=_BESIDE_TEXT)
+    mlps: list[Any] = [MlpSpec(settings.intermediate_size)] * settings.num_hidden_layers
+    return _describe(settings, architecture, mlps, joined=False, renamed=_OF_TEXT, others=_BESIDE_TEXT)
 
 
-def _qwen3_5_with_more(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelError(f"expected text_config in config.json to be a map, found {brief(text)}; correct the file")
-    outer = {key: raw[key] for key in ("dtype", "torch_dtype") if key in raw}
-    return _qwen3_5(outer | text | {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}, architecture)
+def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    # Its files have no intermediate_size, as all layers have experts; and it asks no file whether gates are normed.
+    settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
+    experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
+    mlps = [experts] * settings.num_hidden_layers
+    return _describe(settings, architecture, mlps, joined=False, renamed=_OF_TEXT, others=_BESIDE_TEXT)
+
+
+def _with_more(describe_text: Describe) -> Describe:
+    def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+        text = raw.get("text_config")
+        if not isinstance(text, dict):
+            raise ModelError(f"expected text_config in config.json to be a map, found {brief(text)}; correct the file")
+        outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
+        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
+        return describe_text(outer | text | tied, architecture)
+
+    return describe
 
 
 FAMILIES = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
-    "Qwen3_5ForConditionalGeneration": _qwen3_5_with_more,
+    "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
+    "Qwen3_5ForConditionalGeneration": _with_more(_qwen3_5),
+    "Qwen3_5MoeForConditionalGeneration": _with_more(_qwen3_5_moe),
 }

@@ -8,7 +8,7 @@ architectures are not used: importing one imports torch's compiler too, which ta
 # No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -119,6 +119,8 @@ class Settings(PreTrainedConfig):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
     mlp_only_layers: list[int] | None = None
+    swiglu_alpha: float | int | None = None
+    swiglu_limit: float | int | None = None
     # Text has one position on all three axes, whichever pairs of a head each axis turns.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
@@ -150,13 +152,13 @@ class Settings(PreTrainedConfig):
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
-    def mlps(self: Any, experts: ExpertsSpec) -> list[MlpSpec | ExpertsSpec]:
-        """For each layer `experts`, or the MLP of those that have none."""
-        dense, step = self.mlp_only_layers or [], self.decoder_sparse_step
-        return [
-            experts if self.num_experts and i not in dense and (i + 1) % step == 0 else MlpSpec(self.intermediate_size)
-            for i in range(self.num_hidden_layers)
-        ]
+    def mlps(self: Any, **others: Any) -> list[MlpSpec | ExpertsSpec]:
+        """For each layer its experts, or the MLP of those that have none. `others`: as in `experts`."""
+        dense, step = {*(self.mlp_only_layers or [])}, self.decoder_sparse_step
+        count = self.num_hidden_layers if self.num_experts != 0 else 0
+        sparse = {i for i in range(count) if i not in dense and (i + 1) % step == 0}
+        mlp, experts = MlpSpec(self.intermediate_size), self.experts(**others) if sparse else None
+        return [experts if experts is not None and i in sparse else mlp for i in range(self.num_hidden_layers)]
 
     def experts(self: Any, **others: Any) -> ExpertsSpec:
         """Experts of these settings. `others`: further fields of the spec. Raise ModelError for more experts of a token
@@ -222,11 +224,16 @@ class Settings(PreTrainedConfig):
 _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
 
 
-def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any]) -> Any:
-    """The `Settings` in `raw`, the content of config.json. `fill`: adds what a file may leave out.
+def read_settings(
+    fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any], quantized: Collection[str] = ()
+) -> Any:
+    """The `Settings` in `raw`, the content of config.json. `fill`: adds what a file may leave out. `quantized`: the
+    methods of quantization that checkpoints of the family may have.
 
-    Raise ModelError for a file that is broken, and for settings of single layers, which no family has.
+    Raise ModelError for a file that is broken, for a checkpoint of other quantized weights, and for settings of single
+    layers, which no family has.
     """
+    _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
         found = brief(raw["per_layer_config"])
         raise ModelError(f"expected per_layer_config = None in config.json, found {found}; serve another model")
@@ -236,6 +243,16 @@ def read_settings(fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[st
         return Settings(**filled)
     except Exception as error:
         raise _broken(error) from error
+
+
+def _check_quantization(found: Any, served: Collection[str]) -> None:
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    if method is not None and method not in served:
+        wanted = " or ".join(["none", *served])
+        raise ModelError(
+            f"expected a quant_method of {wanted} in quantization_config of config.json, found {brief(method)}; serve "
+            "a checkpoint in bfloat16"
+        )
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 In products tokens lie on the N side of every matrix instruction, weights on its M side. An instruction takes 16 columns
 of K, in ascending order; its N follows the number of rows, and no bit depends on it. On sm_80 and sm_90 its M is always
 the same; on sm_100 it is 64 or 128, by the tile, and no bit is expected to depend on that either. Attention has one
-tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other.
+tile, whatever the number of rows, and so has the recurrence of a delta net, which takes one token after the other. The
+rows of an expert are listed on the GPU, and their products keep the rules of all others.
 
-`launch` pins the settings of the compiler that change bits; `products`, `attention`, `recurrence`, `rows` and `head`
-hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels run in
-Triton's interpreter, for tests.
+`launch` pins the settings of the compiler that change bits; `products`, `experts`, `attention`, `recurrence`, `rows`
+and `head` hold the kernels, each with its table of tiles; `backend` joins them to the ops. Without a GPU the kernels
+run in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..specs import AttentionSpec, DeltaNetSpec, LayerSpec
+from ..specs import AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec
 
 MOST_HEAD_DIM = 256
 MOST_KEY_HEAD_DIM = 256  # of a delta net: a program holds whole columns of its state
 MOST_KERNEL_SIZE = 17  # of a delta net's convolution: one program reads all of the old tail
 MOST_GROUP = 64  # heads that share a key-value head: they are rows of one tile
+MOST_EXPERTS = 1024  # one program chooses among all of a row's scores
 LEAST_CAPABILITY = (8, 0)
 
 
@@ -32,7 +34,7 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels expect bfloat16 or float16, found {found}; set dtype to bfloat16 (--dtype bfloat16)"
     for layer in layers:
-        if unserved := _unserved(layer.mixer):
+        if unserved := _unserved(layer.mixer) or _unserved_mlp(layer.mlp):
             return f"Triton kernels expect {unserved}; use the backend reference"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels expect an NVIDIA GPU, found a CPU; set device to cuda"
@@ -59,6 +61,13 @@ def _unserved(mixer: AttentionSpec | DeltaNetSpec) -> str:
         return f"an even head size up to {MOST_HEAD_DIM}, found {mixer.head_dim}"
     if (group := mixer.num_heads // mixer.num_kv_heads) > MOST_GROUP:
         return f"up to {MOST_GROUP} heads for each key-value head, found {group}"
+    return ""
+
+
+def _unserved_mlp(mlp: MlpSpec | ExpertsSpec) -> str:
+    """As `_unserved`, of an MLP or experts."""
+    if isinstance(mlp, ExpertsSpec) and mlp.num_experts > MOST_EXPERTS:
+        return f"up to {MOST_EXPERTS} experts, found {mlp.num_experts}"
     return ""
 
 

@@ -20,6 +20,9 @@ ways, by the same functions, so that a query's bits do not depend on the way:
 - Sequences with more queries: one program takes a tile of rows through all its partitions and folds on the way. Keys
   and values are read once for each tile of rows.
 
+A sink is one key more, which every query of its head sees and whose value is zero. It is folded in behind the last
+partition, in both ways by the same function.
+
 A row that sees nothing of a tile or of a partition multiplies what it holds by 1, or by 0 the zeros that it holds
 before its first key, and adds zeros: that changes no more than the sign of a zero, and zeros are made positive at the
 end. So a program leaves out the partitions and tiles that lie behind the windows of all its rows. Of the first tile it
@@ -50,7 +53,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class _Inputs(NamedTuple):
-    """What all kernels take. `tables`: the block tables. `scale`: of scores in powers of 2."""
+    """What all kernels take. `tables`: the block tables. `scale`: of scores in powers of 2. `sinks` [heads]: theirs."""
 
     q: Tensor
     k_cache: Tensor
@@ -59,6 +62,7 @@ class _Inputs(NamedTuple):
     scale: float
     window: int
     soft_cap: float | None
+    sinks: Tensor | None
 
 
 class _Plan(NamedTuple):
@@ -83,6 +87,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
@@ -92,7 +97,8 @@ def paged_attention(
     sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    inputs = _Inputs(aligned(q), k_cache, v_cache, aligned(batch.block_tables), scale * _LOG2_E.value, window, soft_cap)
+    tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
+    inputs = _Inputs(aligned(q), k_cache, v_cache, tables, scale, window, soft_cap, sinks)
     out = torch.empty_like(inputs.q)
     if batch.lens is not None:
         lens = aligned(batch.lens)
@@ -139,7 +145,9 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     grid = count, kv_heads, min(partitions, -(-DECODE_PROGRAMS // max(1, count * kv_heads)))
     args = *inputs[:4], *places, *parts, inputs.tables.shape[1], partitions, window, inputs.scale
     launch(_decode_kernel, grid, *args, LISTED=listed, **_scoring(inputs))
-    launch(_fold_kernel, grid[:2], *parts, *places, out, partitions, window, warps=4, LISTED=listed, **shapes)
+    sinks, which = _sinks(inputs)
+    args = *parts, *places, sinks, out, partitions, window
+    launch(_fold_kernel, grid[:2], *args, warps=4, LISTED=listed, **which, **shapes)
 
 
 def _most_partitions(longest: int, window: int) -> int:
@@ -151,8 +159,14 @@ def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
     """Computes the tiles of a plan."""
     kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
-    args = *inputs[:4], plan.tiles, plan.starts, plan.lens, out, *numbers
-    launch(_prefill_kernel, (len(plan.tiles), kv_heads), *args, **_scoring(inputs))
+    sinks, which = _sinks(inputs)
+    args = *inputs[:4], plan.tiles, plan.starts, plan.lens, sinks, out, *numbers
+    launch(_prefill_kernel, (len(plan.tiles), kv_heads), *args, **which, **_scoring(inputs))
+
+
+def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
+    """What the kernels that give results take of sinks; without, a tensor that they do not read."""
+    return inputs.q if inputs.sinks is None else inputs.sinks, dict(SINKS=inputs.sinks is not None)
 
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
@@ -232,10 +246,12 @@ def _fold_kernel(
     sequences_ptr,
     starts_ptr,
     lens_ptr,
+    sinks_ptr,
     out_ptr,
     partitions,
     window,
     LISTED: tl.constexpr,
+    SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     SIZE: tl.constexpr,
@@ -255,6 +271,8 @@ def _fold_kernel(
         part_total = tl.load(totals_ptr + part, mask=row < GROUP, other=1.0)
         part_out = tl.load(outs_ptr + part[:, None] * D + d[None, :], mask=real, other=0.0)
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
+    if SINKS:
+        total, out = _add_sinks(peak, total, out, sinks_ptr + kv_head * GROUP + tl.minimum(row, GROUP - 1))
     head = (query * tl.num_programs(1) + kv_head) * GROUP + row
     tl.store(out_ptr + head[:, None] * D + d[None, :], _mean(total, out), mask=real)
 
@@ -268,10 +286,12 @@ def _prefill_kernel(
     tiles_ptr,
     starts_ptr,
     lens_ptr,
+    sinks_ptr,
     out_ptr,
     width,
     window,
     scale,
+    SINKS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -302,6 +322,8 @@ def _prefill_kernel(
             q, position, window, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
         )
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
+    if SINKS:
+        total, out = _add_sinks(peak, total, out, sinks_ptr + kv_head * GROUP + row % GROUP)
     real = (first + tl.arange(0, ROWS) <= last)[:, None] & (d < D)[None, :]
     tl.store(out_ptr + head[:, None] * D + d[None, :], _mean(total, out), mask=real)
 
@@ -410,6 +432,15 @@ def _fold(left_peak, left_total, left_out, peak, total, out):
         left_total * left_kept + total * kept,
         left_out * left_kept[:, None] + out * kept[:, None],
     )
+
+
+@device_function
+def _add_sinks(peak, total, out, sinks_ptr):
+    """The sums of a partial softmax with one score more for each row, of a value of zero."""
+    sink = tl.load(sinks_ptr).to(tl.float32) * _LOG2_E
+    base = _base(tl.maximum(peak, sink, propagate_nan=tl.PropagateNan.ALL))
+    kept = tl.exp2(peak - base)
+    return total * kept + tl.exp2(sink - base), out * kept[:, None]
 
 
 @device_function

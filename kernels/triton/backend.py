@@ -27,6 +27,8 @@ from ..reference import rotation as rotation
 from ..specs import AttentionSpec
 from . import is_interpreted
 from .attention import paged_attention as paged_attention
+from .experts import experts as experts
+from .experts import route as route
 from .head import filter_logits as filter_logits
 from .head import log_probs as log_probs
 from .head import next_token_statistics as next_token_statistics

@@ -31,12 +31,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..contract import CLAMP, CLAMPED_SLOPE
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
@@ -83,10 +84,11 @@ CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 12
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # pieces of more would take hundreds of MB
 FOLD_COLUMNS = 1024
-_PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
+PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
+_CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 
 class _Factor(NamedTuple):
@@ -105,8 +107,8 @@ class _Factor(NamedTuple):
 
     @property
     def piece_lengths(self) -> list[int]:
-        """In units of `_PIECE_UNIT`. The last piece of each may be shorter."""
-        return [_divide_up(self.columns, pieces * _PIECE_UNIT.value) for pieces in self.pieces]
+        """In units of `PIECE_UNIT`. The last piece of each may be shorter."""
+        return [divide_up(self.columns, pieces * PIECE_UNIT.value) for pieces in self.pieces]
 
 
 def k_splits(rows: int, columns: int) -> int:
@@ -120,14 +122,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: 
     All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: of the weight that this is a shard
     of.
     """
-    if bias is None:
-        return _linear(x, weight, "none", x, x.dtype, full_rows)
-    return _linear(x, weight, "bias", bias, x.dtype, full_rows)
+    return _linear(x, weight, bias, None, x.dtype, full_rows)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, full_rows: int | None = None) -> Tensor:
-    """linear(x, weight) + residual [M, N], rounded twice: [M, N]."""
-    return _linear(x, weight, "residual", residual, x.dtype, full_rows)
+def linear_add(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None
+) -> Tensor:
+    """linear(x, weight, bias) + residual [M, N], rounded twice: [M, N]."""
+    return _linear(x, weight, bias, residual, x.dtype, full_rows)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
@@ -144,7 +146,7 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full
 
 def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
     """Logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
-    return _linear(hidden, weight, "none", hidden, torch.float32, full_rows)
+    return _linear(hidden, weight, None, None, torch.float32, full_rows)
 
 
 def qkv_parts(
@@ -165,19 +167,22 @@ def qkv_parts(
 def _linear(
     x: Tensor,
     weight: Tensor,
-    kind: Literal["none", "bias", "residual"],
-    extra: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
     dtype: torch.dtype,
     full_rows: int | None,
 ) -> Tensor:
-    """The product, finished with `extra` in the way that `_finish` calls `kind`, in this dtype."""
-    x, extra, factor = aligned(x), aligned(extra), _factor((weight,), (full_rows,))
+    """The product in this dtype, finished as `_finish` does."""
+    x, factor = aligned(x), _factor((weight,), (full_rows,))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
+    # Pointers that the kernel does not read have to point somewhere.
+    extras = [x if extra is None else aligned(extra) for extra in (bias, residual)]
+    which = dict(BIAS=bias is not None, RESIDUAL=residual is not None)
     tile, apart = _way(len(x), factor)
     if apart:
-        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), extra, out, EXTRA=kind)
+        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), *extras, out, **which)
     else:
-        _launch_whole(_linear_kernel, tile, x, factor, extra, out, EXTRA=kind)
+        _launch_whole(_linear_kernel, tile, x, factor, *extras, out, **which)
     return out
 
 
@@ -221,31 +226,31 @@ def _seconds(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts
         (read + loaded) / H200.shared_bytes,
     )
     stage = 2 * (tile.features + tile.width) * tile.depth
-    waves = _divide_up(programs, H200.sms * (H200.shared_memory // (stage * tile.stages)))
+    waves = divide_up(programs, H200.sms * (H200.shared_memory // (stage * tile.stages)))
     return stored / H200.l2 + max(
         2 * columns * sum(rows) / H200.memory,
         (programs * loaded + stored) / H200.l2,
-        _divide_up(programs, H200.sms) * clocks / H200.clock,
+        divide_up(programs, H200.sms) * clocks / H200.clock,
         waves * length / tile.depth * H200.latency / (tile.stages - 1),
     )
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
     """Tiles of features, cut separately for each weight, and of tokens."""
-    return sum(_divide_up(n, tile.features) for n in features), _divide_up(tokens, tile.width)
+    return sum(divide_up(n, tile.features) for n in features), divide_up(tokens, tile.width)
 
 
-def _divide_up(number: int, divisor: int) -> int:
+def divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
 def _constants(tile: Tile, factor: _Factor) -> dict[str, Any]:
     """What the kernels of products are compiled for."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
-    return dict(UNIT=_unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
+    return dict(UNIT=unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
 
 
-def _unit(size: int) -> int:
+def unit(size: int) -> int:
     """The largest power of two up to 128 that divides `size`. Kernels that know it load and store many at once."""
     return math.gcd(size, 128)
 
@@ -253,8 +258,8 @@ def _unit(size: int) -> int:
 def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: _Factor, *others: Tensor, **constants: Any) -> None:
     """Launches a kernel on x, the weights and others: products of x with each weight, summed and finished."""
     tokens, columns, features = len(x), factor.columns, factor.rows[0]
-    unit, width_unit = _unit(columns), _unit(features)
-    numbers = (tokens, features // width_unit, columns // unit, factor.piece_lengths[0])
+    width_unit = unit(features)
+    numbers = (tokens, features // width_unit, columns // unit(columns), factor.piece_lengths[0])
     constants |= _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, WIDTH_UNIT=width_unit)
     launch(kernel, _grid(tile, tokens, [sum(factor.rows)]), x, *factor.weights, *others, *numbers, **constants)
 
@@ -262,7 +267,7 @@ def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: _Factor, *others: 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
     """Launches a kernel on parts, ..., out, that folds parts and finishes the sums into out."""
     tokens, features = tensors[-1].shape
-    grid = (_divide_up(features, FOLD_COLUMNS), tokens)
+    grid = (divide_up(features, FOLD_COLUMNS), tokens)
     constants |= dict(PIECES=len(parts), COLUMNS=FOLD_COLUMNS)
     launch(kernel, grid, parts, *tensors, tokens, features, warps=4, **constants)
 
@@ -273,9 +278,9 @@ def _parts(x: Tensor, factor: _Factor, tile: Tile, apart: bool) -> Tensor:
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
     absent = [0] * (3 - len(rows))  # weights that no program reads, since they have no rows
     tensors = (x, *factor.weights, *[factor.weights[0] for _ in absent], out)
-    width_unit = _unit(math.gcd(*rows))
+    width_unit = unit(math.gcd(*rows))
     sizes = [n // width_unit for n in rows]
-    numbers = (tokens, columns // _unit(columns), *sizes, *absent, *factor.piece_lengths, *absent)
+    numbers = (tokens, columns // unit(columns), *sizes, *absent, *factor.piece_lengths, *absent)
     grid = (*_grid(tile, tokens, rows), len(out))
     constants = _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, APART=apart, WIDTH_UNIT=width_unit)
     launch(_parts_kernel, grid, *tensors, *numbers, **constants)
@@ -347,7 +352,7 @@ def _load(tile_ptr, inside, UNIT: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @device_function
-def _sums_of_pieces(
+def sums_of_pieces(
     w_row,
     x_rows,
     columns,
@@ -388,7 +393,12 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
 @device_function
 def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) * up of float32 tiles, to be rounded once."""
+    if ACTIVATION == "clamped_silu":  # comparisons leave NaN as it is
+        gate = tl.where(gate > _CLAMP, _CLAMP, gate)
+        up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
     slope = gate
+    if ACTIVATION == "clamped_silu":
+        slope = gate * _CLAMPED_SLOPE
     if ACTIVATION == "gelu_tanh":
         slope = gate * (_GELU_SLOPE + _GELU_CUBIC * (gate * gate))
     if ACTIVATION == "sigmoid":
@@ -397,7 +407,7 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
 
 
 @device_function
-def _gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
+def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
     """gate_mul of the upper and the lower half of a tile, both rounded to the dtype of `out_ptr`."""
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
@@ -412,23 +422,47 @@ def _store_part(total, parts_ptr, feature, token, width, tokens, inside):
 
 
 @device_function
-def _finish_tile(total, extra_ptr, out_ptr, feature, token, features, tokens, EXTRA: tl.constexpr):
+def _finish_tile(
+    total,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    feature,
+    token,
+    features,
+    tokens,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
     inside = (feature < features)[:, None] & (token < tokens)[None, :]
-    _finish(total, extra_ptr, out_ptr, feature[:, None], token[None, :], features, inside, EXTRA)
+    column, row = feature[:, None], token[None, :]
+    _finish(total, bias_ptr, residual_ptr, out_ptr, column, row, features, inside, BIAS, RESIDUAL)
 
 
 @device_function
-def _finish(total, extra_ptr, out_ptr, feature, token, features, inside, EXTRA: tl.constexpr):
+def _finish(
+    total,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    feature,
+    token,
+    features,
+    inside,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
     """Stores sums at (token, feature) of out [tokens, features] in its dtype, where that is `inside`.
 
-    `EXTRA`: "bias" [features] is added before the sums are rounded, "residual" [tokens, features] after it; "none".
+    With `BIAS` a bias [features] is added before the sums are rounded, with `RESIDUAL` a residual [tokens, features]
+    after it.
     """
     at = tl.cast(token, tl.int64) * features + feature
-    if EXTRA == "bias":
-        total += tl.load(extra_ptr + feature, mask=feature < features, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias_ptr + feature, mask=feature < features, other=0.0).to(tl.float32)
     result = total.to(out_ptr.dtype.element_ty)
-    if EXTRA == "residual":
-        result = result.to(tl.float32) + tl.load(extra_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        result = result.to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -436,13 +470,15 @@ def _finish(total, extra_ptr, out_ptr, feature, token, features, inside, EXTRA: 
 def _linear_kernel(
     x_ptr,
     w_ptr,
-    extra_ptr,
+    bias_ptr,
+    residual_ptr,
     out_ptr,
     tokens,
     features,
     columns,
     piece,
-    EXTRA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     CUT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
@@ -452,15 +488,15 @@ def _linear_kernel(
     DEPTH: tl.constexpr,
 ):
     """One tile of a product, all pieces, finished. `features`, `columns` and `piece` are counted in their units."""
-    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
+    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, features, columns), _token_rows(x_ptr, places, tokens, columns)
-    sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
-    _finish_tile(sums[0], extra_ptr, out_ptr, feature, places[0], features, tokens, EXTRA)
+    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    _finish_tile(sums[0], bias_ptr, residual_ptr, out_ptr, feature, places[0], features, tokens, BIAS, RESIDUAL)
     if MORE:
-        _finish_tile(sums[1], extra_ptr, out_ptr, feature, places[1], features, tokens, EXTRA)
+        _finish_tile(sums[1], bias_ptr, residual_ptr, out_ptr, feature, places[1], features, tokens, BIAS, RESIDUAL)
 
 
 @exact_jit
@@ -483,7 +519,7 @@ def _gate_up_kernel(
     DEPTH: tl.constexpr,
 ):
     """Like `_linear_kernel`, for tiles whose upper half is of gate and whose lower half is of up."""
-    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * _PIECE_UNIT
+    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     half: tl.constexpr = FEATURES // 2
@@ -492,13 +528,13 @@ def _gate_up_kernel(
     base_ptr = tl.multiple_of(tl.where(row < half, gate_ptr, up_ptr), _ALIGNMENT)
     w_row = _row(base_ptr, tile[1] * half + row % half, features, columns)
     x_rows = _token_rows(x_ptr, places, tokens, columns)
-    sums = _sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
     feature = tile[1] * half + tl.arange(0, half)
-    product = _gate_mul_halves(sums[0], out_ptr, ACTIVATION)
-    _finish_tile(product, x_ptr, out_ptr, feature, places[0], features, tokens, "none")
+    product = gate_mul_halves(sums[0], out_ptr, ACTIVATION)
+    _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[0], features, tokens, False, False)
     if MORE:
-        product = _gate_mul_halves(sums[1], out_ptr, ACTIVATION)
-        _finish_tile(product, x_ptr, out_ptr, feature, places[1], features, tokens, "none")
+        product = gate_mul_halves(sums[1], out_ptr, ACTIVATION)
+        _finish_tile(product, x_ptr, x_ptr, out_ptr, feature, places[1], features, tokens, False, False)
 
 
 @exact_jit
@@ -541,11 +577,11 @@ def _parts_kernel(
     feature = tile * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, rows, columns), _token_rows(x_ptr, places, tokens, columns)
     if APART:
-        start = tl.program_id(2) * piece * _PIECE_UNIT
-        stop = tl.minimum(start + piece * _PIECE_UNIT, columns)
+        start = tl.program_id(2) * piece * PIECE_UNIT
+        stop = tl.minimum(start + piece * PIECE_UNIT, columns)
         sums = _sums(w_row, x_rows, start, stop, columns, MORE, UNIT, DEPTH)
     else:
-        sums = _sums_of_pieces(w_row, x_rows, columns, piece * _PIECE_UNIT, CUT, MORE, UNIT, DEPTH)
+        sums = sums_of_pieces(w_row, x_rows, columns, piece * PIECE_UNIT, CUT, MORE, UNIT, DEPTH)
     width = a_rows + b_rows + c_rows
     inside = feature < rows
     _store_part(sums[0], parts_ptr + first, feature, places[0], width, tokens, inside)
@@ -555,13 +591,23 @@ def _parts_kernel(
 
 @exact_jit
 def _fold_kernel(
-    parts_ptr, extra_ptr, out_ptr, tokens, features, EXTRA: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
+    parts_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    tokens,
+    features,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PIECES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Folds parts of one token and finishes the sums."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    total = fold_parts(parts_ptr, tokens, features, token, feature, feature < features, PIECES)
-    _finish(total, extra_ptr, out_ptr, feature, token, features, feature < features, EXTRA)
+    inside = feature < features
+    total = fold_parts(parts_ptr, tokens, features, token, feature, inside, PIECES)
+    _finish(total, bias_ptr, residual_ptr, out_ptr, feature, token, features, inside, BIAS, RESIDUAL)
 
 
 @exact_jit
@@ -576,4 +622,4 @@ def _fold_gate_up_kernel(
     up = fold_parts(parts_ptr, tokens, 2 * features, token, features + feature, inside, PIECES)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     product = gate_mul_tile(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
-    _finish(product, parts_ptr, out_ptr, feature, token, features, inside, "none")
+    _finish(product, parts_ptr, parts_ptr, out_ptr, feature, token, features, inside, False, False)

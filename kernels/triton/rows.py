@@ -209,7 +209,7 @@ def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
     If `ZERO_CENTERED`: not rounded before, times 1 + the weight.
     """
-    squares = _sum_in_pairs(x[0] * x[0] + x[1] * x[1])
+    squares = sum_in_pairs(x[0] * x[0] + x[1] * x[1])
     scale = tl.rsqrt(squares * (1.0 / SIZE) + eps)
     x = x[0] * scale, x[1] * scale
     weight = _load_halves(weight_ptr, SIZE)
@@ -221,7 +221,7 @@ def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
 
 
 @device_function
-def _sum_in_pairs(x):
+def sum_in_pairs(x):
     """The sum of a tile [n], as [1]: of neighbours, then of neighbouring sums, and so on."""
     for _ in tl.static_range(_log2(x.shape[0])):  # type: ignore[reportGeneralTypeIssues]
         x = tl.sum(tl.reshape(x, [x.shape[0] // 2, 2]), axis=1)

@@ -264,17 +264,19 @@ class AsyncRolloutClient:
         cache_salt: str | None = None,
         top_logprobs: int | None = None,
         *,
+        return_routed_experts: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> list[ScoreOutput]:
         """Log-probs of given tokens under a distribution, one ScoreOutput for each sequence, in order.
 
         Entry i of its `logprobs`, float32 [num_tokens - 1], is the log-prob of token i + 1 given tokens [0, i + 1).
-        `top_logprobs`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`: see `generate`. Raises
-        RequestAbortedError if a score was aborted.
+        `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`: see
+        `generate`. Raises RequestAbortedError if a score was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
+        fields |= dict(return_routed_experts=return_routed_experts)
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = score_requests(sequences, fields)
         scores: dict[int, Any] = {}

@@ -48,6 +48,11 @@ def continuation(
             f"samples[{position}]: expected top_logprobs = {top_logprobs} for both parts, found {params.top_logprobs} "
             "for the rest; give the parameters that it was asked for with"
         )
+    if sample.token_ids and params.return_routed_experts != (sample.routed_experts is not None):
+        raise InvalidRequestError(
+            f"samples[{position}]: expected routed experts of both parts or of none, found return_routed_experts = "
+            f"{params.return_routed_experts} for the rest; give the parameters that it was asked for with"
+        )
     prior = np.array(sample.token_ids, "<i4").tobytes()
     rest = dict(
         n=1,
@@ -71,6 +76,7 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
         entropy=_joined(first.entropy, rest.entropy),
         top_token_ids=_joined(first.top_token_ids, rest.top_token_ids),
         top_logprobs=_joined(first.top_logprobs, rest.top_logprobs),
+        routed_experts=_joined_routes(first.routed_experts, rest.routed_experts),
         finish_reason=rest.finish_reason,
         stop_reason=rest.stop_reason,
         error=rest.error,
@@ -80,6 +86,13 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
 
 def _joined(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
     return None if first is None or rest is None else np.concatenate((first, rest))
+
+
+def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
+    """Those of the rest begin with the prompt again, and with the tokens that were there."""
+    if first is None or rest is None:
+        return first if rest is None else rest
+    return np.concatenate((first, rest[len(first) :]))
 
 
 def _joined_spans(first: SampleOutput, rest: SampleOutput) -> tuple[WeightSpan, ...]:

@@ -21,6 +21,7 @@ from time import monotonic, sleep
 from typing import Any, Protocol, TypeVar, get_args
 from urllib.parse import urlsplit
 
+import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -30,6 +31,7 @@ from trueroll.errors import ConfigError
 
 from ...engine.request import FinishReason
 from .. import protocol
+from .expert_load import expert_tokens, imbalance
 from .timings import BOUNDS, Histogram, Timings
 
 HOST = "127.0.0.1"
@@ -204,6 +206,8 @@ class _Collector:
         if stats.engine:
             yield from _token_metrics(stats.engine)
             yield from _cache_metrics(stats.engine)
+        if stats.engine and health.engine and health.engine["expert_layers"]:
+            yield from _expert_metrics(expert_tokens(health.engine, stats.engine))
         yield from _duration_metrics(self._source.timings())
 
 
@@ -273,6 +277,14 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     yield blocks
     checkpoints = GaugeMetricFamily("trueroll_checkpoints", "Checkpoints of recurrent states.", labels=["state"])
     yield _fill(checkpoints, {state: engine[f"checkpoints_{state}"] for state in ("ready", "reserved")})
+
+
+def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
+    """`tokens`: those of `expert_tokens`. One series for each expert and one for each layer, not for both together."""
+    counter = CounterMetricFamily("trueroll_expert_tokens", "Tokens given to an expert, all layers.", labels=["expert"])
+    yield _fill(counter, {str(i): count for i, count in enumerate(tokens.sum(0).tolist())})
+    gauge = GaugeMetricFamily("trueroll_expert_imbalance", "Of the busiest expert to the mean.", labels=["layer"])
+    yield _fill(gauge, {str(i): value for i, value in enumerate(imbalance(tokens).tolist())})
 
 
 def _duration_metrics(timings: Timings) -> Iterator[Metric]:

@@ -1,6 +1,6 @@
 """Tokens, log-probs and the engine's results as the arrays of messages, and back.
 
-Arrays travel as raw little-endian bytes: int32 for tokens, float32 for log-probs.
+Arrays travel as raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from trueroll.errors import InvalidRequestError, TruerollError, brief
 
 from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan
-from .messages import Delta, Error, FinishedSample, Scores, Span, TopArrays
+from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span, TopArrays
 
 MAX_ERROR_CHARS = 2000
 
@@ -56,6 +56,7 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
         error=output.error,
         stop_reason=output.stop_reason,
         tops=_tops(output),
+        routed_experts=_routed(output),
     )
 
 
@@ -79,6 +80,7 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
         finish_reason=output.finish_reason,
         weight_versions=_spans(output.weight_versions),
         tops=_tops(output),
+        routed_experts=_routed(output),
     )
 
 
@@ -100,6 +102,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
         error=message.error,
         stop_reason=message.stop_reason,
+        routed_experts=_routed_array(message.routed_experts),
         **top_arrays(message.tops),
     )
 
@@ -123,6 +126,7 @@ def score_output(message: Scores) -> ScoreOutput:
         logprobs=bytes_to_logprobs(message.logprobs),
         finish_reason=message.finish_reason,
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
+        routed_experts=_routed_array(message.routed_experts),
         **top_arrays(message.tops),
     )
 
@@ -137,6 +141,27 @@ def top_arrays(tops: TopArrays | None) -> dict[str, np.ndarray]:
         "top_token_ids": bytes_to_tokens(tops.token_ids).reshape(shape),
         "top_logprobs": bytes_to_logprobs(tops.logprobs).reshape(shape),
     }
+
+
+def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
+    """`routed_experts`, as the engine gave it, writable."""
+    if routed is None:
+        return None
+    return (
+        np.frombuffer(routed.data, f"<u{1 if routed.dtype == 'uint8' else 2}")
+        .astype(routed.dtype)
+        .reshape(routed.shape)
+    )
+
+
+def _routed(output: SampleOutput | ScoreOutput) -> RoutedExperts | None:
+    if (routed := output.routed_experts) is None:
+        return None
+    dtype, shape = (
+        "uint8" if routed.dtype == np.uint8 else "uint16",
+        (routed.shape[0], routed.shape[1], routed.shape[2]),
+    )
+    return RoutedExperts(dtype=dtype, shape=shape, data=routed.astype(routed.dtype.newbyteorder("<")).tobytes())
 
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:

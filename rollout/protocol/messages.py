@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
@@ -82,8 +83,8 @@ class Generate(_Request):
 
 
 class GetScores(_Request):
-    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `top_logprobs`: see
-    `SamplingParams`. For the rest see `_Request`.
+    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `top_logprobs`,
+    `return_routed_experts`: see `SamplingParams`. For the rest see `_Request`.
     """
 
     type: Literal["score"] = "score"
@@ -92,6 +93,7 @@ class GetScores(_Request):
     distribution: Distribution = Distribution()
     cache_salt: CacheSalt | None = None
     top_logprobs: TopLogprobs | None = None
+    return_routed_experts: bool = False
 
 
 class Abort(Message):
@@ -201,6 +203,26 @@ class TopArrays(Message):
         return self
 
 
+class RoutedExperts(Message):
+    """What `return_routed_experts` recorded: the elements of `SampleOutput.routed_experts`, row by row, and its dtype
+    and shape.
+    """
+
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[Count, Count, Count]
+    data: bytes
+
+    @model_validator(mode="after")
+    def _has_all_elements(self) -> Self:
+        expected = math.prod(self.shape) * (1 if self.dtype == "uint8" else 2)
+        if len(self.data) != expected:
+            raise ValueError(
+                f"routed_experts: expected {expected} bytes, {self.dtype} for each of {self.shape}, found "
+                f"{len(self.data)}"
+            )
+        return self
+
+
 class FinishedSample(Message):
     """One finished sample; the fields are those of `SampleOutput`. `caller`, here and below: of the submission."""
 
@@ -216,6 +238,7 @@ class FinishedSample(Message):
     error: str | None = None
     stop_reason: int | str | None = None
     tops: TopArrays | None = None
+    routed_experts: RoutedExperts | None = None
     caller: Id | None = None
 
 
@@ -268,6 +291,7 @@ class Scores(Message):
     finish_reason: FinishReason
     weight_versions: tuple[Span, ...]
     tops: TopArrays | None = None
+    routed_experts: RoutedExperts | None = None
     caller: Id | None = None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console, RenderableType
 from rich.filesize import decimal
@@ -24,6 +25,7 @@ from trueroll.errors import ProtocolError
 from ...engine.request import describe_validation_error
 from .. import protocol
 from ..client.client import RolloutClient
+from ..monitoring.expert_load import expert_tokens, imbalance
 
 SILENCE_SECONDS = 10.0
 """Without a sign of life for so long, the worker counts as lost."""
@@ -42,6 +44,8 @@ class _Model(_Shown):
     backend: str
     live_states: int
     checkpoints: int
+    expert_layers: int
+    num_experts: int
 
 
 class _Service(_Shown):
@@ -66,6 +70,7 @@ class _Engine(_Shown):
     shortened_hits: int
     checkpoints_ready: int
     checkpoints_restored: int
+    expert_tokens: bytes
     samples_finished: dict[str, int]
 
 
@@ -149,6 +154,8 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
         yield from _engine_rows(now.engine, rates)
         if now.model and now.model.live_states:
             yield "checkpoints", _checkpoints(now.model, now.engine)
+        if now.model and now.model.expert_layers:
+            yield "experts", _experts(now.model, before.engine, now.engine)
     yield "memory", _memory(health)
     if health.push is not None:
         yield "push", _push(health.push)
@@ -186,6 +193,19 @@ def _checkpoints(model: _Model, engine: _Engine) -> str:
     """Of recurrent states."""
     restored, shortened = f"{engine.checkpoints_restored:,} restored", f"{engine.shortened_hits:,} tokens"
     return f"{engine.checkpoints_ready:,} of {model.checkpoints:,}  {restored}  hits shortened by {shortened}"
+
+
+def _experts(model: _Model, before: _Engine, now: _Engine) -> str:
+    """How much busier than the mean the busiest expert of a layer is."""
+    earlier, later = (expert_tokens(model.model_dump(), engine.model_dump()) for engine in (before, now))
+    return f"busiest to mean, now {_imbalance(later - earlier)}  ever {_imbalance(later)}"
+
+
+def _imbalance(tokens: np.ndarray) -> str:
+    if not tokens.any():
+        return "-"
+    found = imbalance(tokens)
+    return f"{found.mean():.2f}, {found.max():.2f} in layer {found.argmax()}"
 
 
 def _ever(engine: _Engine) -> str:

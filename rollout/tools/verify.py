@@ -82,19 +82,26 @@ STATE_CELLS = (
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, states="lost under way"),
 )
+# For models with experts as well.
+ROUTE_CELLS = (
+    Cell(cache="warm", block_size=8, routes="unknown"),
+    Cell(cache="warm", others=10, budget=64, block_size=8, routes="added"),
+)
 
 
 @dataclass(frozen=True)
 class Piece:
     """What a cell found for the tokens of sample `key` from its token `start` on.
 
-    `rows`: those of `rows_of`. `end`: finish reason and stop reason of a sample; None for a score.
+    `rows`: those of `rows_of`. `end`: finish reason and stop reason of a sample; None for a score. `routes`: the
+    `routed_experts` of prompt and sample, from a model with experts.
     """
 
     key: Key
     start: int
     rows: np.ndarray
     end: tuple[str, int | str | None] | None
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,8 @@ class CellResult:
 
 
 def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Iterator[CellResult]:
-    """The baseline's result, then one for each of CELLS, and of STATE_CELLS if the model has recurrent layers.
+    """The baseline's result, then one for each of CELLS, of STATE_CELLS if the model has recurrent layers, and of
+    ROUTE_CELLS if it has experts.
 
     `loaded` is the model of `config`, from which dtype, device and backend are taken as well. Raise ConfigError if the
     model cannot take `sizes.num_positions` tokens.
@@ -134,7 +142,8 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Itera
 
 def cells_of(loaded: LoadedModel) -> Sequence[Cell]:
     """Those of a model."""
-    return CELLS + STATE_CELLS if loaded.model.spec.delta_nets else CELLS
+    spec = loaded.model.spec
+    return CELLS + (STATE_CELLS if spec.delta_nets else ()) + (ROUTE_CELLS if spec.experts else ())
 
 
 class _Lab:
@@ -143,7 +152,8 @@ class _Lab:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> None:
         self.config, self.loaded, self.sizes = config, loaded, sizes
         self.vocab_size = loaded.model.spec.vocab_size
-        self.subjects = make_subjects(sizes, self.vocab_size)
+        self.has_experts = bool(loaded.model.spec.experts)
+        self.subjects = make_subjects(sizes, self.vocab_size, self.has_experts)
         self.subjects += make_variations(self.subjects, self._serve, loaded.folder)
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
@@ -204,7 +214,11 @@ class _Lab:
         engine.invalidate_prefix_cache()
         if cell.cache == "warm":
             first = dict(n=1, max_tokens=1, min_tokens=0)
-            run_together(engine, [with_params(request, **first) for request in reversed(batch)])
+            before = [with_params(request, **first) for request in reversed(batch)]
+            if cell.routes:
+                run_together(engine, [with_params(request, return_routed_experts=False) for request in before])
+            if cell.routes != "unknown":
+                run_together(engine, before)
         if cell.states == "lost in a sleep":
             engine.sleep(1, ["kv_cache"], "drain")
             engine.wake_up(["kv_cache"])
@@ -258,9 +272,11 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
     for output in run.outputs:
         if isinstance(output, ScoreOutput):
             request_id, index = output.request_id.rsplit("/", 1)
-            yield Piece((request_id, int(index)), 0, rows_of(output, baseline[request_id, int(index)].token_ids), None)
+            rows = rows_of(output, baseline[request_id, int(index)].token_ids)
+            yield Piece((request_id, int(index)), 0, rows, None, output.routed_experts)
         elif (output.request_id, output.index) in baseline:
-            yield Piece((output.request_id, output.index), start, rows_of(output, output.token_ids), _end(output))
+            rows, key = rows_of(output, output.token_ids), (output.request_id, output.index)
+            yield Piece(key, start, rows, _end(output), output.routed_experts)
 
 
 def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
@@ -290,13 +306,23 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
     """Tokens of the piece of which anything recorded differs in any bit. A missing token counts as one that differs,
-    and so does another end of the sample.
+    and so does another end of the sample. Tokens with other routes, those of the prompt too, count by themselves.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]
-    both = min(len(rows), len(piece.rows))
-    differs = (rows[:both] != piece.rows[:both]).any(1)
     other_end = piece.end is not None and piece.end != _end(expected)
-    return int(differs.sum()) + abs(len(rows) - len(piece.rows)) + other_end
+    return _different_rows(rows, piece.rows) + other_end + _different_routes(expected.routed_experts, piece.routes)
+
+
+def _different_routes(expected: np.ndarray | None, found: np.ndarray | None) -> int:
+    if expected is None or found is None:
+        return (expected is None) != (found is None)
+    return _different_rows(expected.reshape(len(expected), -1), found.reshape(len(found), -1))
+
+
+def _different_rows(expected: np.ndarray, found: np.ndarray) -> int:
+    both = min(len(expected), len(found))
+    differs = (expected[:both] != found[:both]).any(1)
+    return int(differs.sum()) + abs(len(expected) - len(found))
 
 
 def verify(config: EngineConfig, console: Console, json_file: Path | None = None, sizes: Sizes = SIZES) -> bool:

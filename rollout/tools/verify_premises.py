@@ -24,7 +24,8 @@ class Cell:
     `others`: requests that are served along with each one. `budget`: tokens in a step. `num_reread`: so many decoded
     tokens are read again as part of a prompt. `is_starved`: too few KV blocks for all who run. `is_score`: log-probs of
     given tokens are computed. `threads` None: as found. Of models with recurrent layers: `interval` and `checkpoints`,
-    the engine's `state_interval` and `state_budget`; `states`, what has to become of checkpoints.
+    the engine's `state_interval` and `state_budget`; `states`, what has to become of checkpoints. Of models with
+    experts: `routes`, what a warm cache knows of those that were chosen: nothing, or what a request has added later.
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -38,6 +39,7 @@ class Cell:
     interval: int | None = None
     checkpoints: int | None = None
     states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep", "lost under way"] = ""
+    routes: Literal["", "unknown", "added"] = ""
 
     @property
     def name(self) -> str:
@@ -63,6 +65,8 @@ class Cell:
             yield f"{self.threads} thread{'s' * (self.threads > 1)}"
         if self.states:
             yield f"checkpoint {self.states}"
+        if self.routes:
+            yield f"routes {self.routes}"
         if self.checkpoints == 0:
             yield "no checkpoints"
 
@@ -236,7 +240,7 @@ def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
     reused = sum(run.reused for run in runs)
     if cell.states == "hit shortened":
         return Premise("reused", reused, reused > 0)
-    if cell.checkpoints == 0 or cell.states == "lost in a sleep":
+    if cell.checkpoints == 0 or cell.states == "lost in a sleep" or cell.routes == "unknown":
         return Premise("reused", reused, reused == 0)
     if cell.num_reread:
         decoded = [run.reused - (run.longest - cell.num_reread) for run in runs]

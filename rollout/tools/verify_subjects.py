@@ -49,18 +49,22 @@ class Sizes:
         return max(self.prompt_lengths) + self.max_tokens
 
 
-def make_subjects(sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """For each prompt, which is random but always the same, one request of each sampling; the plain group at last."""
+def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
+    """For each prompt, which is random but always the same, one request of each sampling; the plain group at last.
+
+    `routes`: all ask for routed experts.
+    """
+    update = dict(max_tokens=sizes.max_tokens, return_routed_experts=routes)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, vocab_size, length, np.int32) for length in sizes.prompt_lengths]
     subjects = [
-        with_params(GenerateRequest(f"{name} {len(prompt)}", prompt, params), max_tokens=sizes.max_tokens)
+        with_params(GenerateRequest(f"{name} {len(prompt)}", prompt, params), **update)
         for name, params in SAMPLINGS.items()
         for prompt in prompts
     ]
     (varied,) = (prompt for prompt in prompts if len(prompt) == sizes.varied_length)
     plain = GenerateRequest(f"plain {len(varied)}", varied, PLAIN)
-    return [*subjects, with_params(plain, max_tokens=sizes.max_tokens)]
+    return [*subjects, with_params(plain, **update)]
 
 
 def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path) -> Iterator[GenerateRequest]:
@@ -122,7 +126,10 @@ def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
     """Asks for the log-probs that the sample has."""
     token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
     asked = _distribution_of(subject.params)
-    return ScoreRequest(f"{subject.id}/{sample.index}", token_ids, asked, top_logprobs=subject.params.top_logprobs)
+    recorded = dict(
+        top_logprobs=subject.params.top_logprobs, return_routed_experts=subject.params.return_routed_experts
+    )
+    return ScoreRequest(f"{subject.id}/{sample.index}", token_ids, asked, **recorded)
 
 
 def _distribution_of(params: SamplingParams) -> Distribution:

@@ -271,6 +271,7 @@ class Control:
             id=call.id,
             dtype=self._weights.dtype,
             shapes=dict(self._weights.shapes),
+            parts={name: tuple(parts) for name, parts in self._weights.parts.items()},
             tied=dict(self._weights.tied),
             ignored=tuple(sorted(self._weights.ignored)),
             weight_version=self._host.weight_version(),

@@ -445,7 +445,8 @@ class Worker:
         if isinstance(message, protocol.GetScores):
             entry = self._ledger.add(user, message, None)
             tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(user, message.cache_salt)
-            request = ScoreRequest(entry.key, tokens, message.distribution, salt, message.top_logprobs)
+            recorded = message.top_logprobs, message.return_routed_experts
+            request = ScoreRequest(entry.key, tokens, message.distribution, salt, *recorded)
         else:
             params = message.params
             if params.seed is None:

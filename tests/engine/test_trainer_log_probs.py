@@ -37,13 +37,17 @@ Rollout = list[tuple[np.ndarray, SampleOutput]]
 
 
 def roll_out(
-    model: Path, lengths: tuple[int, ...] = (150, 64, 40, 5), top: int | None = None, **settings: Any
+    model: Path,
+    lengths: tuple[int, ...] = (150, 64, 40, 5),
+    top: int | None = None,
+    routes: bool = False,
+    **settings: Any,
 ) -> Rollout:
     """(prompt, sample) of groups of three. Some prompts were partly cached, and there were preemptions."""
     engine = make_engine(model, **settings, num_blocks=5 * len(lengths) + max(lengths) // 8, block_size=8)
     prompts = [np.concatenate((tokens(n), tokens(7, seed=i))) for i, n in enumerate(lengths)]
     run(engine, [generate("warm", tokens(max(lengths)), max_tokens=1)])
-    params = dict(n=3, temperature=TEMPERATURE, top_logprobs=top)
+    params = dict(n=3, temperature=TEMPERATURE, top_logprobs=top, return_routed_experts=routes)
     requests = [generate(str(i), p, **params, max_tokens=20 + 5 * i, seed=i) for i, p in enumerate(prompts)]
     samples = run(engine, requests)
     assert engine.stats().preemptions > 2, "premise: preempted"
@@ -56,11 +60,11 @@ def trainer_model(folder: Path, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
 
-def packed(model: Any, rollout: Rollout) -> list[Tensor]:
-    """The log-probs of each sample's tokens, all samples in one row."""
+def packed(model: Any, rollout: Rollout, routes: Tensor | None = None) -> list[Tensor]:
+    """The log-probs of each sample's tokens, all samples in one row, and so their `routes`."""
     sequences = [torch.tensor([*prompt, *s.token_ids]).long() for prompt, s in rollout]
-    found = token_log_probs(model, torch.cat(sequences), lengths=[len(s) for s in sequences], temperature=TEMPERATURE)
-    parts = found.detach().split([len(s) for s in sequences])
+    lengths, asked = [len(s) for s in sequences], dict(temperature=TEMPERATURE, routed_experts=routes)
+    parts = token_log_probs(model, torch.cat(sequences), lengths=lengths, **asked).detach().split(lengths)
     return [part[len(prompt) :] for part, (prompt, _) in zip(parts, rollout, strict=True)]
 
 
@@ -265,8 +269,8 @@ def torch_silu_mul(ops: Any, gate: Tensor, up: Tensor, activation: str) -> Tenso
 
 
 def attention_of_later_rounding(ops: Any, q: Tensor, *rest: Any) -> Tensor:
-    *others, scale, window, soft_cap = rest
-    return ops.paged_attention(q * (scale * 1.7), *others, 1 / 1.7, window, soft_cap)
+    *others, scale, window, soft_cap, sinks = rest
+    return ops.paged_attention(q * (scale * 1.7), *others, 1 / 1.7, window, soft_cap, sinks)
 
 
 def log_probs_by_torch(ops: Any, hidden: Tensor, weight: Any, wanted: Any) -> tuple[Tensor, Tensor, Tensor]:

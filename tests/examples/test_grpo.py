@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import typer
+from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.errors import WorkerFailedError, WorkerLostError
@@ -117,6 +118,22 @@ def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: 
 def test_the_plain_forward_pass_shows_a_mismatch(run: Run, tmp_path: Path) -> None:
     rows = run(tmp_path, steps=2, unaligned=True)
     assert all(float(row["mismatch"]) > 0.0 for row in rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_of_experts_trains_without_a_mismatch(
+    grpo: Any, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_model(family, tmp_path / "model", dtype="bfloat16")
+    monkeypatch.setattr(grpo, "launch_worker", launch_worker)
+    grpo.main(tmp_path / "run", model=str(model), steps=3, seed=1, prompts=2)
+    rows = read_rows(tmp_path / "run")
+    assert [row["mismatch"] for row in rows] == ["0.0"] * 3
+    assert all(float(row["grad_norm"]) > 0 for row in rows)
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    trained = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+    assert trained == before.keys()  # the router and every expert's stack too
 
 
 class WorkerKiller:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from tiny import make_tiny_model
+from tiny import MIXTURES, make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
 from trueroll.kernels.autograd import GradientOps, Packed
+from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, AttentionSpec, NormSpec
-from trueroll.kernels.training import Arithmetic, align, aligned_with, token_log_probs, unalign
+from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, NormSpec
+from trueroll.kernels.training import Arithmetic, align, aligned_with, replayed, token_experts, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16]
+HYBRID_MIXTURES = ("qwen3_next_moe", "qwen3_5_moe")
 LENS = (40, 33, 5, 17, 1)
 
 
@@ -101,14 +105,53 @@ def test_gradients_of_hybrid_families(
     hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers of each value head, and of head norms, are too few to judge an error by, so joined."""
-    for module in (modeling_qwen3_5, modeling_qwen3_next):
+    recur_exactly(monkeypatch)
+    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, backend, temperature=0.7)))
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_gradients_of_mixtures(
+    tmp_path: Path,
+    family: str,
+    dtype: torch.dtype,
+    foreign: bool,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the routes that the aligned model finds, and with others, in all three models. Of two layers: more that are
+    recurrent make so much of each rounding that gradients are not alike.
+    """
+    recur_exactly(monkeypatch)
+    ids, mask = pad(sequences())
+    types = dict(layer_types=["linear_attention", "full_attention"]) if family in HYBRID_MIXTURES else {}
+    folder = make_tiny_model(family, tmp_path, num_hidden_layers=2, **types)
+    model = load(folder, dtype, backend)
+    routes = token_experts(model, ids, mask)
+    if foreign:
+        routes = other_routes(model, routes)
+    expected, unaligned, found = three_gradients(folder, dtype, backend, 0.7, routes)
+    assert all(expected[name].any() for name in expected), "premise: routers too"
+    check_errors(*map(with_joined_few, (expected, unaligned, found)))
+
+
+def other_routes(model: Any, routes: Tensor) -> Tensor:
+    """Each expert's neighbour."""
+    found = (routes + 1) % model.model._aligned.spec.experts[0].num_experts
+    assert not found.sort(-1).values.equal(routes)
+    return found
+
+
+def recur_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 models of transformers, which round to float32 otherwise."""
+    for module in (modeling_qwen3_5, modeling_qwen3_next, modeling_qwen3_5_moe):
         chunked = module.torch_chunk_gated_delta_rule
 
         def recurrence(query: Tensor, *args: Any, chunked: Any = chunked, **kwargs: Any) -> Any:
             return (exact_delta_rule if query.dtype == torch.float64 else chunked)(query, *args, **kwargs)
 
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", recurrence)
-    check_errors(*map(with_joined_few, three_gradients(hybrid_model, dtype, backend, temperature=0.7)))
 
 
 def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -132,16 +175,23 @@ def with_joined_few(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def three_gradients(
-    folder: Path, dtype: torch.dtype, backend: str, temperature: float
+    folder: Path, dtype: torch.dtype, backend: str, temperature: float, routes: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Of the model in float64, whose weights are the same numbers, of the unaligned model and of the aligned one."""
     ids, mask = pad(sequences())
     model = load(folder, dtype)
     exact = load(folder, dtype).double()
-    expected = gradients(exact, plain_log_probs(exact, ids, mask, temperature))
-    unaligned = gradients(model, plain_log_probs(model, ids, mask, temperature))
+    if routes is not None:
+        exact.set_experts_implementation("eager")  # the grouped products of torch take no float64
+
+    def plain_gradients(model: Any) -> dict[str, Tensor]:
+        with nullcontext() if routes is None else replayed(model, routes, mask):
+            return gradients(model, plain_log_probs(model, ids, mask, temperature))
+
+    expected, unaligned = plain_gradients(exact), plain_gradients(model)
     align(model, backend)
-    found = gradients(model, token_log_probs(model, ids, mask, temperature=temperature))
+    log_probs = token_log_probs(model, ids, mask, temperature=temperature, routed_experts=routes)
+    found = gradients(model, log_probs)
     assert found.keys() == expected.keys() and all(found[name].dtype == dtype for name in found)
     return expected, unaligned, found
 
@@ -196,6 +246,11 @@ def test_rmsnorm(zero_centered: bool) -> None:
     )
 
 
+def test_linear_add() -> None:
+    inputs = randn(37, 50), randn(21, 50, seed=1), randn(37, 21, seed=2), randn(21, seed=3)
+    check_gradients(native().linear_add, lambda x, w, residual, bias: F.linear(x, w, bias) + residual, *inputs)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate_up(activation: Activation) -> None:
     def definition(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -226,13 +281,24 @@ def test_rope() -> None:
     [(4, 2, None, None), (3, 3, None, None), (6, 1, None, None), (4, 2, 33, None), (4, 2, None, 1.0), (4, 2, 33, 1.0)],
 )
 def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: float | None) -> None:
+    check_attention(native(), AttentionSpec(heads, kv_heads, 16, scale=0.3, window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("window", [None, 33])
+def test_attention_with_sinks(window: int | None) -> None:
+    """Of which one takes nearly all of its head, and one nearly nothing."""
+    spec = AttentionSpec(4, 2, 16, scale=0.3, window=window, sinks=True)
+    check_attention(referenced()[0], spec, torch.tensor([0.5, 9.0, -9.0, 2.0]))
+
+
+def check_attention(ops: GradientOps, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
     """Sequences of lengths that are padded together, and of lengths that are not."""
-    spec = AttentionSpec(heads, kv_heads, 16, scale=0.3, window=window, soft_cap=soft_cap)
+    heads, kv_heads, window, soft_cap = spec.num_heads, spec.num_kv_heads, spec.window, spec.soft_cap
     lens = (5, 1, 150, 7, 40, 33, 2)
     packed = Packed.of(lens, torch.device("cpu"))
     assert len(list(packed.groups())) > 3 and max(map(len, packed.groups())) > 1
 
-    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def definition(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         parts = []
         for one in zip(*(x.split(lens) for x in (q, k, v)), strict=True):
             query, key, value = (x.transpose(0, 1) for x in one)
@@ -242,11 +308,14 @@ def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: floa
             hidden = torch.ones_like(scores[0]).triu(1).bool()
             hidden |= torch.zeros_like(hidden) if window is None else torch.ones_like(scores[0]).tril(-window).bool()
             scores = scores.masked_fill(hidden, -torch.inf)
-            parts.append((scores.softmax(-1) @ value).transpose(0, 1))
+            of_sinks = [each.view(-1, 1, 1).expand(*scores.shape[:2], 1) for each in sinks]
+            shares = torch.cat((scores, *of_sinks), -1).softmax(-1)[..., : scores.shape[-1]]
+            parts.append((shares @ value).transpose(0, 1))
         return torch.cat(parts)
 
     q, k, v = (randn(sum(lens), n, 16, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
-    check_gradients(lambda *args: native().attention(*args, packed, spec), definition, q, k, v)
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    check_gradients(lambda q, k, v, *sinks: ops.attention(q, k, v, packed, spec, *sinks), definition, *inputs)
 
 
 RECURRENT_LENS = (5, 1, 150, 7, 64, 70)
@@ -295,6 +364,70 @@ def test_a_gate_of_the_output() -> None:
     ops, _ = referenced()
     inputs = randn(9, 50) * 3, randn(9, 50, seed=1)
     check_gradients(lambda gate, x: ops.gate_mul(gate, x, "sigmoid"), lambda gate, x: torch.sigmoid(gate) * x, *inputs)
+
+
+def clamped_silu(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+def test_a_clamped_gate() -> None:
+    ops, _ = referenced()
+    inputs = randn(9, 50) * 9, randn(9, 50, seed=1) * 9
+    assert all((x > 7).any() and (x < -7).any() and (x.abs() < 7).any() for x in inputs), "premise: clamped, or not"
+    check_gradients(lambda gate, up: ops.gate_mul(gate, up, "clamped_silu"), clamped_silu, *inputs)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("normed", [True, False])
+def test_route(normed: bool, given: bool) -> None:
+    """Of the experts with the highest logits, and of others."""
+    (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, normed=normed)
+    logits = randn(37, 9) * 2
+    best = logits.topk(3).indices.sort().values.int()
+    chosen = (randn(37, 9, seed=1).topk(3).indices.sort().values.int()) if given else best
+    assert given != torch.equal(chosen, best)
+    found, gates = ops.route(logits.requires_grad_(), spec, chosen if given else None)
+    assert found.equal(chosen) and gates.requires_grad and not found.requires_grad
+
+    def definition(logits: Tensor) -> Tensor:
+        scores = logits.softmax(-1).gather(1, chosen.long())
+        return scores / scores.sum(-1, keepdim=True) if normed else scores
+
+    given_or_none = chosen if given else None
+    check_gradients(lambda logits: ops.route(logits, spec, given_or_none)[1], definition, logits.detach())
+
+
+@pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
+def test_experts(activation: Activation) -> None:
+    """With biases and a shared expert, or with neither. One expert has no rows, and some rows have the same experts."""
+    (ops, _), clamped = referenced(), activation == "clamped_silu"
+    spec = ExpertsSpec(num_experts=5, top_k=2, intermediate_size=20, activation=activation, bias=clamped)
+    chosen = torch.tensor([[0, 1], [1, 4], [0, 1], [1, 2]] * 9, dtype=torch.int32)
+    shapes = {"gate_up": (5, 40, 30), "down": (5, 30, 20), "x": (36, 30), "gates": (36, 2)}
+    if clamped:
+        shapes |= {"gate_up_bias": (5, 40), "down_bias": (5, 30), "shared": (36, 30)}
+    inputs = [randn(*shape, seed=i) for i, shape in enumerate(shapes.values())]
+
+    def op(*inputs: Tensor) -> Tensor:
+        given = dict(zip(shapes, inputs, strict=True))
+        rows = given.pop("x"), given.pop("gates"), given.pop("shared", None)
+        others: dict[str, Any] = dict.fromkeys(("router", "router_bias", "gate_up_bias", "down_bias"))
+        return ops.experts(rows[0], spec, ExpertsWeights(**others | given), chosen, *rows[1:])
+
+    def definition(*inputs: Tensor) -> Tensor:
+        given = dict(zip(shapes, inputs, strict=True))
+        rows = []
+        for row, experts, gates in zip(given["x"], chosen.tolist(), given["gates"], strict=True):
+            rows.append(sum(gate * one(given, row, expert) for gate, expert in zip(gates, experts, strict=True)))
+        return torch.stack(rows) + (given["shared"] if clamped else 0.0)
+
+    def one(given: dict[str, Tensor], row: Tensor, expert: int) -> Tensor:
+        biases = [given[name][expert] if clamped else None for name in ("gate_up_bias", "down_bias")]
+        gate, up = F.linear(row, given["gate_up"][expert], biases[0]).chunk(2)
+        return F.linear(clamped_silu(gate, up) if clamped else F.silu(gate) * up, given["down"][expert], biases[1])
+
+    check_gradients(op, definition, *inputs)
 
 
 def test_logits() -> None:
@@ -511,7 +644,7 @@ def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -
 def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     with_adapter(model)
-    with pytest.raises(AlignmentError, match="expected nn.Linear, found Adapter"):
+    with pytest.raises(AlignmentError, match="expected nn.Linear or .* found Adapter"):
         token_log_probs(model, IDS)
 
 

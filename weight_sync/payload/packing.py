@@ -64,8 +64,10 @@ class Packer:
 
 
 def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
-    """Of a tensor: how many rows, how many bytes in each, and at which multiples it may be cut."""
-    return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) > 1 else 1
+    """Of a tensor: how many rows, how many bytes in each, and at which multiples it may be cut. A row of a stack of
+    matrices is one of these.
+    """
+    return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) == 2 else 1
 
 
 def slot_bytes(shapes: Iterable[Shape], itemsize: int, bucket_bytes: int) -> int:

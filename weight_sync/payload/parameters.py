@@ -7,18 +7,24 @@ from typing import Protocol
 
 from trueroll.errors import PushError
 
+from ...kernels.spellings import Parts, Spellings
 from .manifest import Shape
 
 _MOST_NAMES = 10
+_MOST_WORDS = 32
 
 
 class Parameters(Protocol):
-    """The parameters that a push must bring. `tied` and `ignored`: names that may be left out, see `Weights`."""
+    """The parameters that a push must bring. `parts`: what may come in place of some; `tied` and `ignored`: names that
+    may be left out. See `Weights`.
+    """
 
     @property
     def dtype(self) -> str: ...
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
+    @property
+    def parts(self) -> Parts: ...
     @property
     def tied(self) -> Mapping[str, str]: ...
     @property
@@ -26,10 +32,26 @@ class Parameters(Protocol):
 
 
 def check_complete(names: Collection[str], wanted: Parameters) -> None:
-    """Raise PushError unless every parameter is among the names."""
-    missing = sorted(name for name in wanted.shapes if name not in names)
+    """Raise PushError unless of every parameter either its own name or those of all its parts are among the names."""
+    spellings = spellings_of(wanted)
+    parts = spellings.parts_among(names)
+    if doubled := sorted(name for name in parts if name in names):
+        raise PushError(
+            f"push: expected each parameter whole or in parts, but both ways came {list_names(doubled)}; leave one out"
+        )
+    missing = sorted(name for name in wanted.shapes if name not in names and name not in parts)
+    missing += [
+        next(part for part in spellings.parts(name) if part not in came)
+        for name, came in parts.items()
+        if len(came) < spellings.count(name)
+    ]
     if missing:
         raise PushError(f"push: expected every parameter, but missing are {list_names(missing)}; push all of them")
+
+
+def spellings_of(wanted: Parameters) -> Spellings:
+    """The names that parameters may come by."""
+    return Spellings(wanted.shapes, wanted.parts)
 
 
 def describe_unknown(name: str, wanted: Parameters) -> str:
@@ -38,7 +60,9 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
         return f"tensor {name}: expected to be left out, for it is tied to {wanted.tied[name]}; send that one alone"
     if name in wanted.ignored:
         return f"tensor {name}: expected to be left out, for the worker's model does not use it"
-    inner = next((known for known in wanted.shapes if name.endswith(f".{known}")), None)
+    spellings, words = spellings_of(wanted), name.split(".")[:_MOST_WORDS]
+    inners = (name.split(".", count)[-1] for count in range(1, len(words)))
+    inner = next((inner for inner in inners if spellings.shape(inner) is not None), None)
     if inner is not None:
         prefix = name.removesuffix(inner)[:80]
         return f"tensor {name:.80}: unknown, but {inner} is known; push what is inside the wrapper that adds {prefix!r}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ...kernels.spellings import Parts, Spellings
 from ..payload.manifest import Shape
 from ..payload.tensors import INDEX_DTYPE, host_chunks, raw_bits
 
@@ -19,27 +20,36 @@ _MAX_ELEMENTS = 2**31
 
 
 class Base:
-    """`tensors`: the copy. Its content means nothing before the first `replace` of every tensor."""
+    """A copy of tensors of these shapes, which come whole or in `parts`. Its content means nothing before the first
+    `replace` of everything.
+    """
 
-    def __init__(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
-        self.tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    def __init__(self, shapes: Mapping[str, Shape], parts: Parts, dtype: torch.dtype) -> None:
+        self._kind = dict(shapes), dict(parts), dtype
+        self._spellings = Spellings(shapes, parts)
+        self._tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
 
-    def fits(self, shapes: Mapping[str, Shape], dtype: torch.dtype) -> bool:
-        """Whether it is of tensors of these shapes and this dtype."""
-        return {name: (tuple(t.shape), t.dtype) for name, t in self.tensors.items()} == {
-            name: (shape, dtype) for name, shape in shapes.items()
-        }
+    def fits(self, shapes: Mapping[str, Shape], parts: Parts, dtype: torch.dtype) -> bool:
+        """Whether it is of tensors of these shapes, with these parts and of this dtype."""
+        return self._kind == (shapes, parts, dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """What is kept of a tensor, or of a part of one, as a view."""
+        part = self._spellings.part(name)
+        if part is None:
+            return self._tensors[name]
+        return self._tensors[part.stack][part.expert].narrow(0, part.start, part.shape[0])
 
     def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Take up a tensor, and return it in the workers' dtype."""
-        return self.tensors[name].copy_(tensor)
+        """Take up a tensor or a part, and return it in the workers' dtype."""
+        return self.tensor(name).copy_(tensor)
 
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Take up a tensor, and return the flat indices of what changed, ascending, and the new values.
+        """Take up a tensor or a part, and return the flat indices of what changed, ascending, and the new values.
 
         None if sending the whole tensor takes no more bytes.
         """
-        kept = self.tensors[name]
+        kept = self.tensor(name)
         most = _most_elements(kept)
         found: list[np.ndarray] | None = [] if most else None
         num_found = 0

@@ -14,7 +14,7 @@ from trueroll.errors import PushError
 
 from ..payload.manifest import Shape
 from ..payload.messages import Weights
-from ..payload.parameters import check_complete, describe_unknown
+from ..payload.parameters import check_complete, describe_unknown, spellings_of
 from ..payload.tensors import dtype_named, host_chunks, raw_bytes
 from .trainer_tensors import check_is_tensor, memory_of
 
@@ -28,6 +28,7 @@ class Checklist:
 
     def __init__(self, wanted: Weights, mapping: Mapping[str, torch.Tensor] | None) -> None:
         self._wanted = wanted
+        self._spellings = spellings_of(wanted)
         self._seen: set[str] = set()
         self._dtype = dtype_named(wanted.dtype)
         self._checksums: dict[str, int] = {}
@@ -47,7 +48,7 @@ class Checklist:
         self._seen.add(name)
         if name in self._ties or name in self._ties.values():
             self._checksums[name] = self._checksum_of(tensor)
-        return name in self._wanted.shapes
+        return self._spellings.shape(name) is not None
 
     def finish(self) -> None:
         """Raise PushError if a parameter has not come, or if two that the worker has tied have different values."""
@@ -63,7 +64,7 @@ class Checklist:
         wanted = self._wanted
         if name in wanted.ignored:
             return
-        expected = wanted.shapes.get(wanted.tied.get(name, name))
+        expected = self._spellings.shape(wanted.tied.get(name, name))
         if expected is None:
             raise PushError(describe_unknown(name, wanted))
         if shape != expected:

@@ -21,6 +21,7 @@ from trueroll.errors import ConfigError, PushError
 from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, DiskSource, FolderManifest
 from ..payload.messages import Weights
 from ..payload.packing import slot_bytes
+from ..payload.parameters import spellings_of
 from ..payload.tensors import dtype_named, host_chunks, raw_bytes
 from ..transports.collective import GroupSlots
 from ..transports.cuda_ipc import CudaIpcSlots
@@ -154,8 +155,8 @@ class WeightSender:
         if not self._is_sparse:
             return outbox.put_rows
         dtype = dtype_named(wanted.dtype)
-        if self._base is None or not self._base.fits(wanted.shapes, dtype):
-            self._base = Base(wanted.shapes, dtype)
+        if self._base is None or not self._base.fits(wanted.shapes, wanted.parts, dtype):
+            self._base = Base(wanted.shapes, wanted.parts, dtype)
         kept = self._base
 
         def put_whole(name: str, tensor: torch.Tensor) -> None:
@@ -164,9 +165,9 @@ class WeightSender:
         def put_changes(name: str, tensor: torch.Tensor) -> None:
             changes = kept.update(name, tensor)
             if changes is None:
-                outbox.put_rows(name, kept.tensors[name])
+                outbox.put_rows(name, kept.tensor(name))
             else:
-                outbox.put_elements(name, wanted.shapes[name], *changes)
+                outbox.put_elements(name, tuple(tensor.shape), *changes)
 
         return put_whole if base is None else put_changes
 
@@ -175,7 +176,8 @@ class WeightSender:
     ) -> PushResult:
         assert self._folder is not None
         with transaction.phase("stage"):
-            writer = FolderWriter(self._folder, transaction.push_id, transaction.version, wanted.dtype, wanted.shapes)
+            shapes = spellings_of(wanted).all_shapes()
+            writer = FolderWriter(self._folder, transaction.push_id, transaction.version, wanted.dtype, shapes)
             with closing(writer):
                 _take_all(tensors, checklist, partial(_write, writer, dtype_named(wanted.dtype)))
                 folder = writer.finish()
@@ -229,7 +231,7 @@ def _common(workers: Workers, replies: Sequence[Weights]) -> Weights:
     """
     addresses, (first, *others) = workers.addresses, replies
     for address, other in zip(addresses[1:], others, strict=True):
-        if (other.dtype, other.shapes, other.tied) != (first.dtype, first.shapes, first.tied):
+        if any(getattr(other, field) != getattr(first, field) for field in ("dtype", "shapes", "parts", "tied")):
             raise PushError(
                 f"worker {address}: expected the same parameters as at {addresses[0]}, found others (dtype "
                 f"{other.dtype} against {first.dtype}, or other shapes); use a publisher for each kind"

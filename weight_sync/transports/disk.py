@@ -31,7 +31,7 @@ from ..payload.tensor_file import DTYPE_CODES, TensorEntry, TensorFile
 from ..payload.tensors import dtype_named
 from .policy import PushPolicy
 
-_MOST_TENSORS = 2**14
+_MOST_TENSORS = 2**17
 """For the trainer's side, which reads a manifest before it knows the model."""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 """Whatever the umask says, nobody else may write: a worker refuses its own user's folder otherwise."""
@@ -39,7 +39,8 @@ _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
 class FolderWriter:
-    """The trainer's side: a new folder in `parent`, for tensors of these shapes that come in any order, in pieces.
+    """The trainer's side: a new folder in `parent`, for tensors of these shapes that come in any order, in pieces. Not
+    all need to come.
 
     Raise PushError if it cannot be written.
     """
@@ -48,17 +49,26 @@ class FolderWriter:
         self._final = parent.absolute() / f"version-{version}-{push_id[:8]}"
         self._folder = self._final.with_name(f"{self._final.name}.tmp")
         self._manifest = FolderManifest(push_id=push_id, weight_version=version, dtype=dtype, checksums={})
-        self._hashes = {name: xxhash.xxh3_64() for name in shapes}
+        self._shapes = shapes
+        self._extents: dict[str, tuple[int, int]] = {}
+        self._hashes: dict[str, xxhash.xxh3_64] = {}
+        self._offsets: dict[str, int] = {}
         self._file: int | None = None
-        header, self._offsets = _layout(shapes, dtype)
+        total = sum(map(self._num_bytes, shapes))
+        # As long as the header can become: it is written last.
+        self._start = len(self._header(dict.fromkeys(shapes, (total, total)), 0))
+        self._end = 0
         with _explained(self._folder):
             self._folder.mkdir(_FOLDER_MODE, parents=True)
             self._file = _create(self._folder / MODEL_FILE)
-            os.pwrite(self._file, header, 0)
 
     def append(self, name: str, left: memoryview) -> None:
         """The next bytes of a tensor."""
         assert self._file is not None
+        if name not in self._extents:
+            self._extents[name] = self._end, self._end + self._num_bytes(name)
+            self._offsets[name], self._hashes[name] = self._start + self._end, xxhash.xxh3_64()
+            self._end = self._extents[name][1]
         offset = self._offsets[name]
         self._hashes[name].update(left)
         with _explained(self._folder):
@@ -72,6 +82,8 @@ class FolderWriter:
         checksums = {name: hash.intdigest() for name, hash in self._hashes.items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
         with _explained(self._final):
+            assert self._file is not None
+            os.pwrite(self._file, self._header(self._extents, self._start), 0)
             with open(_create(self._folder / MANIFEST_FILE), "w", encoding="utf-8") as file:
                 file.write(manifest.model_dump_json())
             for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
@@ -86,6 +98,20 @@ class FolderWriter:
             os.close(self._file)
             self._file = None
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _num_bytes(self, name: str) -> int:
+        return math.prod(self._shapes[name]) * dtype_named(self._manifest.dtype).itemsize
+
+    def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
+        """The beginning of a safetensors file with these tensors, of at least so many bytes."""
+        code = DTYPE_CODES[self._manifest.dtype]
+        entries = {
+            name: {"dtype": code, "shape": list(self._shapes[name]), "data_offsets": list(extent)}
+            for name, extent in extents.items()
+        }
+        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+        length = max(-(-len(text) // 8) * 8, num_bytes - 8)
+        return length.to_bytes(8, "little") + text.ljust(length)
 
 
 class FolderReader:
@@ -189,19 +215,6 @@ def remove_others(kept: Path) -> None:
             continue
         if name[1] or (folder / MANIFEST_FILE).is_file():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _layout(shapes: Mapping[str, Shape], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file with these tensors, and where in the file each of them lies."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * dtype_named(dtype).itemsize
-        entries[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    header += b" " * (-len(header) % 8)
-    header = len(header).to_bytes(8, "little") + header
-    return header, {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
 def _create(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 Owns the count of what has arrived. Does not own the staging that it writes into, nor the memory it reads from, of which
 it keeps nothing. Promises that no length, offset or index is believed before it is checked, and that `finish` succeeds
-only if every parameter arrived exactly once.
+only if every parameter arrived exactly once, whole or in all its parts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from trueroll.errors import PushError
 
 from ..payload.manifest import ALIGNMENT, ROW_MULTIPLE, Bucket, Elements, Piece, Rows, checksum
-from ..payload.parameters import Parameters, check_complete, describe_unknown, list_names
+from ..payload.parameters import Parameters, check_complete, describe_unknown, list_names, spellings_of
 from ..payload.tensors import INDEX_DTYPE, checksum_and_finiteness, dtype_named, word_sum
 
 FINITE = "finite values, or a push with reject_nonfinite=False", "infinite ones or NaN"
@@ -24,7 +24,7 @@ FINITE = "finite values, or a push with reject_nonfinite=False", "infinite ones 
 
 
 class Writable(Protocol):
-    """Rows of a weight, in whatever layout they are stored."""
+    """Rows of a weight, or of a part of one, in whatever layout they are stored."""
 
     def copy_(self, source: torch.Tensor, /) -> Any: ...
 
@@ -67,6 +67,7 @@ class Assembly:
 
     def __init__(self, weights: Destination, staging: StagingArea, is_sparse: bool, reject_nonfinite: bool) -> None:
         self._weights = weights
+        self._spellings = spellings_of(weights)
         self._staging = staging
         self._dtype = dtype_named(weights.dtype)
         self._is_sparse = is_sparse
@@ -148,14 +149,14 @@ class Assembly:
             raise PushError(f"push: expected whole tensors, but incomplete are {list_names(cut)}; push again")
 
     def _check_extent(self, piece: Piece) -> None:
-        shape = self._weights.shapes.get(piece.name)
+        shape = self._spellings.shape(piece.name)
         if shape is None:
             raise PushError(describe_unknown(piece.name, self._weights))
         _expect(piece.shape == shape, piece, f"shape {list(shape)}", list(piece.shape))
         if isinstance(piece, Rows):
             end = piece.start + piece.length
             _expect(end <= shape[0] and piece.length > 0, piece, f"some of {shape[0]} rows", f"[{piece.start}, {end})")
-            if len(shape) > 1:
+            if len(shape) == 2:
                 _expect(piece.start % ROW_MULTIPLE == 0, piece, f"a start that {ROW_MULTIPLE} divides", piece.start)
         else:
             _expect(self._is_sparse, piece, "rows, for this push has no base", "elements")

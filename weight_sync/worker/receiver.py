@@ -23,6 +23,7 @@ from trueroll.errors import DeadlineError, PushError, TruerollError
 
 from ..payload.manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
 from ..payload.messages import BeginPush, PushPhase, StageBucket, VerifyPush
+from ..payload.parameters import spellings_of
 from ..transports.collective import NcclReader
 from ..transports.cuda_ipc import CudaIpcReader
 from ..transports.disk import FolderReader
@@ -115,7 +116,8 @@ class Receiver(threading.Thread):
 
     def _receive(self) -> None:
         begin = self._begin
-        reader = _open_source(begin, len(self._weights.shapes), self._device, self._policy, lambda: self._is_closed)
+        most = spellings_of(self._weights).most
+        reader = _open_source(begin, most, self._device, self._policy, lambda: self._is_closed)
         try:
             self.staging = self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)

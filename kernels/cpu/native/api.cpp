@@ -145,6 +145,17 @@ struct DeltaNetPointers {
     const void *inputs[4], *convolution, *decay, *bias, *norm;
 };
 
+struct MlpPointers {
+    const void *gate, *up, *down;
+};
+
+// And those of experts, in the order of `_experts_tensors`. Biases, and what is shared, may be null.
+struct ExpertsPointers {
+    const void *router, *router_bias, *gate_up, *gate_up_bias, *down, *down_bias;
+    MlpPointers shared;
+    const void* shared_score;
+};
+
 // And those of a whole layer, in the order of `_layer_tensors`. Norms stand before and after, or are null.
 struct LayerPointers {
     const void* mixer_norms[2];
@@ -152,9 +163,13 @@ struct LayerPointers {
         QkvPointers qkv;
         DeltaNetPointers delta_net;
     };
-    const void *o, *mlp_norms[2], *gate, *up, *down;
+    const void *o, *o_bias, *sinks, *mlp_norms[2];  // biases, sinks: or null
+    union {
+        MlpPointers mlp;
+        ExpertsPointers experts;
+    };
 };
-static_assert(sizeof(LayerPointers) == 16 * sizeof(void*), "Python fills it as an array of pointers");
+static_assert(sizeof(LayerPointers) == 25 * sizeof(void*), "Python fills it as an array of pointers");
 
 // The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
 struct AttentionNumbers {
@@ -175,8 +190,9 @@ struct LayerNumbers {
         DeltaNetNumbers delta_net;
     };
     double intermediate, activation, norm_eps, norm_zero_centered;
+    double experts, top_k, is_normed, shared;  // 0 without experts
 };
-static_assert(sizeof(LayerNumbers) == 17 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 21 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -208,11 +224,12 @@ Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
 }
 
-// What a score becomes. `window` and `soft_cap`: 0 for none.
+// What a score becomes, and those that all queries of a head have beside. `window` and `soft_cap`: 0 for none.
 struct Scoring {
     float scale;
     long window;
     float soft_cap;
+    const void* sinks;  // or null
 };
 
 struct Batch {
@@ -266,7 +283,7 @@ AttentionArgs<T> attention_args(
     args.heads = sizes.heads, args.sequences = batch.sequences;
     args.query_starts = batch.query_starts, args.context_lens = batch.context_lens;
     args.tables = batch.tables, args.max_blocks = batch.max_blocks;
-    args.scale = scoring.scale, args.soft_cap = scoring.soft_cap;
+    args.scale = scoring.scale, args.soft_cap = scoring.soft_cap, args.sinks = as<const T>(scoring.sinks);
     args.window = scoring.window > 0 ? scoring.window : NO_WINDOW;
     return args;
 }
@@ -314,16 +331,41 @@ DeltaNetArgs<T> delta_net_args(
     return args;
 }
 
+// The arguments of a layer's experts that read `x`, and the place of their first row in `routes` if it is not null.
+template <class T>
+MixtureArgs<T> mixture_args(
+    const LayerRun& run, const Input<T>& x, const LayerNumbers& numbers, const ExpertsPointers& from, int32_t* routes
+) {
+    const long k = run.k, E = static_cast<long>(numbers.experts), n = static_cast<long>(numbers.intermediate);
+    const long shared = static_cast<long>(numbers.shared);
+    const auto matrix = [](const void* data, long rows, long columns) { return Matrix<T>{as<T>(data), rows, columns}; };
+    MixtureArgs<T> args = {};
+    args.x = x;
+    args.router = matrix(from.router, E, k), args.router_bias = as<const T>(from.router_bias);
+    args.is_normed = numbers.is_normed != 0.0, args.routes = routes;
+    args.experts.count = run.count, args.experts.experts = E, args.experts.top_k = static_cast<long>(numbers.top_k);
+    args.experts.gate_up = matrix(from.gate_up, E * 2 * n, k), args.experts.down = matrix(from.down, E * k, n);
+    args.experts.gate_up_bias = as<const T>(from.gate_up_bias);
+    args.experts.down_bias = as<const T>(from.down_bias);
+    args.experts.activation = static_cast<Activation>(static_cast<int>(numbers.activation));
+    args.experts.residual = as<const T>(run.middle), args.experts.out = as<T>(run.out);
+    args.shared_gate = matrix(from.shared.gate, shared, k), args.shared_up = matrix(from.shared.up, shared, k);
+    args.shared_down = matrix(from.shared.down, k, shared), args.shared_score = matrix(from.shared_score, 1, k);
+    args.active = as<T>(run.active);
+    return args;
+}
+
 // Sets the arguments of a layer's attention that reads `x`.
 template <class T>
 void set_attention(
     const LayerRun& run, const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from,
-    const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
+    const void* sinks, const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
 ) {
     const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
     const RotationPointers& rotation = run.rotations[static_cast<size_t>(numbers.rotation)];
     const Scoring scoring = {
-        static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap)
+        static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap),
+        sinks
     };
     args.qkv = qkv_args(x, numbers, from, caches, rotation, pages.slots, run.block_size);
     args.qkv.q = as<T>(run.projected), args.qkv.gates = numbers.is_gated != 0.0 ? as<T>(run.gates) : nullptr;
@@ -334,7 +376,7 @@ void set_attention(
 template <class T>
 LayerArgs<T> layer_args(
     const LayerRun& run, const void* x, const LayerNumbers& numbers, const LayerPointers& from,
-    const MemoryPointers& memory, const PagePointers& pages
+    const MemoryPointers& memory, const PagePointers& pages, int32_t* routes
 ) {
     const long k = run.k, n = static_cast<long>(numbers.intermediate);
     const auto norm = [&](const void* weight) {
@@ -347,17 +389,23 @@ LayerArgs<T> layer_args(
     if (args.has_delta_net)
         args.delta_net = delta_net_args(run, before_mixer, numbers.delta_net, from.delta_net, memory);
     else
-        set_attention(run, before_mixer, numbers.attention, from.qkv, memory.caches, pages, args);
+        set_attention(run, before_mixer, numbers.attention, from.qkv, from.sinks, memory.caches, pages, args);
     const long width = args.has_delta_net ? args.delta_net.inputs[1].weight.rows
                                           : args.attention.heads * args.attention.caches.head_dim;
-    const Matrix<T> o = {as<T>(from.o), k, width}, down = {as<T>(from.down), k, n};
-    const Matrix<T> gate = {as<T>(from.gate), n, k}, up = {as<T>(from.up), n, k};
-    args.o = {input<T>(run.mixed, run.count, width), o, nullptr, as<const T>(x), as<T>(run.middle)};
-    args.after_mixer = norm(from.mixer_norms[1]);
+    const Matrix<T> o = {as<T>(from.o), k, width};
+    const T* const o_bias = as<const T>(from.o_bias);
+    args.o = {input<T>(run.mixed, run.count, width), o, o_bias, as<const T>(x), as<T>(run.middle)};
+    args.after_mixer = norm(from.mixer_norms[1]), args.after_mlp = norm(from.mlp_norms[1]);
+    args.has_experts = numbers.experts != 0.0;
+    if (args.has_experts) {
+        args.mixture = mixture_args(run, before_mlp, numbers, from.experts, routes);
+        return args;
+    }
+    const Matrix<T> gate = {as<T>(from.mlp.gate), n, k}, up = {as<T>(from.mlp.up), n, k};
+    const Matrix<T> down = {as<T>(from.mlp.down), k, n};
     const Activation activation = static_cast<Activation>(static_cast<int>(numbers.activation));
     args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active)};
     args.down = {input<T>(run.active, run.count, n), down, nullptr, as<const T>(run.middle), as<T>(run.out)};
-    args.after_mlp = norm(from.mlp_norms[1]);
     return args;
 }
 
@@ -431,7 +479,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 11; }
+EXPORT long trueroll_interface() { return 12; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -536,12 +584,12 @@ EXPORT void trueroll_write_kv(
 EXPORT void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
     long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, void* out
+    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
 ) {
     const Call call(threads);
     const Sizes sizes = {heads, kv_heads, head_dim, block_size};
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
-    const Scoring scoring = {scale, window, soft_cap};
+    const Scoring scoring = {scale, window, soft_cap, sinks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).attention(attention_args<T>(q, {keys, values}, sizes, batch, scoring, out));
@@ -549,16 +597,16 @@ EXPORT void trueroll_attention(
 }
 
 // One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of `StateBatch`,
-// or null if no layer is a delta net. Memory for what passes from step to step: `middle` [count, k], and as the largest
-// layer needs `active` [count, intermediate], and for attention `projected`, `gates` if it has any, and `mixed` [count,
+// or null if no layer is a delta net. `routes`: [layers with experts, count, top_k], or null. Memory for what passes from step to step: `middle` [count, k], and as the largest
+// layer needs `active` [count, intermediate], or the shared expert's, and for attention `projected`, `gates` if it has any, and `mixed` [count,
 // heads * head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count,
 // value_heads * value_dim] and `rates` [2, count, value_heads].
 EXPORT void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
-    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, void* projected, void* convolved,
-    void* gates, void* rates, void* mixed, void* middle, void* active, void* out
+    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, int32_t* routes, void* projected,
+    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out
 ) {
     const Call call(threads);
     const StateBatch states = {sequences, query_starts, reads, writes};
@@ -570,8 +618,12 @@ EXPORT void trueroll_layers(
         using T = decltype(type);
         std::vector<LayerArgs<T>> args;
         args.reserve(static_cast<size_t>(num_layers));
-        for (long i = 0; i < num_layers; ++i)
-            args.push_back(layer_args<T>(run, i == 0 ? x : out, numbers[i], weights[i], memories[i], pages[i]));
+        int32_t* next = routes;
+        for (long i = 0; i < num_layers; ++i) {
+            const void* from = i == 0 ? x : out;
+            args.push_back(layer_args<T>(run, from, numbers[i], weights[i], memories[i], pages[i], next));
+            if (next != nullptr) next += count * static_cast<long>(numbers[i].top_k);
+        }
         chosen->ops(type).layers(args.data(), num_layers);
     });
 }
@@ -641,6 +693,37 @@ EXPORT void trueroll_delta_rule(
         chosen->ops(type).delta_rule(
             {as<const T>(qkv), as<const T>(b), as<const T>(a), as<const T>(decay), as<const T>(bias), key_heads,
              value_heads, key_dim, value_dim, states, batch, as<T>(out)}
+        );
+    });
+}
+
+// `RouteArgs` has the shapes.
+EXPORT void trueroll_route(
+    long threads, int bfloat16, const void* logits, long count, long experts, long top_k, int is_normed,
+    int is_replayed, int32_t* ids, float* gates
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const bool normed = is_normed != 0, replayed = is_replayed != 0;
+        chosen->ops(type).route({as<const T>(logits), count, experts, top_k, normed, replayed, ids, gates});
+    });
+}
+
+// The experts of rows x [count, k], with n inner columns each; `ExpertsArgs` has the shapes.
+EXPORT void trueroll_experts(
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
+    const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
+    const float* gates, const void* shared, void* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Matrix<T> inner = {as<T>(gate_up), experts * 2 * n, k}, outer = {as<T>(down), experts * k, n};
+        const Activation function = static_cast<Activation>(activation);
+        chosen->ops(type).experts(
+            {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
+             function, ids, gates, as<const T>(shared), nullptr, as<T>(out)}
         );
     });
 }

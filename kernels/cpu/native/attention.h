@@ -167,12 +167,21 @@ class Attention {
         visit_heads(tile, [&](long place) {
             for (long i = 0; i < group_; ++i, ++row) {
                 T* out = args_.out + place + i * dim_;
-                const F total = set1(state.totals[row]);
+                F total = set1(state.totals[row]), kept = set1(1.0f);
+                if (args_.sinks != nullptr)
+                    fold_sink(set1(state.peaks[row]), widened(args_.sinks[tile.kv_head * group_ + i]), total, kept);
                 // The sign of a zero may depend on the tile's other queries; + 0 takes it away.
                 for (long j = 0; j < dim_; j += LANES)
-                    store(out + j, div(add(load(state.out + row * dim_ + j), set1(0.0f)), total));
+                    store(out + j, div(add(mul(load(state.out + row * dim_ + j), kept), set1(0.0f)), total));
             }
         });
+    }
+
+    // Adds a score whose value is zero to a row's total; `kept`: what the row's values are multiplied by for that.
+    static void fold_sink(F peak, float sink, F& total, F& kept) {
+        const F top = max(peak, set1(sink));
+        kept = exp(sub(peak, top));
+        total = add(mul(total, kept), exp(sub(set1(sink), top)));
     }
 
     // Where the 16-token panels of a split stand, `count` tokens from `start` on: in the cache, or copied where the

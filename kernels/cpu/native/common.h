@@ -67,7 +67,7 @@ struct LinearArgs {
     T* out;
 };
 
-enum class Activation { SILU, GELU_TANH, SIGMOID };
+enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
 
 template <class T>
 struct GateUpArgs {
@@ -75,6 +75,47 @@ struct GateUpArgs {
     Matrix<T> gate, up;
     Activation activation;
     T* out;
+};
+
+// The experts of rows of a router's logits [count, experts], by ascending id, and their gates, both [count, top_k].
+// `is_normed`: gates are shares of the row's experts, not of all. `is_replayed`: the experts are there already.
+template <class T>
+struct RouteArgs {
+    const T* logits;
+    long count, experts, top_k;
+    bool is_normed, is_replayed;
+    int32_t* chosen;
+    float* gates;
+};
+
+// `x` and `out`: [count, columns of gate_up]. The matrices and biases of all experts are below one another, as in
+// `ExpertsWeights` of kernels/contract.py; each begins with a panel. `shared`, `residual`: [count, ...], added in turn.
+template <class T>
+struct ExpertsArgs {
+    const T* x;
+    long count;
+    Matrix<T> gate_up, down;
+    const T *gate_up_bias, *down_bias;  // or null
+    long experts, top_k;
+    Activation activation;
+    const int32_t* chosen;  // [count, top_k]
+    const float* gates;     // [count, top_k]
+    const T *shared, *residual;  // or null
+    T* out;
+};
+
+// What leads to `experts`, which here lacks x, chosen, gates and shared. A shared expert has rows, or there is none;
+// `active`: for its inner rows.
+template <class T>
+struct MixtureArgs {
+    Input<T> x;
+    Matrix<T> router;
+    const T* router_bias;  // or null
+    bool is_normed;
+    int32_t* routes;  // or null
+    ExpertsArgs<T> experts;
+    Matrix<T> shared_gate, shared_up, shared_down, shared_score;
+    T* active;
 };
 
 // The caches of keys and values: per block and key-value head `block_size` tokens of `head_dim` values. Keys stand as
@@ -116,6 +157,7 @@ struct AttentionArgs {
     float scale;     // positive: the largest score is found before it is scaled
     long window;     // how many keys a query sees, itself included, or NO_WINDOW
     float soft_cap;  // or 0
+    const T* sinks;  // [heads], or null
 };
 
 constexpr long NO_WINDOW = 1l << 62;
@@ -162,15 +204,16 @@ struct DeltaNetArgs {
 };
 
 // The arguments of a layer's ops in their order. Each op reads what those before it wrote. A layer has a delta net, or
-// queries and attention. `after_mixer` and `after_mlp`: norms of what `o` and `down` add to their residual.
+// queries and attention; and a mixture, or an MLP. `after_mixer` and `after_mlp`: norms of what is added to a residual.
 template <class T>
 struct LayerArgs {
-    bool has_delta_net;
+    bool has_delta_net, has_experts;
     DeltaNetArgs<T> delta_net;
     QkvArgs<T> qkv;
     AttentionArgs<T> attention;
     LinearArgs<T> o;
     Norm<T> after_mixer;
+    MixtureArgs<T> mixture;
     GateUpArgs<T> gate_up;
     LinearArgs<T> down;
     Norm<T> after_mlp;
@@ -214,6 +257,8 @@ struct Ops {
     void (*gate_mul)(const T* gate, const T* up, Activation activation, long count, T* out);
     void (*convolve)(const ConvolveArgs<T>&);
     void (*delta_rule)(const DeltaRuleArgs<T>&);
+    void (*route)(const RouteArgs<T>&);
+    void (*experts)(const ExpertsArgs<T>&);
 };
 
 // Where the statistics of one row go; see `TokenStatistics` in kernels/contract.py.
@@ -267,7 +312,8 @@ class Call {
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
-    RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, NUM_PURPOSES
+    RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, ORDER, ENDS, PIECES, GATHERED,
+    INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, SHARED_ROWS, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

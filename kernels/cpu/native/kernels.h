@@ -4,18 +4,20 @@
 //
 // Why a row's result does not depend on other rows: products add up each element by itself, in one order (products.h);
 // attention reduces each split of the keys row by row and folds the splits in order (attention.h); a recurrence takes the
-// tokens of a sequence one by one (recurrence.h); everything else is computed row by row.
+// tokens of a sequence one by one (recurrence.h); a row's experts are added one by one (experts.h); everything else is
+// computed row by row.
 
 #include "numbers.h"
 #include "products.h"
 #include "projections.h"
 #include "attention.h"
 #include "recurrence.h"
+#include "experts.h"
 #include "layers.h"
 #include "head.h"
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
     linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head<T>, rmsnorm<T>, gate_mul<T>,
-    convolve<T>, delta_rule<T>,
+    convolve<T>, delta_rule<T>, route<T>, experts<T>,
 };

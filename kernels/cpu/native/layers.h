@@ -39,6 +39,7 @@ void attend(const LayerArgs<T>& layer, const PlannedAttention<T>& attention, Att
 template <class T>
 void finish_layer(const LayerArgs<T>& layer) {
     linear_add(layer.o, layer.after_mixer);
+    if (layer.has_experts) return mixture(layer.mixture, layer.after_mlp);
     gate_up(layer.gate_up);
     linear_add(layer.down, layer.after_mlp);
 }

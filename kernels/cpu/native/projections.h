@@ -110,6 +110,19 @@ void linears(const LinearArgs<T>* products, long count) {
 template <class T>
 void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
+// Norms rows [count, N] in place and adds the residual to them.
+template <class T>
+void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T* rows) {
+    parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row) {
+            T* out = rows + row * N;
+            normalize(out, N, norm, out);
+            for (long i = 0; i < N; i += LANES)
+                store(out + i, add(load(out + i, N - i), load(residual + row * N + i, N - i)), N - i);
+        }
+    });
+}
+
 // linear(args), normed before the residual is added if there is such a norm.
 template <class T>
 void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
@@ -117,19 +130,14 @@ void linear_add(const LinearArgs<T>& args, const Norm<T>& norm) {
     LinearArgs<T> product = args;
     product.residual = nullptr;
     linear(product);
-    const long count = args.x.count, N = args.weight.rows;
-    parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
-        for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row) {
-            T* out = args.out + row * N;
-            normalize(out, N, norm, out);
-            for (long i = 0; i < N; i += LANES)
-                store(out + i, add(load(out + i, N - i), load(args.residual + row * N + i, N - i)), N - i);
-        }
-    });
+    norm_and_add(norm, args.residual, args.x.count, args.weight.rows, args.out);
 }
 
 // As in kernels/reference.py.
 constexpr float GELU_SLOPE = 1.5957691216057308f, GELU_CUBIC = 0.071354816272600251f;
+
+// As in kernels/contract.py.
+constexpr float CLAMP = 7.0f, CLAMPED_SLOPE = 1.702f;
 
 // activation(gate) * up, for a result that is rounded to T.
 template <class T>
@@ -137,6 +145,11 @@ inline F activate(Activation activation, F gate, F up) {
     F slope = gate;
     if (activation == Activation::GELU_TANH)
         slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));
+    if (activation == Activation::CLAMPED_SILU) {
+        // In this order the bounds let NaN pass.
+        gate = min(set1(CLAMP), gate), slope = mul(gate, set1(CLAMPED_SLOPE));
+        up = add(max(set1(-CLAMP), min(set1(CLAMP), up)), set1(1.0f));
+    }
     const F numerator = activation == Activation::SIGMOID ? set1(1.0f) : gate;
     return mul(div(numerator, add(set1(1.0f), scaled_exp<T>(slope, -1.0f))), up);
 }

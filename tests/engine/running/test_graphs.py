@@ -25,7 +25,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelInput, ModelOutput
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
 from trueroll.engine.running.graphs import DecodeGraphs, Outputs
-from trueroll.engine.running.loading import load_model
+from trueroll.engine.running.loading import load_dummy, load_model
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch
 
@@ -90,11 +90,11 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
     monkeypatch.setattr(reference, "paged_attention", read_lens)
     monkeypatch.setattr(engine_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
 
-    def make(cuda_graphs: bool, folder: Path = model, **changes: Any) -> Engine:
+    def make(cuda_graphs: bool, folder: Path = model, load: Any = load_model, **changes: Any) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
         settings |= dict(model=str(folder), backend="reference", cuda_graphs=cuda_graphs) | changes
         config = EngineConfig(**settings)
-        loaded = load_model(config)
+        loaded = load(config)
         return Engine(
             config, dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
         )
@@ -166,6 +166,21 @@ def test_graphs_have_tables_for_each_window(
     inputs = engine._graphs._graphs[4].inputs
     assert (inputs.slots[0] != inputs.slots[1]).all(), "premise: the windows have other blocks"
     assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), "padding has its own"
+
+
+def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path) -> None:
+    """Rows of padding are neither recorded nor counted."""
+    sizes = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2, num_key_value_heads=1)
+    settings = dict(folder=make_tiny_model("qwen3_moe", tmp_path / "m", **sizes), load=load_dummy)
+    requests = [generate(str(i), prompt(5 + i), n=3 - i, max_tokens=6, return_routed_experts=i < 2) for i in range(3)]
+    found = []
+    for cuda_graphs in (False, True):
+        engine = make_engine(cuda_graphs, **settings)
+        samples = run(engine, requests)
+        routes = {key: None if (r := s.routed_experts) is None else r.tobytes() for key, s in samples.items()}
+        found.append((routes, engine.stats().expert_tokens, engine.stats().computed_tokens))
+    assert found[0] == found[1] and log.count("replay") > 4
+    assert None not in [found[0][0]["0", 2], found[0][0]["1", 1]] and found[0][0].keys() == {*found[1][0]}
 
 
 def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engine: MakeEngine, log: list[str]) -> None:

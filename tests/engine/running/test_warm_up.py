@@ -26,7 +26,7 @@ from trueroll.engine.running.loading import load_model
 from trueroll.engine.running.model_runner import ModelRunner
 from trueroll.errors import ConfigError
 from trueroll.kernels import reference
-from trueroll.kernels.triton import attention, backend, head, products, recurrence, rows
+from trueroll.kernels.triton import attention, backend, experts, head, products, recurrence, rows
 from trueroll.kernels.triton.launch import Launch, form_of
 
 from ..drive import drain, generate, make_engine, tokens
@@ -163,7 +163,7 @@ def test_a_cpu_needs_nothing_of_it(tiny_llama: Path, backend: str, monkeypatch: 
         drain(engine)
 
 
-KERNELS: tuple[ModuleType, ...] = (attention, head, products, recurrence, rows)
+KERNELS: tuple[ModuleType, ...] = (attention, experts, head, products, recurrence, rows)
 
 
 def requests() -> list[Request]:
@@ -194,7 +194,13 @@ HYBRID: dict[str, Any] = dict(
 
 @pytest.mark.parametrize(
     ("family", "sizes", "most_rows"),
-    [("qwen2", ONE_LAYER, 17), ("olmo3", WINDOWED_LAYER, 17), ("qwen3_5", HYBRID, 17), ("qwen3_5", HYBRID, 2)],
+    [
+        ("qwen2", ONE_LAYER, 17),
+        ("olmo3", WINDOWED_LAYER, 17),
+        ("qwen3_5", HYBRID, 17),
+        ("qwen3_5", HYBRID, 2),
+        ("gpt_oss", WINDOWED_LAYER | dict(num_local_experts=4), 17),
+    ],
 )
 def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
     family: str,
@@ -226,4 +232,6 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
     assert launched <= set(prepared) and len(launched) > 12
     forms = {dict(form.constants)["LISTED"] for form in launched if form.kernel is recurrence._delta_rule_kernel}
     assert forms == ({True, False} if family == "qwen3_5" else set())
+    tiles = {dict(form.constants)["TOKENS"] for form in launched if form.kernel is experts._down_kernel}
+    assert tiles == ({16, 32} if family == "gpt_oss" else set())
     assert {event[1] for event in events} >= {2, most_rows} and {event[0] for event in events} == {"forward"}

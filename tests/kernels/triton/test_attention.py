@@ -17,7 +17,7 @@ from trueroll.kernels.triton import attention
 from trueroll.kernels.triton.attention import NARROW, PARTITION, paged_attention
 
 from ..backends import Served
-from ..inputs import Paged, same_bits
+from ..inputs import Paged, randn, same_bits
 
 KEYS = NARROW[0]
 DTYPES = (torch.bfloat16, torch.float16)
@@ -31,11 +31,14 @@ def sequences_of(
     group: int = 2,
     kv_heads: int = 1,
     block_size: int = 16,
+    sinks: Tensor | None = None,
     **attention: Any,
 ) -> Paged:
     """Sequences in a cache, attended to by the Triton kernels. `attention`: their window and soft cap."""
     ops: Any = SimpleNamespace(paged_attention=paged_attention, write_kv=reference.write_kv)
-    return Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
+    sequences = Paged(Served(ops, dtype), lens, kv_heads * group, kv_heads, size, block_size, **attention)
+    sequences.attention |= dict(sinks=sinks)
+    return sequences
 
 
 def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> Tensor:
@@ -46,7 +49,9 @@ def attend_in_a_graph(sequences: Paged, chunks: Sequence[Chunk], most: int) -> T
     return paged_attention(q, *caches, batch, sequences.size**-0.5, **sequences.attention)
 
 
-def in_float64(sequences: Paged, i: int, window: int | None, soft_cap: float | None, rounded: bool = False) -> Tensor:
+def in_float64(
+    sequences: Paged, i: int, window: int | None, soft_cap: float | None, sinks: Tensor | None, rounded: bool = False
+) -> Tensor:
     """The attention of sequence i; if `rounded`, with weights rounded to the dtype, relative to the highest."""
     q, k, v = (x[i].double().transpose(0, 1) for x in (sequences.q, sequences.k, sequences.v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
@@ -57,7 +62,15 @@ def in_float64(sequences: Paged, i: int, window: int | None, soft_cap: float | N
     scores.masked_fill_((distance < 0) | (distance >= (window or q.shape[1])), -torch.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     weighed = (weights.to(sequences.v[i].dtype).double() if rounded else weights) @ v
-    return (weighed / weights.sum(-1, keepdim=True)).transpose(0, 1)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += (sinks.double()[:, None, None] - scores.amax(-1, keepdim=True)).exp()
+    return (weighed / total).transpose(0, 1)
+
+
+def sinks_of(heads: int, dtype: torch.dtype) -> Tensor:
+    """Some below all scores, some above."""
+    return randn(heads, dtype=dtype, seed=9) * 4
 
 
 @pytest.fixture
@@ -80,24 +93,33 @@ PREFILL, DECODE = ["_prefill_kernel"], ["_decode_kernel", "_fold_kernel"]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "size,group,kv_heads,window,soft_cap",
+    "size,group,kv_heads,window,soft_cap,with_sinks",
     [
-        (16, 7, 1, None, None),
-        (64, 1, 2, None, None),
-        (80, 2, 1, None, 2.0),
-        (128, 2, 2, None, None),
-        (256, 1, 1, None, None),
-        (16, 1, 1, 1, None),
-        (16, 2, 1, 70, None),
-        (16, 2, 1, 20, 0.5),
+        (16, 7, 1, None, None, False),
+        (64, 1, 2, None, None, False),
+        (80, 2, 1, None, 2.0, False),
+        (128, 2, 2, None, None, False),
+        (256, 1, 1, None, None, False),
+        (16, 1, 1, 1, None, False),
+        (16, 2, 1, 70, None, False),
+        (16, 2, 1, 20, 0.5, False),
+        (16, 3, 2, None, None, True),
+        (64, 2, 1, 20, 0.5, True),
     ],
 )
 def test_error_is_that_of_rounding_weights_and_results(
-    dtype: torch.dtype, size: int, group: int, kv_heads: int, window: int | None, soft_cap: float | None
+    dtype: torch.dtype,
+    size: int,
+    group: int,
+    kv_heads: int,
+    window: int | None,
+    soft_cap: float | None,
+    with_sinks: bool,
 ) -> None:
-    sequences = sequences_of([150], dtype, size, group, kv_heads, window=window, soft_cap=soft_cap)
-    exact = in_float64(sequences, 0, window, soft_cap)
-    rounded = in_float64(sequences, 0, window, soft_cap, rounded=True).to(dtype)
+    sinks = sinks_of(kv_heads * group, dtype) if with_sinks else None
+    sequences = sequences_of([150], dtype, size, group, kv_heads, window=window, soft_cap=soft_cap, sinks=sinks)
+    exact = in_float64(sequences, 0, window, soft_cap, sinks)
+    rounded = in_float64(sequences, 0, window, soft_cap, sinks, rounded=True).to(dtype)
     error, least = ((x - exact).abs() for x in (sequences.whole(0), rounded))
     assert error.mean() <= 1.01 * least.mean()
 
@@ -142,10 +164,42 @@ def test_chunks_and_single_queries_give_the_bits_of_the_whole(
     assert same_bits(found, whole[[start for _, start, _ in singles]])
 
 
+@pytest.mark.parametrize("window,soft_cap", [(None, None), (70, None), (513, 2.0)])
+def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
+    launched: list[str], window: int | None, soft_cap: float | None
+) -> None:
+    """Behind the last partition, of one as of two."""
+    attention = dict(window=window, soft_cap=soft_cap)
+    sinks, ends = sinks_of(6, torch.bfloat16), (1, 40, 512, 513, 520)
+    with_sinks = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, sinks=sinks, **attention)
+    without = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, **attention)
+    whole = with_sinks.whole(0)
+    assert ((whole != without.whole(0)).flatten(0, 1).any(0)).all(), "premise: sinks change results"
+    for start, end in ((33, 40), (500, 520)):
+        assert same_bits(with_sinks.attend([(0, start, end)])[0], whole[start:end])
+    singles = [(0, end - 1, end) for end in ends]
+    launched.clear()
+    for found in (torch.cat(with_sinks.attend(singles)), attend_in_a_graph(with_sinks, singles, 2 * PARTITION)):
+        assert same_bits(found, whole[[end - 1 for end in ends]])
+    assert launched == DECODE * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: torch.dtype) -> None:
+    """Of each head by itself."""
+    sinks = torch.tensor([-torch.inf, 1e4, -1e4, 0.0]).to(dtype)
+    without, with_sinks = (sequences_of([70], dtype, group=2, kv_heads=2, sinks=given) for given in (None, sinks))
+    for each in (without, with_sinks):
+        assert same_bits(each.attend([(0, 69, 70)])[0][0], each.whole(0)[69])
+    expected, found = without.whole(0), with_sinks.whole(0)
+    assert same_bits(found[:, [0, 2]], expected[:, [0, 2]]) and found[:, 1].eq(0).all()
+    assert (found[:, 3] != expected[:, 3]).any(1).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
     """Chunks and single queries in one call, in an order that mixes them."""
-    sequences = sequences_of([40, 530, 130, 64], dtype, group=3, kv_heads=2)
+    sequences = sequences_of([40, 530, 130, 64], dtype, group=3, kv_heads=2, sinks=sinks_of(6, dtype))
     chunks = [(2, 120, 130), (1, 529, 530), (0, 0, 40), (3, 63, 64), (1, 500, 520), (2, 64, 65)]
     together = sequences.attend(chunks)
     assert launched == DECODE + PREFILL

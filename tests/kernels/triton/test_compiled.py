@@ -1,9 +1,9 @@
 """Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without one.
 
 `examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
-interpreter. Of the forms that the models have it compiles as many as show all of this, and for sm_90 all of
-Qwen2.5-7B and of delta nets; `python examples/triton_report.py --all` compiles every one for every target, and no test
-does.
+interpreter. Of the forms that the models have it compiles as many as show all of this, and for sm_90 all of Qwen2.5-7B,
+of delta nets and of gpt-oss-20b's experts; `python examples/triton_report.py --all` compiles every one for every
+target, and no test does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from trueroll.kernels.triton import products
+from trueroll.kernels.triton import experts, products
 
 ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -37,6 +37,7 @@ SPILLS_ALLOWED = {
     ("products._linear_kernel", 80): (NOT_FOR_80, 240),
     ("products._gate_up_kernel", 80): (NOT_FOR_80, 240),
     ("products._parts_kernel", 80): (NOT_FOR_80, 240),
+    ("experts._down_kernel", 80): (NOT_FOR_80, 128),
 }
 
 IN_A_WARP = "#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [1, 1], order = [1, 0]}>"
@@ -82,18 +83,22 @@ def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled]) -> 
     }
 
 
-def test_every_tile_of_the_tables_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
+TABLES = {"products": (*products.TILES, *products.CUT_TILES), "experts": experts.TILES}
+
+
+@pytest.mark.parametrize("module", TABLES)
+def test_every_tile_of_the_tables_is_compiled_for_every_target(module: str, compiled: list[Compiled]) -> None:
     found = {
         (
             c["capability"],
-            *(c["constants"][name] for name in ("FEATURES", "TOKENS", "MORE", "DEPTH")),
+            *(c["constants"].get(name, 0) for name in ("FEATURES", "TOKENS", "MORE", "DEPTH")),
             c["warps"],
             c["stages"],
         )
-        for c in compiled_of("products", compiled)
+        for c in compiled_of(module, compiled)
         if "FEATURES" in c["constants"]
     }
-    tiles = {*products.TILES, *products.CUT_TILES, products.NARROW_TILE}
+    tiles = {*TABLES[module], products.NARROW_TILE}
     assert found == {(sm, *tile) for sm in SHARED_MEMORY for tile in tiles}
 
 
@@ -127,7 +132,10 @@ def without_columns(instruction: str) -> str:
     return re.sub(r"n\d+(?=k)", "", instruction)
 
 
-@pytest.mark.parametrize(("module", "on_90"), [("products", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")])
+@pytest.mark.parametrize(
+    ("module", "on_90"),
+    [("products", "wgmma m64k16"), ("experts", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")],
+)
 def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compiled: list[Compiled]) -> None:
     """On sm_90 with as many columns as there are tokens, keys or elements of a head, which is what may vary. There
     attention has one factor in registers.

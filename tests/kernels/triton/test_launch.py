@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import triton.language as tl
 
 from trueroll.errors import ConfigError
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.triton import attention, obstacle
+from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.triton import MOST_EXPERTS, attention, obstacle
 from trueroll.kernels.triton.launch import aligned, exact_jit, launch, recording
 
 from ..inputs import layer_spec
@@ -116,6 +118,14 @@ def test_a_group_of_heads_fits_into_a_tile() -> None:
     select_backend("triton", device, torch.bfloat16, groups[0])
     with pytest.raises(ConfigError, match="expect up to 64 heads for each key-value head, found 65; use the backend"):
         select_backend("triton", device, torch.bfloat16, groups[1])
+
+
+def test_a_program_chooses_among_all_experts() -> None:
+    layer, device = layer_spec(size=64), torch.device("cpu")
+    few, many = (replace(layer, mlp=ExpertsSpec(count, 2, 16)) for count in (MOST_EXPERTS, MOST_EXPERTS + 1))
+    select_backend("triton", device, torch.bfloat16, [layer, few])
+    with pytest.raises(ConfigError, match="expect up to 1024 experts, found 1025; use the backend reference"):
+        select_backend("triton", device, torch.bfloat16, [layer, many])
 
 
 @pytest.mark.parametrize(

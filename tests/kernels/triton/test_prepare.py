@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from trueroll.kernels.triton import backend, products
+from trueroll.kernels.contract import ExpertsWeights
+from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.triton import backend, experts, products
 from trueroll.kernels.triton.launch import recording
 
 MOST = 3072
@@ -37,6 +39,41 @@ def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     needed = set(launches)
     assert len(needed) > 12, "premise: several tiles"
     assert set(backend.forms_of(compute, MOST)) == needed
+
+
+@pytest.mark.parametrize(
+    ("spec", "hidden", "tiles"),
+    [
+        (ExpertsSpec(128, 8, 768), 2048, 4),
+        (ExpertsSpec(32, 4, 2880, activation="clamped_silu", bias=True), 2880, 4),
+        (ExpertsSpec(300, 77, 64, normed=False), 640, 4),
+        (ExpertsSpec(5, 4, 33), 99, 1),
+    ],
+    ids=["Qwen3-30B-A3B", "gpt-oss-20b", "a tile for 32 to 62 rows", "odd"],
+)
+def test_the_numbers_of_rows_that_are_prepared_need_all_tiles_of_experts(
+    spec: ExpertsSpec, hidden: int, tiles: int
+) -> None:
+    """On tensors without memory: nothing is read on the host. Where many rows are taken in parts, too."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    count, inner = spec.num_experts, spec.intermediate_size
+    biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)
+    gate_up, down = empty(count * 2 * inner, hidden), empty(count * hidden, inner)
+    weights = ExpertsWeights(empty(count, hidden), None, gate_up, biases[0], down, biases[1])
+
+    def compute(rows: int) -> None:
+        chosen, gates = backend.route(empty(rows, count), spec)
+        backend.experts(empty(rows, hidden), spec, weights, chosen, gates)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "MOST_MADE", 4 * spec.top_k * hidden * 1500)
+        for most in (MOST, 61, 7):
+            with recording() as launches:
+                for rows in range(1, most + 1):
+                    compute(rows)
+            assert set(backend.forms_of(compute, most)) == set(launches), most
+            found = {dict(launch.constants).get("TOKENS") for launch in launches} - {None}
+            assert most < MOST or len(found) == tiles, "premise"
 
 
 def test_no_more_rows_are_prepared_than_a_step_may_have() -> None:

@@ -97,7 +97,7 @@ def gate_up_inputs(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 @pytest.mark.parametrize("tile", [*TILES, NARROW_TILE], ids=str)
-@pytest.mark.parametrize("columns,dtype,activation", [(*WHOLE, "silu"), (*MASKED, "gelu_tanh")])
+@pytest.mark.parametrize("columns,dtype,activation", [(*WHOLE, "silu"), (*MASKED, "gelu_tanh"), (*ODD, "clamped_silu")])
 def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
     columns: int,
     dtype: torch.dtype,
@@ -127,6 +127,8 @@ def test_what_is_done_with_a_product_has_the_bits_of_its_steps(
         assert same_bits(product, logits.to(dtype))
         assert same_bits(products.linear(x, weight, bias), (logits + bias.float()).to(dtype))
         assert same_bits(products.linear_add(x, weight, residual), product + residual)
+        both = products.linear_add(x, weight, residual, bias)
+        assert same_bits(both, products.linear(x, weight, bias) + residual)
 
 
 @both_dtypes

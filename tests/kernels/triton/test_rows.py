@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trueroll.kernels import reference
+from trueroll.kernels.contract import CLAMP, CLAMPED_SLOPE
 from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.triton import rows
 
@@ -62,6 +63,17 @@ def test_gate_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = gate.double() / (1 + torch.exp(-slope)) * up.double()
     # The exponential is wrong in proportion to its argument.
     check(rows.gate_mul(gate, up, "gelu_tanh"), expected, 1, 8, expected.abs() * (1 + slope.abs().clamp(max=110)))
+    up.view(-1)[-1] = 60.0
+    held = gate.double().clamp(max=CLAMP)
+    expected = held / (1 + torch.exp(-CLAMPED_SLOPE * held)) * (1 + up.double().clamp(-CLAMP, CLAMP))
+    size = expected.abs() * (1 + CLAMPED_SLOPE * held.abs().clamp(max=110))
+    check(rows.gate_mul(gate, up, "clamped_silu"), expected, 1, 8, size)
+
+
+def test_what_is_clamped_stays_no_number() -> None:
+    numbers, nan = torch.tensor([1.0, 90.0, -90.0]), torch.full((3,), torch.nan)
+    for gate, up in ((nan, numbers), (numbers, nan)):
+        assert rows.gate_mul(gate.bfloat16(), up.bfloat16(), "clamped_silu").isnan().all()
 
 
 @both_dtypes

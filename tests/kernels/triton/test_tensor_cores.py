@@ -14,15 +14,18 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton_interpreter import widen
 
-from trueroll.kernels.triton import backend, products
+from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.triton import backend, experts, products
 from trueroll.kernels.triton.launch import recording
 from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 
 from ...gpu import moved
 from ...gpu import test_tensor_cores as on_a_gpu
 from ...gpu.test_tensor_cores import piece_of
-from ..inputs import randn
+from ..inputs import randn, same_bits
 from ..tensor_cores import TENSOR_CORES, TensorCore, check_product, multiply, multiply_add
+from .test_experts import BIASED, ODD, cut, step_by_step
+from .test_experts import inputs as inputs_of_experts
 from .test_products import cut_everything
 
 HOPPER = TENSOR_CORES[9]
@@ -62,6 +65,19 @@ def test_kernels_keep_the_order_of_the_model(
     x, weight = inputs(70, columns, dtype)
     for tokens in (1, 17, 70):
         check_product(HOPPER, products.lm_head(x[:tokens], weight), x[:tokens], weight, piece_of(weight))
+
+
+@pytest.mark.parametrize(
+    "spec,hidden,dtype", [(BIASED, 200, torch.bfloat16), (ODD, 121, torch.float16)], ids=["biased", "odd"]
+)
+def test_experts_keep_the_order_of_the_model(
+    spec: ExpertsSpec, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the products with each expert alone, which is the model's by the test above."""
+    compute_with(HOPPER, monkeypatch)
+    cut(monkeypatch)
+    asked = inputs_of_experts(spec, 17, dtype, hidden)
+    assert same_bits(experts.experts(*asked), step_by_step(*asked))
 
 
 @both_dtypes

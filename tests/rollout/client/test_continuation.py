@@ -41,6 +41,23 @@ def gone_on(engine: Engine, sample: SampleOutput, params: SamplingParams) -> Sam
     return joined(sample, rest)
 
 
+def test_routed_experts_are_joined_at_the_seam() -> None:
+    """The rest's begin with the prompt; those of tokens that were there stay as they were."""
+    rows = np.arange(10 * 2 * 3, dtype=np.uint8).reshape(10, 2, 3)
+    first = SampleOutput("r", 0, [1, 2], None, "abort", 7, 0, (), routed_experts=rows[:5])
+    rest = replace(first, token_ids=[3, 4, 5, 6, 7], finish_reason="length", routed_experts=rows + 100)
+    whole = joined(first, rest).routed_experts
+    assert whole is not None and whole.tobytes() == rows[:5].tobytes() + (rows[5:] + 100).tobytes()
+    empty = replace(first, token_ids=[], routed_experts=None)
+    assert joined(empty, rest).routed_experts is rest.routed_experts and joined(first, empty).routed_experts is not None
+    params = SamplingParams(max_tokens=9, logprobs=None)
+    with pytest.raises(InvalidRequestError, match=r"samples\[0\]: expected routed experts of both parts"):
+        continuation(0, PROMPT, first, params)
+    asking = params.model_copy(update=dict(return_routed_experts=True))
+    for sample in (first, empty):
+        assert continuation(0, PROMPT, sample, asking)["params"].return_routed_experts
+
+
 @given(st.integers(0, 2**64 - 1))
 def test_every_seed_is_the_one_before_some_sample(seed: int) -> None:
     assert derive_seed(seed_before(seed), 0) == seed and seed_before(derive_seed(seed, 0)) == seed

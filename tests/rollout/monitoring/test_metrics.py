@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import psutil
 import pytest
 from fake_engine import FakeEngine
@@ -56,9 +57,12 @@ ENGINE = {
     "checkpoints_restored": 34,
     "checkpoints_ready": 35,
     "checkpoints_reserved": 36,
+    "expert_tokens": np.array([[1, 3, 2], [6, 0, 0]], "<i8").tobytes(),
     "samples_finished": {"length": 8, "error": 1},
 }
-MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500}
+INFO = {"expert_layers": 2, "num_experts": 3}
+NUMBERED = ("window", "expert", "layer")
+MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500, "routed_experts": 600}
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
     weight_version=5,
@@ -93,7 +97,7 @@ class FakeSource:
             requests={"open": 14, "kept": 15} | ({} if self.is_loading else {"running": 3, "waiting": 2}),
             memory={"process": 4000} if self.is_loading else self.memory,
             limits={},
-            engine=None,
+            engine=None if self.is_loading else INFO,
             sleeping=self.sleeping,
             push=self.push,
         )
@@ -190,6 +194,11 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         "trueroll_checkpoints_restored_total": 34,
         'trueroll_checkpoints{state="ready"}': 35,
         'trueroll_checkpoints{state="reserved"}': 36,
+        'trueroll_expert_tokens_total{expert="0"}': 7,
+        'trueroll_expert_tokens_total{expert="1"}': 3,
+        'trueroll_expert_tokens_total{expert="2"}': 2,
+        'trueroll_expert_imbalance{layer="0"}': 1.5,
+        'trueroll_expert_imbalance{layer="1"}': 3,
         "trueroll_push_active": 1,
         "trueroll_push_staged_bytes": 500,
         **{f'trueroll_memory_bytes{{tag="{tag}"}}': size for tag, size in MEMORY.items()},
@@ -254,7 +263,8 @@ def test_every_counter_of_engine_and_service_is_exported(source: FakeSource, por
     """Each counter, grown by one, changes what is told. Steps are the count of `trueroll_step_seconds`."""
     assert ENGINE.keys() == {field.name for field in dataclasses.fields(EngineStats)}
     before = scrape(port)
-    for key in ENGINE.keys() - {"steps", "num_running", "num_waiting", "pools", "samples_finished"}:
+    gauges = {"num_running", "num_waiting", "pools"}
+    for key in ENGINE.keys() - {"steps", "samples_finished", "expert_tokens"} - gauges:
         source.engine = {**ENGINE, key: ENGINE[key] + 1}
         assert scrape(port) != before, key
     source.engine = ENGINE
@@ -485,14 +495,14 @@ def _documented_labels(cell: str) -> dict[str, set[str]]:
 
 
 def exported(port: int) -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """The same, from what is exported; a window may be any number."""
+    """The same, from what is exported; some labels may be any number."""
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in text_string_to_metric_families(ask(port, "/metrics")[1]):
         labels: dict[str, set[str]] = {}
         for sample in family.samples:
             for label, value in sample.labels.items():
                 if label != "le":
-                    labels.setdefault(label, set()).update([value] if label != "window" else [])
+                    labels.setdefault(label, set()).update([] if label in NUMBERED else [value])
         found[family.name + ("_total" if family.type == "counter" else "")] = family.type, labels
     return found
 

@@ -36,6 +36,7 @@ params = st.builds(
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     logprobs=st.sampled_from(["processed", "temperature", "raw", None]),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
+    return_routed_experts=st.booleans(),
 )
 tops = st.integers(0, 4).flatmap(
     lambda k: st.integers(0, 3).map(
@@ -43,6 +44,9 @@ tops = st.integers(0, 4).flatmap(
             k=k, entropy=bytes(4 * rows), token_ids=b"abcd" * (k * rows), logprobs=bytes(4 * k * rows)
         )
     )
+)
+routed = st.integers(0, 3).map(
+    lambda rows: protocol.RoutedExperts(dtype="uint16", shape=(rows, 2, 4), data=b"abcd" * (4 * rows))
 )
 from_client = st.one_of(
     st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params, deltas=st.booleans()),
@@ -69,6 +73,7 @@ from_worker = st.one_of(
         weight_versions=spans,
         error=st.none() | st.just("why"),
         tops=st.none() | tops,
+        routed_experts=st.none() | routed,
     ),
     st.builds(
         protocol.Deltas,
@@ -162,6 +167,36 @@ def test_top_logprobs_come_back_by_bits(k: int, rows: int) -> None:
         for name, expected in tops.items():
             assert found[name].tobytes() == expected.tobytes() and found[name].dtype == expected.dtype
             assert found[name].shape == expected.shape and found[name].flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routed_experts_come_back_by_bits(dtype: str) -> None:
+    routed = np.random.default_rng(0).integers(0, np.iinfo(dtype).max + 1, (5, 3, 2)).astype(dtype)
+    sample = SampleOutput("a", 3, [0] * 3, None, "stop", 7, 17, (), routed_experts=routed)
+    scored = ScoreOutput("a", np.zeros(5, np.float32), "stop", (), routed_experts=routed)
+    message = protocol.from_worker(protocol.encode(protocol.sample_message("a", sample)))
+    scores = protocol.from_worker(protocol.encode(protocol.scores_message("a", scored)))
+    assert isinstance(message, protocol.FinishedSample) and isinstance(scores, protocol.Scores)
+    assert message.routed_experts is not None and message.routed_experts.data == routed.tobytes()
+    for back in (protocol.sample_output(message), protocol.score_output(scores)):
+        found = back.routed_experts
+        assert found is not None and found.dtype == dtype and found.flags.writeable and np.array_equal(found, routed)
+
+
+def test_routed_experts_of_another_shape_are_refused() -> None:
+    fields = dict(dtype="uint16", shape=[5, 3, 2], data=bytes(60))
+    assert protocol.RoutedExperts(**fields | dict(shape=(5, 3, 2))).dtype == "uint16"
+    for wrong in (
+        dict(shape=[5, 3, 3]),
+        dict(dtype="uint8"),
+        dict(dtype="int8"),
+        dict(shape=[30]),
+        dict(data=bytes(59)),
+    ):
+        frame = protocol.encode(protocol.Scores(id="a", logprobs=bytes(8), finish_reason="stop", weight_versions=()))
+        message = msgpack.unpackb(frame) | {"routed_experts": fields | wrong}
+        with pytest.raises(ProtocolError, match="routed_experts"):
+            protocol.from_worker(msgpack.packb(message))
 
 
 def test_top_logprobs_of_another_number_are_refused() -> None:

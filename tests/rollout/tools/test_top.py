@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 from serving import check_group, fake_process
@@ -31,6 +32,7 @@ ENGINE = {
     "shortened_hits": 1100,
     "checkpoints_ready": 5,
     "checkpoints_restored": 6,
+    "expert_tokens": b"",
     "samples_finished": {"length": 7},
 }
 PUSH = protocol.PushProgress(
@@ -53,7 +55,7 @@ def process() -> Iterator[WorkerProcess]:
         yield process
 
 
-MODEL = {"model": "m", "backend": "cpu", "live_states": 0, "checkpoints": 0}
+MODEL = {"model": "m", "backend": "cpu", "live_states": 0, "checkpoints": 0, "expert_layers": 0, "num_experts": 0}
 SERVICE = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
 
 
@@ -111,6 +113,25 @@ def test_checkpoints_show_for_a_model_that_has_states() -> None:
     told = rows(look(0.0), look(1.0, engine=MODEL | {"live_states": 8, "checkpoints": 40}))
     assert told["checkpoints"] == "5 of 40  6 restored  hits shortened by 1,100 tokens"
     assert "checkpoints" not in rows(look(0.0), look(1.0))
+
+
+def test_experts_show_how_much_busier_than_the_mean_one_is() -> None:
+    model = MODEL | {"expert_layers": 2, "num_experts": 4}
+
+    def told(before: list[int], now: list[int]) -> str:
+        looks = [
+            look(i, {**ENGINE, "expert_tokens": np.array(counts, "<i8").tobytes()}, engine=model)
+            for i, counts in enumerate((before, now))
+        ]
+        return rows(*looks)["experts"]
+
+    zeros, even, uneven = [0] * 8, [2, 2, 2, 2, 3, 1, 2, 2], [2, 2, 2, 2, 3, 11, 2, 2]
+    assert told(zeros, zeros) == "busiest to mean, now -  ever -"
+    assert told(zeros, even) == "busiest to mean, now 1.25, 1.50 in layer 1  ever 1.25, 1.50 in layer 1"
+    assert told(even, uneven).startswith("busiest to mean, now 2.50, 4.00 in layer 1  ever 1.72, 2.44 in layer 1")
+    assert "experts" not in rows(look(0.0), look(1.0))
+    with pytest.raises(ProtocolError, match="expert_tokens: expected 8 bytes for each of 2 x 4 experts, found 24"):
+        told(zeros, [1, 2, 3])
 
 
 def test_nothing_to_divide_by_is_no_error() -> None:

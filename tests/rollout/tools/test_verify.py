@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from tiny import make_tiny_model
+from tiny import MIXTURES, make_tiny_model
 from trueroll.engine import engine
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
@@ -208,6 +208,31 @@ def test_no_bit_differs_in_any_cell_of_a_hybrid(
     assert failing_cells(EngineConfig(model=str(model), dtype=dtype, backend=backend), sizes) == []
 
 
+@pytest.fixture(scope="module")
+def short_mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two layers of each kind that mixtures have, for the reference."""
+    folder = tmp_path_factory.mktemp("m")
+    layers = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    of = {"qwen3_moe": {}, "qwen3_5_moe": layers, "gpt_oss": {}}
+    return {family: make_tiny_model(family, folder / family, **overrides) for family, overrides in of.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_no_bit_differs_in_any_cell_of_a_mixture(mixture_models: dict[str, Path], family: str, dtype: str) -> None:
+    sizes = LONGER if family in ("qwen3_moe", "gpt_oss") else HYBRID
+    assert failing_cells(EngineConfig(model=str(mixture_models[family]), dtype=dtype, backend="cpu"), sizes) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
+def test_no_bit_differs_in_any_cell_of_a_mixture_on_the_reference(
+    short_mixtures: dict[str, Path], family: str, dtype: str
+) -> None:
+    sizes = SHORT_HYBRID if family == "qwen3_5_moe" else SHORTER
+    assert failing_cells(EngineConfig(model=str(short_mixtures[family]), dtype=dtype, backend="reference"), sizes) == []
+
+
 def recurrence_with(delta_rule: Callable[..., Tensor]) -> Any:
     """The reference backend with another recurrence."""
     ops: Any = types.SimpleNamespace(**vars(reference) | {"delta_rule": delta_rule})
@@ -251,7 +276,7 @@ def run_alone(folder: Path) -> Run:
 
 
 def test_each_cell_has_a_name_of_its_own() -> None:
-    names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS)]
+    names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS, *verify.ROUTE_CELLS)]
     assert len(set(names)) == len(names)
     assert "cache warm, with 1 other, no checkpoints" in names
 

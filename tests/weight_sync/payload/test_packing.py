@@ -46,6 +46,7 @@ def test_the_size_of_a_slot_is_that_of_the_largest_bucket() -> None:
     assert slot_bytes([(1000,), (40, 10)], itemsize=2, bucket_bytes=256) == 16 * 10 * 2
     assert slot_bytes([(1000,), (40, 4)], itemsize=2, bucket_bytes=256) == 256
     assert slot_bytes([(3, 100)], itemsize=2, bucket_bytes=256) == 3 * 100 * 2
+    assert slot_bytes([(8, 64, 10)], itemsize=2, bucket_bytes=256) == 64 * 10 * 2, "a matrix of a stack"
     assert slot_bytes([], itemsize=2, bucket_bytes=256) == 256
 
 
@@ -59,7 +60,7 @@ def test_every_row_lies_in_one_place(shapes: list[tuple[int, ...]], itemsize: in
     last_bucket = 0
     for shape in shapes:
         rows, row_bytes, multiple = row_layout(shape, itemsize)
-        assert multiple == (ROW_MULTIPLE if len(shape) > 1 else 1)
+        assert multiple == (ROW_MULTIPLE if len(shape) == 2 else 1)
         end = 0
         for cut in packer.place(rows, row_bytes, multiple):
             assert cut.start == end and cut.start % multiple == 0 and cut.length > 0

@@ -19,12 +19,12 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
     before, after = (
         torch.tensor(data.draw(st.lists(VALUES, min_size=size, max_size=size))).view(rows, columns) for _ in range(2)
     )
-    base = Base({"w": (rows, columns)}, DTYPES[dtype])
+    base = Base({"w": (rows, columns)}, {}, DTYPES[dtype])
     base.replace("w", before)
     old, new = raw_bits(before.to(DTYPES[dtype])), raw_bits(after.to(DTYPES[dtype]))
     expected = [i for i in range(size) if old[i] != new[i]]
     changes = base.update("w", after)
-    assert (raw_bits(base.tensors["w"]) == new).all()
+    assert (raw_bits(base.tensor("w")) == new).all()
     itemsize = DTYPES[dtype].itemsize
     if changes is None:
         assert len(expected) * (4 + itemsize) >= size * itemsize
@@ -37,7 +37,7 @@ def test_changes_are_those_of_bits(data: st.DataObject, dtype: str, rows: int, c
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_a_tensor_of_several_chunks(dtype: str) -> None:
     before = torch.zeros(3000, 1001)
-    base = Base({"w": (3000, 1001)}, DTYPES[dtype])
+    base = Base({"w": (3000, 1001)}, {}, DTYPES[dtype])
     base.replace("w", before)
     places = [0, 1, 1001 * 1500 + 7, 3000 * 1001 - 1]
     before.view(-1)[places] = -0.0

@@ -506,8 +506,8 @@ def test_the_longest_names_fit(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_is_too_long_is_not_read_by_the_trainer(folder: Path) -> None:
-    os.truncate(folder / MANIFEST_FILE, 2**25)
-    with pytest.raises(PushError, match="expected at most 16842752 bytes in .*, found more"):
+    os.truncate(folder / MANIFEST_FILE, 2**28)
+    with pytest.raises(PushError, match="expected at most 134283264 bytes in .*, found more"):
         read_manifest(folder)
 
 

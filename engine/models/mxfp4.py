@@ -1,0 +1,34 @@
+"""MXFP4, the format of published checkpoints of gpt-oss (Open Compute Project: Microscaling Formats, 2023).
+
+Of a matrix each row is cut into blocks of 32 numbers, which share a scale: 2 ** (byte - 127). A number has 4 bits, a
+sign and one of eight magnitudes; the first of two is in the lower half of their byte. A stack of E matrices [R, C] is
+two tensors of uint8: `BLOCKS` [E, R, C / 32, 16], and `SCALES` [E, R, C / 32].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""How their names end, behind that of the stack."""
+_BLOCK = 32
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+
+
+def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Those of the two tensors of the stack `name`, by their names; none unless it is of matrices [E, R, C] whose rows
+    are whole blocks.
+    """
+    *rows, columns = shape
+    if len(rows) != 2 or columns % _BLOCK:
+        return {}
+    return {name + BLOCKS: (*rows, columns // _BLOCK, _BLOCK // 2), name + SCALES: (*rows, columns // _BLOCK)}
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Matrices [E, R, C] in float32, of which bfloat16 has all but those of the least and the greatest scales."""
+    halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    values = _VALUES[halves.int()]
+    return torch.ldexp(values, scales.int().sub_(127)[..., None]).flatten(-2)

@@ -1,0 +1,285 @@
+// Mixtures of experts: which experts a row goes to, and what they make of it. A part of kernels.h.
+//
+// Rows are sorted by expert, so that each expert's panels are read once for all its rows. A row's experts are added by
+// the one task that owns its columns, expert after expert: their order follows neither threads nor other rows.
+
+// The ids of the k highest scores, of equal ones the lower ids, in ascending order. Different ones even if some scores
+// are no numbers.
+inline void choose(const float* scores, long count, long k, int32_t* chosen) {
+    const auto move_up = [&](int32_t id, long place, const auto& is_before) {
+        for (; place > 0 && is_before(id, chosen[place - 1]); --place) chosen[place] = chosen[place - 1];
+        chosen[place] = id;
+    };
+    const auto is_higher = [&](int32_t a, int32_t b) { return scores[a] > scores[b]; };
+    const auto is_lower_id = [](int32_t a, int32_t b) { return a < b; };
+    for (int32_t id = 0; id < count; ++id)
+        if (id < k)
+            move_up(id, id, is_higher);
+        else if (is_higher(id, chosen[k - 1]))
+            move_up(id, k - 1, is_higher);
+    for (long place = 1; place < k; ++place) move_up(chosen[place], place, is_lower_id);
+}
+
+template <class T>
+void route_row(const RouteArgs<T>& args, long row) {
+    const long E = args.experts, k = args.top_k, sharing = args.is_normed ? k : E;
+    int32_t* chosen = args.chosen + row * k;
+    float *scores = scratch<float>(SCORES, E), *terms = scratch<float>(WEIGHTS, sharing);
+    bool is_broken = false;
+    for (long id = 0; id < E; ++id) {
+        scores[id] = widened(args.logits[row * E + id]);
+        is_broken |= scores[id] != scores[id];
+    }
+    if (!args.is_replayed) choose(scores, E, k, chosen);
+    float peak = -INFINITY, total = 0.0f;
+    for (long i = 0; i < sharing; ++i) {
+        terms[i] = scores[args.is_normed ? chosen[i] : i];
+        peak = terms[i] > peak ? terms[i] : peak;
+    }
+    for (long i = 0; i < sharing; i += LANES)
+        store(terms + i, exp(sub(load(terms + i, sharing - i), set1(peak))), sharing - i);
+    for (long i = 0; i < sharing; ++i) total += terms[i];
+    for (long i = 0; i < k; ++i)
+        args.gates[row * k + i] = is_broken ? NAN : terms[args.is_normed ? i : chosen[i]] / total;
+}
+
+template <class T>
+void route(const RouteArgs<T>& args) {
+    parallel(round_up(args.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(args.count, (task + 1) * NORM_ROWS); ++row) route_row(args, row);
+    });
+}
+
+// Some of the rows of one expert: those at [first, first + count) of all that are sorted by expert.
+struct Piece {
+    long expert, first, count;
+};
+
+// The (row, expert) pairs of some rows, sorted by expert, then by row. Lies in scratch memory of the thread that made it.
+class SortedRows {
+  public:
+    SortedRows(const int32_t* chosen, long rows, long top_k, long experts)
+        : pairs_(rows * top_k), order_(scratch<long>(ORDER, pairs_)) {
+        long* ends = scratch<long>(ENDS, experts + 1);
+        memset(ends, 0, static_cast<size_t>(experts + 1) * sizeof(long));
+        for (long pair = 0; pair < pairs_; ++pair) ++ends[chosen[pair] + 1];
+        for (long expert = 0; expert < experts; ++expert) ends[expert + 1] += ends[expert];
+        for (long pair = 0; pair < pairs_; ++pair) order_[ends[chosen[pair]]++] = pair;
+        cut(ends, experts);
+    }
+
+    long pairs() const { return pairs_; }
+    // Which pair stands at a place, as row * top_k + the place of its expert among the row's.
+    long pair(long place) const { return order_[place]; }
+    long num_pieces() const { return num_pieces_; }
+    const Piece& piece(long i) const { return pieces_[i]; }
+
+  private:
+    void cut(const long* ends, long experts) {
+        pieces_ = scratch<Piece>(PIECES, experts + pairs_ / ROWS);
+        for (long expert = 0, first = 0; expert < experts; first = ends[expert++]) {
+            const long count = ends[expert] - first, pieces = round_up(count, ROWS) / ROWS;
+            for (long i = 0; i < pieces; ++i) {
+                const long start = count * i / pieces, end = count * (i + 1) / pieces;
+                pieces_[num_pieces_++] = {expert, first + start, end - start};
+            }
+        }
+    }
+
+    const long pairs_;
+    long* const order_;
+    Piece* pieces_;
+    long num_pieces_ = 0;
+};
+
+// The experts of rows [start, start + count).
+template <class T>
+class RoutedRows {
+  public:
+    RoutedRows(const ExpertsArgs<T>& args, long start, long count)
+        : args_(args), start_(start), count_(count), inner_size_(args.gate_up.rows / args.experts / 2),
+          inner_stride_(round_up(inner_size_, COLUMN_MULTIPLE<T>)),
+          stride_(round_up(args.gate_up.columns, COLUMN_MULTIPLE<T>)),
+          rows_(args.chosen + start * args.top_k, count, args.top_k, args.experts),
+          gathered_(scratch<T>(GATHERED, rows_.pairs() * stride_)),
+          inner_(scratch<T>(INNER, rows_.pairs() * inner_stride_)),
+          sums_(scratch<float>(SUMS, count * args.down.rows / args.experts)) {}
+
+    void run() const {
+        gather();
+        multiply_gate_up();
+        multiply_down();
+    }
+
+  private:
+    // The rows side by side, as they are sorted, filled up with zeros to whole steps; inner rows too.
+    void gather() const {
+        const long K = args_.gate_up.columns;
+        parallel(round_up(rows_.pairs(), NORM_ROWS) / NORM_ROWS, [&](long task) {
+            for (long i = task * NORM_ROWS; i < smaller(rows_.pairs(), (task + 1) * NORM_ROWS); ++i) {
+                const T* row = args_.x + (start_ + rows_.pair(i) / args_.top_k) * K;
+                memcpy(gathered_ + i * stride_, row, static_cast<size_t>(K) * sizeof(T));
+                memset(gathered_ + i * stride_ + K, 0, static_cast<size_t>(stride_ - K) * sizeof(T));
+                T* inner = inner_ + i * inner_stride_ + inner_size_;
+                memset(inner, 0, static_cast<size_t>(inner_stride_ - inner_size_) * sizeof(T));
+            }
+        });
+    }
+
+    // As in `gate_up`, piece by piece.
+    void multiply_gate_up() const {
+        constexpr long WIDTH = 2;
+        const long panels = inner_size_ / LANES, groups = round_up(panels, WIDTH) / WIDTH;
+        const long tasks = rows_.num_pieces() * groups;
+        const auto panel = [&](long task) {
+            const Matrix<T>& weight = args_.gate_up;
+            return weight.panel(2 * panels * rows_.piece(task / groups).expert + task % groups * WIDTH);
+        };
+        parallel(tasks, [&](long task) {
+            const Piece& piece = rows_.piece(task / groups);
+            const long first = task % groups * WIDTH, n = smaller(WIDTH, panels - first), ldc = 2 * n * LANES;
+            const long whole = args_.gate_up.steps() * LANES * PAIR<T>;
+            const T* b[2 * WIDTH];
+            for (long i = 0; i < n; ++i) b[i] = panel(task) + i * whole, b[n + i] = b[i] + panels * whole;
+            const long hop = panel(smaller(task + num_threads(), tasks - 1)) - panel(task);
+            float* c = scratch<float>(PRODUCT, piece.count * ldc);
+            const T* a = gathered_ + piece.first * stride_;
+            multiply_all(a, stride_, piece.count, b, 2 * n, args_.gate_up.steps(), hop, c, ldc);
+            for (long row = 0; row < piece.count; ++row)
+                for (long i = 0; i < n * LANES; i += LANES)
+                    activate_inner(piece, row, first * LANES + i, c + row * ldc + i, n * LANES);
+        });
+    }
+
+    // From the products with gate at `c` and, `distance` further on, with up.
+    void activate_inner(const Piece& piece, long row, long column, const float* c, long distance) const {
+        F gate = load(c), up = load(c + distance);
+        if (args_.gate_up_bias != nullptr) {
+            const T* bias = args_.gate_up_bias + 2 * inner_size_ * piece.expert + column;
+            gate = add(gate, load(bias)), up = add(up, load(bias + inner_size_));
+        }
+        const F active = activate<T>(args_.activation, rounded<T>(gate), rounded<T>(up));
+        store(inner_ + (piece.first + row) * inner_stride_ + column, active);
+    }
+
+    // Each task takes some columns of all experts, one after the other.
+    void multiply_down() const {
+        const long panels = args_.down.rows / args_.experts / LANES, width = down_width(panels);
+        const long groups = round_up(panels, width) / width, whole = args_.down.steps() * LANES * PAIR<T>;
+        parallel(groups, [&](long group) {
+            const long first = group * width, n = smaller(width, panels - first);
+            const auto panel = [&](long piece) { return args_.down.panel(panels * rows_.piece(piece).expert + first); };
+            for (long i = 0; i < rows_.num_pieces(); ++i) {
+                const Piece& piece = rows_.piece(i);
+                const T* b[MAX_PANELS];
+                for (long j = 0; j < n; ++j) b[j] = panel(i) + j * whole;
+                const bool is_last = i + 1 == rows_.num_pieces();
+                const T* next = is_last ? panel(0) + num_threads() * width * whole : panel(i + 1);
+                float* c = scratch<float>(PRODUCT, piece.count * n * LANES);
+                const T* a = inner_ + piece.first * inner_stride_;
+                multiply_all(a, inner_stride_, piece.count, b, n, args_.down.steps(), next - b[0], c, n * LANES);
+                add_products(piece, first * LANES, n * LANES, c);
+            }
+            for (long row = 0; row < count_; ++row) finish(row, first * LANES, (first + n) * LANES);
+        });
+    }
+
+    // Wide tasks read longer pieces of memory; there are some for every thread.
+    static long down_width(long panels) {
+        long width = 4;
+        while (width > 1 && panels < 4 * width * num_threads()) width /= 2;
+        return width;
+    }
+
+    // Adds the products c [piece.count, columns], whose first column is `first`, to the sums of their rows.
+    void add_products(const Piece& piece, long first, long columns, const float* c) const {
+        const long N = args_.down.rows / args_.experts;
+        for (long i = 0; i < piece.count; ++i) {
+            const long pair = rows_.pair(piece.first + i);
+            const F gate = set1(args_.gates[start_ * args_.top_k + pair]);
+            float* sums = sums_ + pair / args_.top_k * N + first;
+            const bool is_first = pair % args_.top_k == 0;
+            for (long j = 0; j < columns; j += LANES) {
+                F x = load(c + i * columns + j);
+                if (args_.down_bias != nullptr) x = add(x, load(args_.down_bias + piece.expert * N + first + j));
+                x = mul(x, gate);
+                store(sums + j, is_first ? x : add(load(sums + j), x));
+            }
+        }
+    }
+
+    void finish(long row, long first, long end) const {
+        const long N = args_.down.rows / args_.experts;
+        for (long i = first; i < end; i += LANES) {
+            const long at = (start_ + row) * N + i;
+            F x = load(sums_ + row * N + i);
+            if (args_.shared != nullptr) x = add(x, load(args_.shared + at));
+            if (args_.residual != nullptr) x = add(rounded<T>(x), load(args_.residual + at));
+            store(args_.out + at, x);
+        }
+    }
+
+    const ExpertsArgs<T>& args_;
+    const long start_, count_, inner_size_, inner_stride_, stride_;
+    const SortedRows rows_;
+    T *const gathered_, *const inner_;
+    float* const sums_;
+};
+
+// How many rows an expert has on average if there are many: enough to read its weights as good as for nothing.
+constexpr long EXPERT_ROWS = 64;
+
+template <class T>
+void experts(const ExpertsArgs<T>& args) {
+    const long most = larger(1, EXPERT_ROWS * args.experts / args.top_k), parts = round_up(args.count, most) / most;
+    for (long i = 0; i < parts; ++i) {
+        const long start = args.count * i / parts, end = args.count * (i + 1) / parts;
+        RoutedRows<T>(args, start, end - start).run();
+    }
+}
+
+// The shared expert's rows, times the sigmoid of each row's score.
+template <class T>
+void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* scores, T* out) {
+    const long N = x.columns;
+    gate_up<T>({x, args.shared_gate, args.shared_up, args.experts.activation, args.active});
+    linear<T>({{args.active, x.count, args.shared_gate.rows, {}}, args.shared_down, nullptr, nullptr, out});
+    parallel(round_up(x.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(x.count, (task + 1) * NORM_ROWS); ++row)
+            for (long i = row * N; i < (row + 1) * N; i += LANES) {
+                const F score = set1(widened(scores[row]));
+                store(out + i, activate<T>(Activation::SIGMOID, score, load(out + i)));
+            }
+    });
+}
+
+// All steps of a mixture, from the norm before it to the sum with the residual; `after`: of what is added, if any.
+template <class T>
+void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
+    Input<T> x = {args.x.data, args.x.count, args.x.columns, {}};
+    if (args.x.norm.weight != nullptr) {
+        T* normed = scratch<T>(NORMED, x.count * x.columns);
+        rmsnorm(args.x, normed, x.columns);
+        x.data = normed;
+    }
+    ExpertsArgs<T> experts_args = args.experts;
+    const long E = experts_args.experts, pairs = x.count * experts_args.top_k;
+    T *logits = scratch<T>(LOGITS, x.count * (E + 1)), *scores = logits + x.count * E;
+    int32_t* chosen = args.routes != nullptr ? args.routes : scratch<int32_t>(ROUTES, pairs);
+    float* gates = scratch<float>(EXPERT_GATES, pairs);
+    const bool has_shared = args.shared_gate.rows > 0;
+    const LinearArgs<T> products[2] = {
+        {x, args.router, args.router_bias, nullptr, logits}, {x, args.shared_score, nullptr, nullptr, scores}
+    };
+    linears(products, has_shared ? 2 : 1);
+    route<T>({logits, x.count, E, experts_args.top_k, args.is_normed, false, chosen, gates});
+    experts_args.x = x.data, experts_args.chosen = chosen, experts_args.gates = gates;
+    if (has_shared) {
+        T* shared = scratch<T>(SHARED_ROWS, x.count * x.columns);
+        shared_expert(args, x, scores, shared);
+        experts_args.shared = shared;
+    }
+    if (after.weight != nullptr) experts_args.residual = nullptr;
+    experts(experts_args);
+    if (after.weight != nullptr) norm_and_add(after, args.experts.residual, x.count, x.columns, args.experts.out);
+}

@@ -1,0 +1,44 @@
+"""Models of transformers as trainers have them: of which family they are, and what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trueroll.errors import AlignmentError, ModelError
+
+from .families import describe, families
+from .specs import DecoderSpec
+
+
+def is_decoder(model: Any) -> bool:
+    """Whether it is a model of a family, and a decoder alone."""
+    return _is_of_family(model) and hasattr(model.model, "embed_tokens")
+
+
+def is_aligned(module: Any) -> bool:
+    """Whether `training.align` gave this module another forward pass."""
+    return hasattr(module, "_aligned")
+
+
+def describe_plain(model: Any) -> DecoderSpec:
+    """What a model of a family computes, of which nothing is aligned. Raise AlignmentError for any other."""
+    if not _is_of_family(model):
+        names = ", ".join(sorted(families()))
+        raise AlignmentError(
+            f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
+        )
+    if not is_decoder(model):
+        raise AlignmentError(
+            f"model: expected a decoder alone, found {type(model).__name__}, which has more; load its text with "
+            "AutoModelForCausalLM"
+        )
+    if any(map(is_aligned, model.modules())):
+        raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
+    try:
+        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
+    except ModelError as error:
+        raise AlignmentError(f"model: {error}") from None
+
+
+def _is_of_family(model: Any) -> bool:
+    return type(model).__name__ in families()

@@ -1,0 +1,87 @@
+"""Routes of a rollout in the plain forward pass of transformers, for trainers that are not aligned.
+
+There a single other choice of a router changes a log-prob by more than all rounding does; to replay the choices of the
+rollout (Ma et al. 2025) leaves the rounding alone. An aligned model takes routes in `training.token_log_probs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trueroll.errors import AlignmentError
+
+from .batches import OWN_CHOICE, locate, read_routes
+from .plain_models import describe_plain
+from .specs import DecoderSpec, ExpertsSpec
+
+
+@contextmanager
+def replayed(
+    model: Any, routed_experts: Tensor, attention_mask: Tensor | None = None, lengths: Sequence[int] | None = None
+) -> Iterator[None]:
+    """While it is open, `model(...)` sends each token of one batch to the given experts. Their gates are those that the
+    routers' own logits give them, and have gradients.
+
+    `model`: a transformers model of a family that a worker serves, itself and not a wrapper, which may be what is
+    called. `routed_experts` (integers): [B, T, layers with experts, experts per token] for padded tokens [B, T], with
+    the `attention_mask` that the forward pass gets unless there is no padding; or [M, ...] for packed ones [1, M], with
+    the `lengths` of the sequences. Padding, and the last token of each sequence, go where the model sends them: what is
+    there for them is not read. Keep it open until the backward pass is done where layers are checkpointed, which
+    computes them again.
+
+    Raise AlignmentError for a model that is aligned or of no family, for routes that are none, or of another model, and
+    in a forward pass of another number of tokens.
+    """
+    spec = describe_plain(model)
+    routes = _spread_routes(routed_experts, spec, attention_mask, lengths)
+    with ExitStack() as stack:
+        for router, of_router, experts in zip(_routers(model, spec), routes, spec.experts, strict=True):
+            hook = partial(_replay, of_router, experts.normed)
+            stack.callback(router.register_forward_hook(hook).remove)
+        yield
+
+
+def _spread_routes(
+    routed_experts: Tensor, spec: DecoderSpec, attention_mask: Tensor | None, lengths: Sequence[int] | None
+) -> Tensor:
+    """The routes of all N tokens, padding included: int64 [layers with experts, N, top_k]."""
+    if routed_experts.dim() != (4 if lengths is None else 3):
+        raise AlignmentError(
+            "routed_experts: expected [B, T, layers with experts, experts per token], or with lengths [M, ...], found "
+            f"{list(routed_experts.shape)}; give a row for each token"
+        )
+    shape = routed_experts.shape[:-2]
+    indices, packed = locate(routed_experts[..., 0, 0], attention_mask, lengths)
+    routes = read_routes(routed_experts, spec, shape, indices, packed).long()
+    whole = routes.new_full((len(routes), shape.numel(), routes.shape[2]), OWN_CHOICE)
+    return whole.index_copy_(1, indices, routes)
+
+
+def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
+    path, _, _ = spec.names["router"].rpartition(".")
+    for layer, layer_spec in zip(model.model.layers, spec.layers, strict=True):
+        if isinstance(layer_spec.mlp, ExpertsSpec):
+            yield layer.get_submodule(path)
+
+
+def _replay(
+    route: Tensor, normed: bool, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A router's (logits [N, E], gates [N, top_k], experts [N, top_k]), with other experts."""
+    logits, gates, own = output
+    if len(logits) != len(route):
+        raise AlignmentError(
+            f"routed_experts: expected a forward pass of the {len(route)} tokens that they are of, found "
+            f"{len(logits)}; open replayed around each batch, with its own"
+        )
+    route = route.to(own.device)
+    experts = torch.where(route == OWN_CHOICE, own, route)
+    wide = logits.float()
+    found = wide.gather(1, experts).softmax(-1) if normed else wide.softmax(-1).gather(1, experts)
+    return logits, found.to(gates.dtype), experts

@@ -1,0 +1,411 @@
+"""Mixtures of experts: which experts a row goes to, and what they make of it.
+
+A pair is a row and one of its experts, counted row by row. `experts` lists the pairs expert by expert and cuts each
+expert's list into tiles; a program of a product takes one of these tiles and some features of its expert's weight, so
+that an expert's weight is read once for each tile of its rows. How many tiles there will be is not known on the host:
+the grid is as large as it may have to be, and programs beyond the last tile end at once.
+
+A product keeps the rules of `products`: rows on the N side of the matrix instruction, K cut into pieces by the shape of
+one expert's weight, all of them summed in ascending order by one program. So an element has the bits of `linear` with
+that expert alone, whichever rows are listed beside it. The products with `down` are stored pair by pair in float32,
+times their gates, and a last kernel adds those of a row in the order of its list, which ascends. No float is added
+atomically.
+
+Owns: the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own: the
+router's product, the shared expert, and how K is summed (products.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import ExpertsWeights
+from ..specs import ExpertsSpec
+from .launch import aligned, device_function, exact_jit, launch
+from .products import (
+    FOLD_COLUMNS,
+    NARROW_TILE,
+    PIECE_UNIT,
+    Tile,
+    divide_up,
+    fold_parts,
+    gate_mul_halves,
+    k_splits,
+    sums_of_pieces,
+    unit,
+)
+from .rows import sum_in_pairs
+
+# By the rows of an expert. K may have pieces, whose sums take registers.
+TILES = (
+    Tile(64, 16, 0, 128, 4, 3),
+    Tile(64, 32, 0, 128, 4, 3),
+    Tile(64, 64, 0, 64, 4, 4),
+    Tile(128, 128, 0, 64, 8, 3),
+)
+MOST_MADE = 2**28  # bytes of products with `down` that are held at once, unless 16 rows have more
+_LISTED = 1024  # pairs that a program lists at a time
+_NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
+
+
+class _Lists(NamedTuple):
+    """The pairs expert by expert, all int32.
+
+    `pairs` [pairs]; `tiles` [most, 3]: expert, where in `pairs` a tile begins, and where it ends; `counts` [experts +
+    1]: the pairs of each expert, and the number of tiles.
+    """
+
+    pairs: Tensor
+    tiles: Tensor
+    counts: Tensor
+
+
+def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(experts, gates) of logits [M, E], or the gates of those that are chosen: int32 and float32 [M, top_k].
+
+    The gates are over the sum of the chosen experts, in the order of their ids, or of all, in that of `sum_in_pairs`.
+    """
+    logits = aligned(logits)
+    rows, count = logits.shape
+    experts = logits.new_empty(rows, spec.top_k, dtype=torch.int32)
+    gates = torch.empty_like(experts, dtype=torch.float32)
+    # A pointer that the kernel does not read has to point somewhere.
+    args = logits, logits if chosen is None else aligned(chosen), experts, gates
+    span = triton.next_power_of_2(count)
+    sizes = dict(E=count, SPAN=span, TOP_K=spec.top_k)
+    which = dict(NORMED=spec.normed, CHOSEN=chosen is not None)
+    launch(_route_kernel, (rows,), *args, warps=max(1, span // 256), **sizes, **which)
+    return experts, gates
+
+
+def experts(
+    x: Tensor,
+    spec: ExpertsSpec,
+    weights: ExpertsWeights,
+    experts: Tensor,
+    gates: Tensor,
+    shared: Tensor | None = None,
+) -> Tensor:
+    """What the experts of each row make of x [M, H], added by ascending id in float32, plus `shared` [M, H]: [M, H].
+
+    Of many rows so many at a time that their products take no more than MOST_MADE.
+    """
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)  # so that no part begins off 16 bytes
+    for start in range(0, len(x), most):
+        part = slice(start, start + most)
+        others = None if shared is None else shared[part]
+        _mix(aligned(x[part]), spec, weights, aligned(experts[part]), aligned(gates[part]), others, out[part])
+    return out
+
+
+def _mix(
+    x: Tensor,
+    spec: ExpertsSpec,
+    weights: ExpertsWeights,
+    experts: Tensor,
+    gates: Tensor,
+    shared: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Computes `experts` into `out`."""
+    (rows, hidden), inner = x.shape, spec.intermediate_size
+    tile = _tile(experts.numel(), spec.num_experts, hidden, inner)
+    lists = _list(experts, spec.num_experts, tile.tokens)
+    active = x.new_empty(experts.numel(), inner)
+    made = x.new_empty(experts.numel(), hidden, dtype=torch.float32)
+    constants = dict(TOP_K=spec.top_k, ACTIVATION=spec.activation)
+    gate_up = x, cast(Tensor, weights.gate_up), weights.gate_up_bias
+    _multiply(_gate_up_kernel, tile, lists, *gate_up, active, sides=2, **constants)
+    down = active, cast(Tensor, weights.down), weights.down_bias
+    _multiply(_down_kernel, tile, lists, *down, gates, made, sides=1)
+    others, grid = x if shared is None else aligned(shared), (rows, divide_up(hidden, FOLD_COLUMNS))
+    options = dict(SHARED=shared is not None, TOP_K=spec.top_k, COLUMNS=FOLD_COLUMNS)
+    launch(_add_kernel, grid, made, others, out, hidden, warps=4, **options)
+
+
+def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
+    """The narrowest with twice as many tokens as an expert has rows on average, so that few experts fill a second one:
+    a program that multiplies too many is still faster than reading the weight again.
+    """
+    if any(n % 8 for n in columns):
+        return NARROW_TILE
+    return next((tile for tile in TILES if tile.tokens * num_experts >= 2 * pairs), TILES[-1])
+
+
+def most_tiles(pairs: int, num_experts: int, width: int) -> int:
+    """The most tiles of this width that pairs can fill or begin: where each expert's last one has a single pair."""
+    begun = min(pairs, num_experts)
+    return begun + (pairs - begun) // width
+
+
+def _list(experts: Tensor, num_experts: int, width: int) -> _Lists:
+    """The lists of experts [M, top_k], in tiles of this width."""
+    pairs = experts.numel()
+    shapes = (pairs,), (most_tiles(pairs, num_experts, width), 3), (num_experts + 1,)
+    lists = _Lists(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
+    launch(_count_kernel, (num_experts,), experts, lists.counts, pairs, warps=4, TILE=_LISTED)
+    sizes = dict(E=num_experts, SPAN=triton.next_power_of_2(num_experts), TILE=_LISTED)
+    launch(_list_kernel, (num_experts,), experts, *lists, pairs, width, warps=4, **sizes)
+    return lists
+
+
+def _multiply(
+    kernel: Any,
+    tile: Tile,
+    lists: _Lists,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *others: Tensor,
+    sides: int,
+    **constants: Any,
+) -> None:
+    """Launches a kernel of products of x [rows, K] with each expert's part of a weight: `sides` matrices."""
+    count, columns = len(lists.counts) - 1, x.shape[1]
+    rows = len(weight) // (count * sides)
+    pieces, width_unit = k_splits(rows, columns), unit(rows)
+    numbers = rows // width_unit, columns // unit(columns), divide_up(columns, pieces * PIECE_UNIT.value)
+    constants |= dict(E=count, BIAS=bias is not None, CUT=pieces > 1, UNIT=unit(columns), WIDTH_UNIT=width_unit)
+    constants |= dict(FEATURES=tile.features, TOKENS=tile.tokens, DEPTH=tile.depth)
+    args = x, weight, x if bias is None else aligned(bias), *lists, *others, *numbers
+    grid = divide_up(rows * sides, tile.features), len(lists.tiles)
+    launch(kernel, grid, *args, warps=tile.warps, stages=tile.stages, **constants)
+
+
+@exact_jit
+def _route_kernel(
+    logits_ptr,
+    chosen_ptr,
+    experts_ptr,
+    gates_ptr,
+    E: tl.constexpr,
+    SPAN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    """Program i: the experts of row i, those of the highest logits or those that are `CHOSEN`, and their gates."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, SPAN)
+    logits = tl.load(logits_ptr + row * E + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
+    if CHOSEN:
+        mine = _are_listed(expert, chosen_ptr + row * TOP_K, TOP_K)
+    else:
+        mine = _are_best(logits, expert, E, SPAN, TOP_K)
+    place = tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    if NORMED:
+        logits = tl.where(mine, logits, -float("inf"))
+    weights = tl.exp(logits - tl.max(logits, axis=0))
+    if NORMED:
+        total = tl.zeros([1], tl.float32)
+        for i in range(TOP_K):
+            total += tl.sum(tl.where(mine & (place == i), weights, 0.0), axis=0)
+    else:
+        total = sum_in_pairs(weights)
+    at = row * TOP_K + place
+    tl.store(experts_ptr + at, expert, mask=mine)
+    tl.store(gates_ptr + at, tl.div_rn(weights, tl.broadcast_to(total, [SPAN])), mask=mine)
+
+
+@device_function
+def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
+    """Which experts stand in a list."""
+    listed = expert < 0
+    for i in range(TOP_K):
+        listed = listed | (expert == tl.load(chosen_ptr + i))
+    return listed
+
+
+@device_function
+def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
+    """Which TOP_K experts have the highest logits, of equal ones the lower ids. NaN is above all, whatever its bits.
+
+    By integers, each another one, whose order is that of logits and then the reverse of the ids.
+    """
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 is as high as 0
+    bits = tl.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    key = tl.where(expert < E, bits.to(tl.int64) * SPAN + (SPAN - 1 - expert), _NO_KEY)
+    for _ in range(TOP_K):
+        key = tl.where(key == tl.max(key, axis=0), _NO_KEY, key)
+    return (key == _NO_KEY) & (expert < E)
+
+
+@exact_jit
+def _count_kernel(experts_ptr, counts_ptr, pairs, TILE: tl.constexpr):
+    """Program i: the pairs of expert i."""
+    count = tl.zeros([TILE], tl.int32)
+    for start in range(0, pairs, TILE):
+        count += _of_expert(experts_ptr, start + tl.arange(0, TILE), pairs).to(tl.int32)
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(count, axis=0))
+
+
+@exact_jit
+def _list_kernel(
+    experts_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    counts_ptr,
+    pairs,
+    width,
+    E: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program i: the list of expert i, behind those before it, and its tiles. The last one counts all tiles."""
+    expert, other, place = tl.program_id(0), tl.arange(0, SPAN), tl.arange(0, TILE)
+    counts = tl.load(counts_ptr + other, mask=other < E, other=0)
+    first = tl.sum(tl.where(other < expert, counts, 0), axis=0)
+    end = tl.sum(tl.where(other <= expert, counts, 0), axis=0)
+    tiles = (counts + width - 1) // width
+    tile = tl.sum(tl.where(other < expert, tiles, 0), axis=0)
+    if expert == E - 1:
+        tl.store(counts_ptr + E, tl.sum(tiles, axis=0))
+    for begin in range(first, end, TILE * width):
+        begins = begin + place * width
+        at = tiles_ptr + (tile + (begin - first) // width + place) * 3
+        tl.store(at, tl.zeros([TILE], tl.int32) + expert, mask=begins < end)
+        tl.store(at + 1, begins, mask=begins < end)
+        tl.store(at + 2, tl.minimum(begins + width, end), mask=begins < end)
+    for start in range(0, pairs, TILE):
+        mine = _of_expert(experts_ptr, start + place, pairs)
+        rank = tl.cumsum(mine.to(tl.int32), axis=0)
+        tl.store(pairs_ptr + first + rank - 1, start + place, mask=mine)
+        first += tl.max(rank, axis=0)
+
+
+@device_function
+def _of_expert(experts_ptr, pair, pairs):
+    """Which pairs are of this program's expert."""
+    return tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == tl.program_id(0)
+
+
+@exact_jit
+def _gate_up_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    counts_ptr,
+    out_ptr,
+    features,
+    columns,
+    piece,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    CUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH_UNIT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Program (i, tile): the i-th features of the inner rows of a tile, which are stored in the order of the lists.
+
+    The upper half of a tile is of gate, the lower half of up. `features`, `columns` and `piece` are counted in their
+    units.
+    """
+    if tl.program_id(1) >= tl.load(counts_ptr + E):
+        return
+    features, columns = features * WIDTH_UNIT, columns * UNIT
+    expert, place, end = _tile_of_program(tiles_ptr, TOKENS)
+    pair = tl.load(pairs_ptr + tl.minimum(place, end - 1))
+    half: tl.constexpr = FEATURES // 2
+    row, first = tl.arange(0, FEATURES), tl.program_id(0) * half
+    feature = tl.minimum(first + row % half, features - 1)
+    w_row = (2 * expert + row // half) * features + feature
+    x_row = x_ptr + (pair // TOP_K).to(tl.int64) * columns
+    total = _product(w_ptr, w_row, x_row, bias_ptr, columns, piece, BIAS, CUT, UNIT, DEPTH)
+    active = gate_mul_halves(total, out_ptr, ACTIVATION).to(out_ptr.dtype.element_ty)
+    feature = first + tl.arange(0, half)
+    at = place.to(tl.int64)[None, :] * features + feature[:, None]
+    tl.store(out_ptr + at, active, mask=(feature < features)[:, None] & (place < end)[None, :])
+
+
+@exact_jit
+def _down_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    pairs_ptr,
+    tiles_ptr,
+    counts_ptr,
+    gates_ptr,
+    out_ptr,
+    features,
+    columns,
+    piece,
+    E: tl.constexpr,
+    BIAS: tl.constexpr,
+    CUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH_UNIT: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Like `_gate_up_kernel`, for the products of inner rows, times their gates, which are stored pair by pair."""
+    if tl.program_id(1) >= tl.load(counts_ptr + E):
+        return
+    features, columns = features * WIDTH_UNIT, columns * UNIT
+    expert, place, end = _tile_of_program(tiles_ptr, TOKENS)
+    stored = tl.minimum(place, end - 1)
+    pair = tl.load(pairs_ptr + stored)
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    w_row = expert * features + tl.minimum(feature, features - 1)
+    x_row = x_ptr + stored.to(tl.int64) * columns
+    total = _product(w_ptr, w_row, x_row, bias_ptr, columns, piece, BIAS, CUT, UNIT, DEPTH)
+    made = total * tl.load(gates_ptr + pair)[None, :]
+    at = pair.to(tl.int64)[None, :] * features + feature[:, None]
+    tl.store(out_ptr + at, made, mask=(feature < features)[:, None] & (place < end)[None, :])
+
+
+@device_function
+def _tile_of_program(tiles_ptr, TOKENS: tl.constexpr):
+    """(expert, places in the lists, end of its own) of the tile of this program."""
+    tile_ptr = tiles_ptr + tl.program_id(1) * 3
+    return tl.load(tile_ptr), tl.load(tile_ptr + 1) + tl.arange(0, TOKENS), tl.load(tile_ptr + 2)
+
+
+@device_function
+def _product(
+    w_ptr,
+    w_row,
+    x_row,
+    bias_ptr,
+    columns,
+    piece,
+    BIAS: tl.constexpr,
+    CUT: tl.constexpr,
+    UNIT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Products of rows of a weight and what lies at `x_row`, plus their biases: float32 [rows, tokens]."""
+    w = w_ptr + w_row.to(tl.int64) * columns
+    total = sums_of_pieces(w, (x_row, x_row), columns, piece * PIECE_UNIT, CUT, 0, UNIT, DEPTH)[0]
+    if BIAS:
+        total += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
+    return total
+
+
+@exact_jit
+def _add_kernel(
+    made_ptr, shared_ptr, out_ptr, features, SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Program (row, i): the i-th columns of what a row's experts made, added in the order of their list."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = feature < features
+    total = fold_parts(made_ptr + row * TOP_K * features, 1, features, 0, feature, inside, TOP_K)
+    at = row * features + feature
+    if SHARED:
+        total += tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)

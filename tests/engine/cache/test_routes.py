@@ -1,0 +1,43 @@
+"""Which entries have the routed experts of their blocks, and what gives way."""
+
+from __future__ import annotations
+
+import pytest
+
+from trueroll.engine.cache.prefix_cache import Entry
+from trueroll.engine.cache.routes import RouteRecords
+
+
+def entries(count: int) -> list[Entry]:
+    return [Entry(bytes([i]), None, b"", b"", [i]) for i in range(count)]
+
+
+def test_the_one_used_least_recently_gives_way() -> None:
+    records, found = RouteRecords(3, 2), entries(4)
+    for i, entry in enumerate(found[:3]):
+        records.attach(entry, bytes([i, i]))
+    assert records.rows(found[:2]) == bytes([0, 0, 1, 1]) and records.num_bytes == 6
+    records.attach(found[3], bytes([3, 3]))
+    assert [records.is_recorded(entry) for entry in found] == [True, True, False, True] and records.num_bytes == 6
+    assert records.recorded(found) == found[:2] and records.recorded(found[2:]) == []
+    records.check_integrity(found)
+
+
+def test_of_a_run_the_last_one_gives_way_first() -> None:
+    records, found = RouteRecords(3, 1), entries(4)
+    for entry in found[:3]:
+        records.attach(entry, b"x")
+    records.rows(found[:3])
+    records.attach(found[3], b"x")
+    assert records.recorded(found[:3]) == found[:2]
+
+
+def test_integrity_is_that_of_the_index() -> None:
+    records, found = RouteRecords(3, 2), entries(2)
+    for entry in found:
+        records.attach(entry, b"xx")
+    with pytest.raises(RuntimeError, match="routes: 1 of 2 blocks"):
+        records.check_integrity(found[:1])
+    records.forget(found[1:])
+    records.check_integrity(found[:1])
+    assert records.num_bytes == 2
