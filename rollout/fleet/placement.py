@@ -7,10 +7,10 @@
 | which workers may get more                                | which are alive, and what they serve                 |
 
 A group stays together. It goes where the longest known beginning of its prompt went, so that prompts with a common
-beginning, and the later turns of a conversation, meet the KV that is there. A beginning that nobody got yet goes to one
-of the two workers that rank highest for it, by rendezvous hashing (Thaler, Ravishankar 1998), the one with less load:
-clients that know nothing of each other choose of the same two, and a worker that joins or leaves changes the ranks of no
-others. So does one that half the fleet got, which tells of nobody in particular.
+beginning, and the later turns of a conversation, meet the KV that is there. One whose beginning nobody got yet goes to
+one of the two workers that rank highest for it, by rendezvous hashing (Thaler, Ravishankar 1998), the one with less
+load: clients that know nothing of each other choose of the same two, and a worker that joins or leaves changes the
+order of no others. So does one whose known beginning half the fleet got, which speaks for nobody in particular.
 
 No worker gets more while it has more than `1 + SLACK` times its share of all that is under way (Mirrokni, Thorup,
 Zadimoghaddam 2018), unless all others are to be avoided; shares are as the workers' speeds, which are measured. Where
