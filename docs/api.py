@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pdoc
 
-MODULES = ("trueroll.rollout", "trueroll.kernels.training")
+MODULES = ("trueroll.rollout", "trueroll.kernels.training", "trueroll.kernels.importance")
 
 
 def build(folder: Path) -> None:

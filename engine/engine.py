@@ -652,7 +652,7 @@ class Engine:
         self._expert_tokens = routes.counts.wait().numpy().tobytes()
         if routes.rows is None:
             return
-        rows, width = memoryview(routes.rows.wait().numpy()).cast("B"), self.info.route_bytes
+        rows, width = routes.rows.wait().numpy().data.cast("B"), self.info.route_bytes
         place = 0
         for sequence, start, end in zip(chunks.sequences, chunks.starts.tolist(), chunks.ends.tolist(), strict=True):
             if sequence.routes is not None:

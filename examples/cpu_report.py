@@ -3,8 +3,8 @@
 Measures what the machine can do at best (matrix products, reading memory, reading and writing it), then runs each
 workload of `trueroll bench` on the in-process engine and shows for every op its time, its arithmetic and the memory it
 must read at least once a step, as shares of these; of a recurrence's states also what it writes. What is left of a step
-is Python: scheduling, bookkeeping, the step's tensors. For a model with gated delta nets it first shows what their
-recurrence reaches by itself. With `--dummy-weights` MODEL is a configuration, as for `trueroll bench`.
+is Python: scheduling, bookkeeping, the step's tensors. First it shows what the recurrence of gated delta nets, and what
+experts reach by themselves. With `--dummy-weights` MODEL is a configuration, as for `trueroll bench`.
 
 To time each op, the report runs the layers op by op; an engine runs all of them in one native call, so that its steps
 take a few percent less.
@@ -30,11 +30,11 @@ from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
 from trueroll.kernels.contract import AttentionBatch, StateBatch
 from trueroll.kernels.layer import run_layers
-from trueroll.kernels.specs import DeltaNetSpec
+from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
 OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", "delta_rule", "gate_mul", "linear", "linear_add")
-OPS = (*OPS, "gate_up", "rmsnorm", "next_tokens")
+OPS = (*OPS, "gate_up", "route", "experts", "rmsnorm", "next_tokens")
 
 
 class Meter:
@@ -81,13 +81,21 @@ def product_cost(rows: int, *weights) -> tuple[int, int]:
     return 2 * rows * elements, sum(weight.nbytes for weight in weights)
 
 
-def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, soft_cap) -> tuple[int, int]:
+def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, soft_cap, sinks) -> tuple[int, int]:
     starts, size, pairs, blocks = batch.query_starts, k_cache.shape[1], 0, set()
     for i, (table, length) in enumerate(zip(batch.block_tables.tolist(), batch.context_lens, strict=True)):
         first_query, most = length - (starts[i + 1] - starts[i]), window or length
         pairs += sum(min(position + 1, most) for position in range(first_query, length))
         blocks.update(table[max(0, first_query + 1 - most) // size : -(-length // size)])
     return 4 * pairs * q.shape[1] * q.shape[2], 2 * len(blocks) * k_cache[0].nbytes
+
+
+def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> tuple[int, int]:
+    """Of the experts that rows go to, each of which is read once."""
+    matrices = weights.gate_up, weights.down
+    elements = sum(weight.shape[0] * weight.shape[1] for weight in matrices) // spec.num_experts
+    num_bytes = sum(weight.nbytes for weight in matrices) // spec.num_experts
+    return 2 * experts.numel() * elements, len(experts.unique()) * num_bytes
 
 
 def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: StateBatch) -> tuple[int, int]:
@@ -99,11 +107,12 @@ def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: State
 COSTS = {
     "qkv": lambda x, spec, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
     "linear": lambda x, weight, *rest: product_cost(len(x), weight),
-    "linear_add": lambda x, weight, residual: product_cost(len(x), weight),
+    "linear_add": lambda x, weight, *rest: product_cost(len(x), weight),
     "gate_up": lambda x, gate, up, activation: product_cost(len(x), gate, up),
     "next_tokens": lambda hidden, weight, wanted: product_cost(len(wanted.rows), weight),
     "paged_attention": attention_cost,
     "delta_rule": recurrence_cost,
+    "experts": experts_cost,
 }
 
 
@@ -116,6 +125,8 @@ class Rates:
     tries: list[float] = dataclasses.field(default_factory=list)
 
     def try_once(self) -> None:
+        """After a run that is not counted, which finds the caches full of other things."""
+        self.run()
         self.tries.append(self.amount / seconds_of(self.run) / 1e9)
 
 
@@ -169,6 +180,18 @@ def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], objec
     ]
 
 
+def mixtures(loaded: LoadedModel) -> dict[str, Rates]:
+    """The experts of all layers, in a step of 64 rows that decode, each of which goes where the router says."""
+    ops, model, calls = loaded.backend.ops, loaded.model, []
+    x = torch.randn(64, model.spec.hidden_size).to(model.dtype)
+    for layer in model.layers:
+        if isinstance(spec := layer.spec.mlp, ExpertsSpec):
+            logits = ops.linear(x, layer.mlp.router, layer.mlp.router_bias)
+            calls.append((x, spec, layer.mlp, *ops.route(logits, spec)))
+    num_bytes = sum(experts_cost(*call)[1] for call in calls)
+    return {"experts, 64 rows": Rates(lambda: [ops.experts(*call) for call in calls], num_bytes)} if calls else {}
+
+
 def seconds_of(run) -> float:
     start = time.perf_counter()
     run()
@@ -198,8 +221,8 @@ def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, 
 
 
 def make_rates_table(rates: dict[str, Rates]) -> Table:
-    """Of the recurrences also how much each is of what limits it."""
-    limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products"}
+    """Of recurrences and experts also how much each is of what limits it."""
+    limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products", "experts, 64 rows": "reading"}
     table = Table(title="each measured 15 times, in turn", title_justify="left")
     for header in ("", "unit", "best", "median", "of best", "of median"):
         table.add_column(header, justify="left" if header in ("", "unit") else "right")
@@ -240,7 +263,7 @@ def main(model: str = "smollm2", dtype: str = "auto", dummy: bool = False) -> No
     config = EngineConfig(model=model, dtype=dtype)
     loaded = load_dummy(config) if dummy else load_model(config)
     console = Console(width=100)
-    rates = measure(limits(loaded) | recurrences(loaded))
+    rates = measure(limits(loaded) | recurrences(loaded) | mixtures(loaded))
     best = {name: max(each.tries) for name, each in rates.items()}
     console.print(f"{model}, {loaded.dtype_name}, {loaded.backend.name} ({loaded.backend.ops.instruction_set()})")
     console.print(f"seen at best: {best['products']:.0f} GFLOP/s in products, {best['reading']:.1f} GB/s from memory")

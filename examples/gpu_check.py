@@ -66,7 +66,7 @@ PARTS: dict[str, tuple[Promise, ...]] = {
     "products": (
         Promise(
             "each loaded kernel multiplies by one instruction",
-            100,
+            115,
             ("test_machine.py::test_each_loaded_kernel_multiplies_by_one_instruction",),
         ),
         Promise(

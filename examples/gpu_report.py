@@ -209,6 +209,7 @@ def dense_attention(
     scale: float,
     window: None = None,
     soft_cap: None = None,
+    sinks: None = None,
 ) -> Tensor:
     """SDPA for a batch of `batch_of`: blocks in order are dense keys and values, so that nothing is gathered."""
     sequences = len(batch.context_lens)
@@ -222,7 +223,8 @@ def torch_ops(ops: Backend) -> Any:
     """`ops` with torch's products (cuBLAS on a GPU; q, k and v in one) and SDPA over dense keys and values.
 
     Norms, rope and the activation stay those of `ops`; torch writes the cache, which takes two small launches more in a
-    layer than a kernel made for it. For greedy tokens of models without norms of the heads.
+    layer than a kernel made for it. For greedy tokens of models without norms of the heads, experts, or a bias behind
+    attention.
     """
     joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 
@@ -238,6 +240,9 @@ def torch_ops(ops: Backend) -> Any:
     def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return ops.gate_mul(F.linear(x, gate), F.linear(x, up), activation)
 
+    def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: None = None) -> Tensor:
+        return torch.addmm(residual, x, weight.T)
+
     def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden[wanted.rows], weight).float()
         best, token_ids = logits.max(-1)
@@ -245,7 +250,7 @@ def torch_ops(ops: Backend) -> Any:
 
     ours = {name: getattr(ops, name) for name in ("rotation", "embedding", "rmsnorm")}
     changed = dict(qkv=qkv, gate_up=gate_up, next_tokens=next_tokens, paged_attention=dense_attention)
-    both = SimpleNamespace(**ours, **changed, linear_add=lambda x, weight, rest: torch.addmm(rest, x, weight.T))
+    both = SimpleNamespace(**ours, **changed, linear_add=linear_add)
     both.layers = partial(run_layers, both)
     return both
 

@@ -6,8 +6,10 @@ PPO's clipped objective with advantages relative to the group, and pushes its we
 between the log-probs of worker and trainer: 0.0, unless `--unaligned` asks for the plain forward pass.
 
 With `--staleness 1` the next batch is generated while the trainer computes. Each token tells the version of the weights
-it came from, and its importance ratio is relative to the log-prob that it was sampled with. Otherwise a run is the same
-to the bit each time, also when the worker is killed on the way, or the trainer, and goes on with `--resume`.
+it came from, and its importance ratio is relative to the log-prob that it was sampled with. Ratios are truncated, and
+where they are not all 1, with `--staleness 1` or `--unaligned`, each step tells how far trainer and rollout are apart.
+Without `--staleness 1` a run is the same to the bit each time, also when the worker is killed on the way, or the
+trainer, and goes on with `--resume`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from rich.progress import Progress
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trueroll.kernels.importance import diagnose, truncated_weights
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import (
     Group,
@@ -49,6 +52,7 @@ GROUP_SIZE = 8
 MAX_TOKENS = 12
 LEARNING_RATE = 2e-5
 CLIP = 0.2
+CAP = 2.0  # of importance ratios
 CHUNK = 64  # samples that go through the model at once
 WORKER_TIMEOUT = 15.0  # seconds without a sign of life
 
@@ -97,10 +101,10 @@ class Tasks:
 class Trainer:
     """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
 
-    def __init__(self, folder: Path, is_aligned: bool) -> None:
+    def __init__(self, folder: Path, is_aligned: bool, staleness: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-        self.version, self.is_aligned = 0, is_aligned
+        self.version, self.is_aligned, self.is_on_policy = 0, is_aligned, is_aligned and not staleness
         if is_aligned:
             align(self.model)
 
@@ -108,7 +112,9 @@ class Trainer:
         """Take one optimizer step, and return its metrics."""
         versions = torch.cat([sample.versions for sample in samples])
         parts = [self._backward(samples[i : i + CHUNK], len(versions)) for i in range(0, len(samples), CHUNK)]
-        losses, differences = (torch.cat(part) for part in zip(*parts, strict=True))
+        losses, log_probs = (torch.cat(part) for part in zip(*parts, strict=True))
+        sampled = torch.cat([sample.log_probs for sample in samples])
+        differences = (log_probs - sampled).abs()
         fresh, stale = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
         self.optimizer.step()
@@ -117,18 +123,20 @@ class Trainer:
         reward, length = sum(sample.reward for sample in samples) / len(samples), len(versions) / len(samples)
         row = dict(reward=reward, response_length=length, mismatch=max(fresh, default=None))
         row |= dict(stale_difference=max(stale, default=None), stale_share=len(stale) / len(versions))
-        return row | dict(oldest_version=versions.min().item(), loss=losses.sum().item(), grad_norm=grad_norm.item())
+        row |= dict(oldest_version=versions.min().item(), loss=losses.sum().item(), grad_norm=grad_norm.item())
+        return row if self.is_on_policy else row | diagnose(log_probs, sampled, high=CAP)._asdict()
 
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a micro-batch. Returns each answer token's part of the loss, and its mismatch."""
+        """Add the gradients of a micro-batch. Returns each answer token's part of the loss, and its log-prob."""
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = self._log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
         advantages = torch.cat([torch.full_like(sample.log_probs, sample.advantage) for sample in samples])
-        ratios = (log_probs - sampled).exp()
+        # PPO's ratio, truncated: the weight is a constant, and the other factor is 1 and has the gradient.
+        ratios = truncated_weights(log_probs, sampled, cap=CAP) * (log_probs - log_probs.detach()).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
         losses.sum().backward()
-        return losses.detach(), (log_probs - sampled).detach().abs()
+        return losses.detach(), log_probs.detach()
 
     def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
         """float32, of each token of the answers, one after the other."""
@@ -243,6 +251,9 @@ class Record:
             file.write(",".join("" if value is None else repr(value) for value in row.values()) + "\n")
         print("step {step}: reward {reward:.3f}, response length {response_length:.1f},".format(**row), end=" ")
         print("max |rollout log-prob - trainer log-prob|: fresh {mismatch}, stale {stale_difference}".format(**row))
+        if "k3" in row:
+            print("    KL {k3:.1e} nats a token, perplexity gap {perplexity_gap:.1e},".format(**row), end=" ")
+            print("largest ratio {largest_ratio:.2f}, {clipped_share:.1%} of the tokens truncated".format(**row))
 
     def draw(self) -> None:
         rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)
@@ -294,7 +305,7 @@ def main(
         raise typer.BadParameter("--sleep: expected 0 with --staleness 1, where the worker has no rest; drop one")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness)
     folder = resolve_model(model)
-    trainer, tasks = Trainer(folder, is_aligned=not unaligned), Tasks(folder, seed, prompts)
+    trainer, tasks = Trainer(folder, not unaligned, staleness), Tasks(folder, seed, prompts)
     record = Record(out, trainer, settings)
     record.begin(resume)
     with ExitStack() as resources:

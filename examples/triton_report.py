@@ -263,16 +263,11 @@ def recur(spec: DeltaNetSpec) -> None:
 
 def mix(spec: ExpertsSpec, hidden: int) -> None:
     """The ops of experts, chosen and given, for many numbers of rows."""
-    count, inner, empty = (
-        spec.num_experts,
-        spec.intermediate_size,
-        partial(torch.empty, dtype=torch.bfloat16, device="meta"),
-    )
+    count, inner = spec.num_experts, spec.intermediate_size
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)
-    gate_up, down = (
-        backend.new_weight(count * 2 * inner, hidden, empty),
-        backend.new_weight(count * hidden, inner, empty),
-    )
+    gate_up = backend.new_weight(count * 2 * inner, hidden, empty)
+    down = backend.new_weight(count * hidden, inner, empty)
     weights = ExpertsWeights(empty(count, hidden), None, gate_up, biases[0], down, biases[1])
     for rows in ROWS:
         x, logits = empty(rows, hidden), empty(rows, count)

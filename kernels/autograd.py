@@ -137,7 +137,8 @@ class _GateMul(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_gate_gradients(*ctx.saved_tensors, grad, ctx.activation), None
+        gate, up = ctx.saved_tensors
+        return None, *_gate_gradients(gate, up, grad, ctx.activation), None
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -221,7 +222,7 @@ class _Experts(Function):
         grad_x, grad_gates = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(gates)
         found = [torch.zeros_like(p) if wanted else None for p, wanted in zip(parameters, needed[3:], strict=True)]
         for expert, rows, places in _rows_by_expert(experts, len(parameters[0])):
-            own = [None if p is None else p[expert] for p in parameters]
+            own: list[Any] = [None if p is None else p[expert] for p in parameters]
             inputs = x[rows], gates[rows, places, None], grad[rows]
             rows_x, rows_gates, *each = _expert_gradients(ctx.ops, ctx.activation, *inputs, *own)
             grad_x[rows] += rows_x.float()
@@ -338,27 +339,24 @@ class _Attention(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         lens = list(ctx.packed.lens)
         *saved, sinks = ctx.saved_tensors  # a checkpointed layer lets them be read once
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         inputs = [x.split(lens) for x in saved]
         outputs = [torch.empty_like(x) for x in saved]
         places = [x.split(lens) for x in outputs]
-        grads = grad.split(lens)
+        grads, of_sinks = grad.split(lens), []
         for group in ctx.packed.groups():
             padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*inputs, grads)]
-            found, of_sinks = _attention_gradients(padded, sinks, ctx.spec)
-            for part, place in zip(found, places, strict=True):
+            found = _attention_gradients(padded, sinks, ctx.spec)
+            for part, place in zip(found[:3], places, strict=True):
                 for i, rows in zip(group, part, strict=True):
                     place[i].copy_(rows[: lens[i]])
-            if grad_sinks is not None:
-                grad_sinks += of_sinks
-        return None, *outputs, None if grad_sinks is None else grad_sinks.to(sinks.dtype), None, None
+            of_sinks += found[3:]
+        grad_sinks = None if sinks is None else torch.stack(of_sinks).sum(0).to(sinks.dtype)
+        return None, *outputs, grad_sinks, None, None
 
 
-def _attention_gradients(
-    padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec
-) -> tuple[list[Tensor], Tensor | None]:
-    """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding; and
-    that of `sinks` [heads], float32.
+def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec) -> list[Tensor]:
+    """Those of q, k and v, of sequences padded on the right: causal attention keeps real queries from the padding. And
+    that of `sinks` [heads], float32, if there are some.
 
     `padded`: q, k, v and the gradient of the output, each [B, T, heads, D].
     """
@@ -368,7 +366,7 @@ def _attention_gradients(
     with torch.enable_grad():
         out = _attend(q, k, v, sinks, spec)
     found = torch.autograd.grad(out, inputs if sinks is None else [*inputs, sinks], grad)
-    return [x.transpose(1, 2) for x in found[:3]], None if sinks is None else found[3]
+    return [*(x.transpose(1, 2) for x in found[:3]), *found[3:]]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:

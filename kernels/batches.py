@@ -85,11 +85,11 @@ def read_routes(
         )
     count, top_k = spec.experts[0].num_experts, spec.experts[0].top_k
     _check_routes(routed_experts, (*shape, len(spec.experts), top_k))
-    rows = routed_experts.to(indices.device, torch.int32).flatten(0, len(shape) - 1)[indices].sort(-1).values
+    rows = routed_experts.to(indices.device, torch.int64).flatten(0, len(shape) - 1)[indices].sort(-1).values
     is_last = torch.zeros_like(packed.positions, dtype=torch.bool)
     is_last[torch.tensor(packed.batch.query_starts[1:], device=is_last.device) - 1] = True
     _check_ids(rows[~is_last], count)
-    return rows.masked_fill(is_last[:, None, None], OWN_CHOICE).transpose(0, 1).contiguous()
+    return rows.masked_fill(is_last[:, None, None], OWN_CHOICE).transpose(0, 1).int().contiguous()
 
 
 def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:

@@ -57,7 +57,7 @@ def _spread_routes(
             f"{list(routed_experts.shape)}; give a row for each token"
         )
     shape = routed_experts.shape[:-2]
-    indices, packed = locate(routed_experts[..., 0, 0], attention_mask, lengths)
+    indices, packed = locate(routed_experts.new_empty(shape), attention_mask, lengths)
     routes = read_routes(routed_experts, spec, shape, indices, packed).long()
     whole = routes.new_full((len(routes), shape.numel(), routes.shape[2]), OWN_CHOICE)
     return whole.index_copy_(1, indices, routes)

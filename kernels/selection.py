@@ -29,8 +29,11 @@ class SelectedBackend:
     can_capture: bool = False
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> SelectedBackend:
-    """The backend called `name`, or the best one for the device and the layers if `name` is `auto`.
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], hidden_size: int | None = None
+) -> SelectedBackend:
+    """The backend called `name`, or the best one for the device and the layers if `name` is `auto`. `hidden_size`: of
+    the layers; None for one that any backend serves.
 
     Raise ConfigError if there is no such backend, if it cannot serve the layers, or if TRUEROLL_CPU_ISA names an
     instruction set that this machine does not have.
@@ -41,7 +44,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, layers: 
     wanted = fastest if name == "auto" else name
     if wanted == "reference":
         return _select("reference", device, "")
-    obstacle = _obstacle(wanted, device, dtype, layers)
+    obstacle = _obstacle(wanted, device, dtype, layers, hidden_size)
     if not obstacle:
         return _select(wanted, device, "")
     if name == wanted:
@@ -49,11 +52,15 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype, layers: 
     return _select("reference", device, obstacle)
 
 
-def _obstacle(name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
+def _obstacle(
+    name: str, device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], hidden_size: int | None
+) -> str:
     """Why the backend cannot serve such layers, or an empty string."""
     from . import cpu, triton
 
-    return (triton if name == "triton" else cpu).obstacle(device, dtype, layers)
+    if name == "triton":
+        return triton.obstacle(device, dtype, layers)
+    return cpu.obstacle(device, dtype, layers, hidden_size)
 
 
 def _select(name: str, device: torch.device, note: str) -> SelectedBackend:

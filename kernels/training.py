@@ -364,7 +364,7 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
     """Logs a fallback in the words of a worker, once in a process, since forward passes ask again and again."""
-    chosen = select_backend(name, device, dtype, spec.layers)
+    chosen = select_backend(name, device, dtype, spec.layers, spec.hidden_size)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
     return chosen

@@ -112,7 +112,7 @@ def check_address(address: str, has_keys: bool) -> None:
     if transport != "tcp" or ":" not in rest:
         raise ConfigError(f"address: expected ipc://PATH or tcp://IP:PORT, found {address!r}")
     host = rest.rpartition(":")[0].strip("[]")
-    if not has_keys and not _is_loopback(host):
+    if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"address: expected a loopback IP such as 127.0.0.1, found {address!r}; any other address needs keys "
             "(curve_secret_key_file and clients_file for the worker, server_public_key and client_key for the "
@@ -120,7 +120,8 @@ def check_address(address: str, has_keys: bool) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether it is an IP that only this machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

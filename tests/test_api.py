@@ -17,7 +17,7 @@ import trueroll.rollout
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "api.py"
-MODULES = ("trueroll.rollout", "trueroll.kernels.training")
+MODULES = ("trueroll.rollout", "trueroll.kernels.training", "trueroll.kernels.importance")
 
 
 def public_members(kind: type) -> Iterator[tuple[str, Any]]:

@@ -32,10 +32,6 @@ class RouteRecords:
         """What the rows take now."""
         return len(self._rows) * self.block_bytes
 
-    def is_recorded(self, entry: Entry) -> bool:
-        """Whether the rows of an entry's block are known."""
-        return entry in self._rows
-
     def recorded(self, run: Sequence[Entry]) -> list[Entry]:
         """The longest beginning of a run of entries that all have their rows."""
         count = next((i for i, entry in enumerate(run) if entry not in self._rows), len(run))

@@ -84,7 +84,7 @@ class _Wanted(NamedTuple):
     """
 
     shapes: dict[str, Shape]
-    packed: dict[str, tuple[str, str]]
+    packed: dict[str, tuple[str, ...]]
     packed_shapes: dict[str, Shape]
     missing: dict[str, int]
     doubled: dict[str, set[str]]
@@ -99,7 +99,8 @@ class _Wanted(NamedTuple):
             if len(there) > 1:
                 wanted.doubled[name] = {one for form in there for one in form}
             if there and there[0] is packed:
-                wanted.packed[name] = tuple(packed)
+                blocks, scales = packed
+                wanted.packed[name] = blocks, scales
                 wanted.packed_shapes.update(packed)
             else:
                 wanted.shapes.update(there[0] if there else forms[0])
@@ -150,13 +151,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a folder's safetensors files with its name there, one at a time. Raise ModelError if a file is
+    missing, broken or out of proportion.
+    """
+    files = _checkpoint_files(folder)
+    _check_headers(folder, files)
+    for file in files:
+        with _open(file) as checkpoint:
+            for name in checkpoint.keys():
+                yield name, checkpoint.get_tensor(name)
+
+
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
     """Copy each tensor of a checkpoint into `destinations[its name in the decoder]`, or into its part of a stack there,
     converting dtype and device.
 
     Raise ModelError if a file can no longer be read.
     """
-
     for file, names in checkpoint.files.items():
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
@@ -318,7 +330,7 @@ def _check_tensors(
         "missing": sorted(shapes.keys() - found.keys() - in_doubled) + _incomplete_stacks(found, wanted, spellings),
         "unknown": sorted(found.keys() - shapes.keys() - in_doubled - set(ignored)),
         "there more than once": sorted(name for name, tensors in found.items() if len(tensors) > 1),
-        "there as a whole and in parts": sorted(doubled),
+        "there in more than one form": sorted(doubled),
         "of the wrong shape": [
             f"{name} (expected {list(wanted)}, found {brief(list(tensor.shape))})"
             for name, (wanted, tensor) in both.items()

@@ -30,10 +30,9 @@ class WeightStore:
     """The weights of the model that `build(empty)` makes, and what a new set of them must bring.
 
     `dtype`: such as `bfloat16`. `shapes`: of every parameter, by its Hugging Face name. `parts`: what may come in place
-    of some (`Parts`). `tied`: names of copies of parameters, and of which. `ignored`: further names that a set of
-    weights may have. `is_whole`: whether the live
-    weights are those of one version; not after level 2 of `sleep`, nor once a staging in place is written to, until a
-    commit of every parameter.
+    of some (`Parts`), and `spellings`: the names that follow. `tied`: names of copies of parameters, and of which.
+    `ignored`: further names that a set of weights may have. `is_whole`: whether the live weights are those of one
+    version; not after level 2 of `sleep`, nor once a staging in place is written to, until a commit of every parameter.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:

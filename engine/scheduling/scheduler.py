@@ -51,8 +51,8 @@ class SchedulerStats:
 
     `prefix_queries`, `prefix_hits`: prompt tokens asked for and found, at first admission. `shortened_hits`: tokens
     that were found, and computed all the same for want of a checkpoint of their state, or of the routed experts that
-    were asked for. `preemptions`: how often a
-    running sequence gave its blocks to an older one; `recomputed`: how often one lost them to `recompute_running`.
+    were asked for. `preemptions`: how often a running sequence gave its blocks to an older one; `recomputed`: how often
+    one lost them to `recompute_running`.
     """
 
     prefix_queries: int = 0

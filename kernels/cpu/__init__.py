@@ -16,8 +16,10 @@ from ..specs import AttentionSpec, ExpertsSpec, LayerSpec
 MOST_HEAD_DIM = 512
 
 
-def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec]) -> str:
-    """Why these kernels cannot serve such layers on a device in a dtype, or an empty string.
+def obstacle(
+    device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpec], hidden_size: int | None = None
+) -> str:
+    """Why these kernels cannot serve such layers of a hidden size on a device in a dtype, or an empty string.
 
     Raise ConfigError if TRUEROLL_CPU_ISA names what this machine does not have.
     """
@@ -34,7 +36,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, layers: Sequence[LayerSpe
             expected = f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM}"
             return f"native CPU kernels expect {expected}, found {head_dim}"
     for inner in [layer.mlp.intermediate_size for layer in layers if isinstance(layer.mlp, ExpertsSpec)]:
-        if inner % 16:
-            expected = "experts of an intermediate size that is a multiple of 16"
-            return f"native CPU kernels expect {expected}, found {inner}"
+        for size in (inner, hidden_size or 0):
+            if size % 16:
+                expected = "experts of intermediate and hidden sizes that are multiples of 16"
+                return f"native CPU kernels expect {expected}, found {size}; use the backend reference"
     return library_obstacle()

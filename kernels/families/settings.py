@@ -155,10 +155,11 @@ class Settings(PreTrainedConfig):
     def mlps(self: Any, **others: Any) -> list[MlpSpec | ExpertsSpec]:
         """For each layer its experts, or the MLP of those that have none. `others`: as in `experts`."""
         dense, step = {*(self.mlp_only_layers or [])}, self.decoder_sparse_step
-        count = self.num_hidden_layers if self.num_experts != 0 else 0
-        sparse = {i for i in range(count) if i not in dense and (i + 1) % step == 0}
-        mlp, experts = MlpSpec(self.intermediate_size), self.experts(**others) if sparse else None
-        return [experts if experts is not None and i in sparse else mlp for i in range(self.num_hidden_layers)]
+        numbers = range(self.num_hidden_layers)
+        is_sparse = [self.num_experts != 0 and i not in dense and (i + 1) % step == 0 for i in numbers]
+        mlp = MlpSpec(self.intermediate_size)
+        experts = self.experts(**others) if any(is_sparse) else mlp
+        return [experts if sparse else mlp for sparse in is_sparse]
 
     def experts(self: Any, **others: Any) -> ExpertsSpec:
         """Experts of these settings. `others`: further fields of the spec. Raise ModelError for more experts of a token

@@ -266,9 +266,9 @@ def _list_kernel(
     tile = tl.sum(tl.where(other < expert, tiles, 0), axis=0)
     if expert == E - 1:
         tl.store(counts_ptr + E, tl.sum(tiles, axis=0))
-    for begin in range(first, end, TILE * width):
+    for begin in range(first, end, TILE * width):  # type: ignore[reportArgumentType]
         begins = begin + place * width
-        at = tiles_ptr + (tile + (begin - first) // width + place) * 3
+        at = tiles_ptr + (tile + (begin - first) // width + place) * 3  # type: ignore[reportOperatorIssue]
         tl.store(at, tl.zeros([TILE], tl.int32) + expert, mask=begins < end)
         tl.store(at + 1, begins, mask=begins < end)
         tl.store(at + 2, tl.minimum(begins + width, end), mask=begins < end)

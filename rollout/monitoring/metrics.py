@@ -199,7 +199,19 @@ class _Collector:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        health, stats = self._source.health(), self._source.stats()
+        yield from WorkerMetrics(self._source.health(), self._source.stats()).collect()
+        yield from _duration_metrics(self._source.timings())
+
+
+class WorkerMetrics:
+    """What a worker has told of itself, as metrics: all but the durations."""
+
+    def __init__(self, health: protocol.Health, stats: protocol.Stats) -> None:
+        self._health, self._stats = health, stats
+
+    def collect(self) -> Iterator[Metric]:
+        """Each metric, as it was then."""
+        health, stats = self._health, self._stats
         yield from _state_metrics(health)
         yield from _load_metrics(health)
         yield from _service_metrics(stats.service)
@@ -208,7 +220,6 @@ class _Collector:
             yield from _cache_metrics(stats.engine)
         if stats.engine and health.engine and health.engine["expert_layers"]:
             yield from _expert_metrics(expert_tokens(health.engine, stats.engine))
-        yield from _duration_metrics(self._source.timings())
 
 
 def _state_metrics(health: protocol.Health) -> Iterator[Metric]:

@@ -147,21 +147,17 @@ def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
     """`routed_experts`, as the engine gave it, writable."""
     if routed is None:
         return None
-    return (
-        np.frombuffer(routed.data, f"<u{1 if routed.dtype == 'uint8' else 2}")
-        .astype(routed.dtype)
-        .reshape(routed.shape)
-    )
+    elements = np.frombuffer(routed.data, np.dtype(routed.dtype).newbyteorder("<"))
+    return elements.astype(routed.dtype).reshape(routed.shape)
 
 
 def _routed(output: SampleOutput | ScoreOutput) -> RoutedExperts | None:
     if (routed := output.routed_experts) is None:
         return None
-    dtype, shape = (
-        "uint8" if routed.dtype == np.uint8 else "uint16",
-        (routed.shape[0], routed.shape[1], routed.shape[2]),
-    )
-    return RoutedExperts(dtype=dtype, shape=shape, data=routed.astype(routed.dtype.newbyteorder("<")).tobytes())
+    tokens, layers, top_k = routed.shape
+    data = routed.astype(routed.dtype.newbyteorder("<")).tobytes()
+    dtype = "uint8" if routed.dtype == np.uint8 else "uint16"
+    return RoutedExperts(dtype=dtype, shape=(tokens, layers, top_k), data=data)
 
 
 def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from trueroll.errors import TruerollError
+from trueroll.errors import ConfigError, TruerollError
 
 from ...engine.config import BackendName, Dtype, EngineConfig, defaults_of
 from ...engine.request import SamplingParams
 from ..config import WorkerConfig
+from ..http.config import HttpConfig
 
 app = typer.Typer(
     help="Rollout generation for reinforcement learning: the same request gives the same bits.",
@@ -28,6 +30,7 @@ app = typer.Typer(
 )
 
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
+HTTP = {name: field.default for name, field in HttpConfig.model_fields.items()}
 WORKER = {name: field.default for name, field in WorkerConfig.model_fields.items()}
 GPU = defaults_of("cuda")
 _MOST_GIB = 2**20
@@ -228,6 +231,49 @@ def generate(
 
 
 @app.command()
+def http(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
+    host: Annotated[str, typer.Option(help="The IP to listen on; beyond loopback only with an API key.")] = HTTP[
+        "host"
+    ],
+    port: Annotated[int, typer.Option(help="0: any free one.")] = HTTP["port"],
+    api_key_file: Annotated[
+        str | None, typer.Option(help="A file with the API key. Default: TRUEROLL_HTTP_API_KEY, if that is set.")
+    ] = HTTP["api_key_file"],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="The model whose tokenizer is used; to be given for tcp://. Default: the one served."),
+    ] = HTTP["tokenizer"],
+    model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: what the worker was told to serve.")
+    ] = HTTP["model_name"],
+    max_body_bytes: Annotated[int, typer.Option(help="Longest request that is read.")] = HTTP["max_body_bytes"],
+    max_open_requests: Annotated[int, typer.Option(help="Most requests at a time.")] = HTTP["max_open_requests"],
+    drain_seconds: Annotated[
+        int, typer.Option(help="How long open requests may go on after SIGTERM or Ctrl-C.")
+    ] = HTTP["drain_seconds"],
+    server_public_key: ServerPublicKey = None,
+    client_key_file: ClientKeyFile = None,
+) -> None:
+    """Answer HTTP, as OpenAI's and vLLM's servers do, with what a worker computes. Prints one line when it is ready.
+
+    Needs pip install 'trueroll[http]'.
+    """
+    settings = dict(locals())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = HttpConfig(**{name: settings[name] for name in HTTP})
+    for package in ("starlette", "uvicorn"):
+        if find_spec(package) is None:
+            raise ConfigError(f"http: expected the package {package}, found none; pip install 'trueroll[http]'")
+    from ..http.server import serve as serve_http
+    from ..worker.process import raise_descriptor_limit
+
+    raise_descriptor_limit()
+    keys = server_public_key, client_key_file
+    serve_http(config, keys, lambda url, model: print(f"ready url={url} model={model} address={address}", flush=True))
+
+
+@app.command()
 def top(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
@@ -288,7 +334,7 @@ def bench(
         typer.Option(
             metavar="CONFIG",
             help="Instead of MODEL: random weights for a config.json, a folder that holds one, or one of "
-            "qwen2.5-7b, qwen3-0.6b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
+            "qwen2.5-7b, qwen3-0.6b, qwen3-moe-0.3b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
         ),
     ] = None,
     workload: Annotated[

@@ -27,7 +27,7 @@ from ...engine.request import SampleOutput, SamplingParams
 from ..client.client import Group, RolloutClient
 from ..client.local_worker import WorkerProcess, launch_worker
 from ..publisher.publisher import PushResult, WeightPublisher
-from .text import TextModel
+from ..text import TextModel
 
 SYSTEM_PROMPT = (
     "You are a patient teacher who explains how things work to curious readers. Answer in two or three short "

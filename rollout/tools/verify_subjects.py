@@ -126,10 +126,13 @@ def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
     """Asks for the log-probs that the sample has."""
     token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
     asked = _distribution_of(subject.params)
-    recorded = dict(
-        top_logprobs=subject.params.top_logprobs, return_routed_experts=subject.params.return_routed_experts
+    return ScoreRequest(
+        f"{subject.id}/{sample.index}",
+        token_ids,
+        asked,
+        top_logprobs=subject.params.top_logprobs,
+        return_routed_experts=subject.params.return_routed_experts,
     )
-    return ScoreRequest(f"{subject.id}/{sample.index}", token_ids, asked, **recorded)
 
 
 def _distribution_of(params: SamplingParams) -> Distribution:

@@ -128,7 +128,9 @@ class WorkerLostError(TruerollError):
 
 
 class AlignmentError(TruerollError):
-    """A trainer's model cannot be aligned, is not aligned, or was given what an aligned one cannot take."""
+    """A trainer's model cannot be aligned, is not aligned, or was given what an aligned one cannot take, or log-probs
+    of trainer and rollout do not fit together.
+    """
 
     code = "not_aligned"
 

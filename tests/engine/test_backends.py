@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.errors import ConfigError
 from trueroll.kernels.cpu import library as native
 from trueroll.kernels.cpu.library import Library, load_library
+from trueroll.kernels.training import align, aligned_with
 
 from .drive import bits, generate, make_engine, run, score, tokens
 
@@ -69,6 +71,23 @@ def test_what_the_native_kernels_do_not_serve(
     assert backend == "reference" and re.search(reason, note)
     with pytest.raises(ConfigError, match=f"backend: .* found cpu: .*{reason}"):
         make_engine(model, dtype=dtype, backend="cpu")
+
+
+@pytest.mark.parametrize(("sizes", "found"), [(dict(hidden_size=72), 72), (dict(moe_intermediate_size=24), 24)])
+def test_experts_that_the_native_kernels_do_not_serve(tmp_path: Path, sizes: dict[str, int], found: int) -> None:
+    model = make_tiny_model("qwen3_moe", tmp_path, **sizes)
+    reason = f"experts of intermediate and hidden sizes that are multiples of 16, found {found}; use the backend refer"
+    engine = make_engine(model)
+    backend, note = chosen(engine)
+    assert backend == "reference" and reason in note
+    assert len(score(engine, tokens(5))) == 4
+    with pytest.raises(ConfigError, match=f"backend: .* found cpu: .*{reason}"):
+        make_engine(model, backend="cpu")
+    aligned = AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(ConfigError, match=reason):
+        align(aligned, backend="cpu")
+    align(aligned)
+    assert aligned_with(aligned).backend == "reference"
 
 
 def test_the_environment_names_the_instruction_set(

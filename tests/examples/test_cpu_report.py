@@ -10,8 +10,8 @@ import torch
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import load_model
-from trueroll.kernels.contract import NO_SLOT, AttentionBatch, StateBatch
-from trueroll.kernels.specs import DeltaNetSpec, NormSpec
+from trueroll.kernels.contract import NO_SLOT, AttentionBatch, ExpertsWeights, StateBatch
+from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, NormSpec
 from trueroll.rollout.tools.bench import Workload
 
 REPORT = runpy.run_path(str(Path(__file__).parents[2] / "examples/cpu_report.py"))
@@ -39,9 +39,20 @@ def test_attention_counts_what_a_window_sees() -> None:
     """Of 20 tokens in blocks of 4 the last 3 are queries; with a window of 5 they see tokens 13 to 19, in 2 blocks."""
     batch = AttentionBatch([0, 3], [20], torch.arange(5)[None])
     q, cache = torch.zeros(3, 6, 16), torch.zeros(5, 4, 2, 16)
-    everything = REPORT["attention_cost"](q, cache, cache, batch, 0.1, None, None)
+    everything = REPORT["attention_cost"](q, cache, cache, batch, 0.1, None, None, None)
     assert everything == (4 * (18 + 19 + 20) * 6 * 16, 2 * cache.nbytes)
-    assert REPORT["attention_cost"](q, cache, cache, batch, 0.1, 5, None) == (4 * 15 * 6 * 16, 2 * 2 * cache[0].nbytes)
+    found = REPORT["attention_cost"](q, cache, cache, batch, 0.1, 5, None, None)
+    assert found == (4 * 15 * 6 * 16, 2 * 2 * cache[0].nbytes)
+
+
+def test_only_the_experts_that_rows_go_to_are_read() -> None:
+    """Three of eight, each once, whose matrices are [2 * 32, 64] and [64, 32]."""
+    spec = ExpertsSpec(num_experts=8, top_k=2, intermediate_size=32)
+    gate_up, down = torch.zeros(8 * 2 * 32, 64), torch.zeros(8 * 64, 32)
+    weights = ExpertsWeights(torch.zeros(8, 64), None, gate_up, None, down, None)
+    experts = torch.tensor([[0, 5], [0, 7], [5, 7]])
+    found = REPORT["experts_cost"](torch.zeros(3, 64), spec, weights, experts, torch.ones(3, 2))
+    assert found == (2 * 6 * 3 * 32 * 64, 3 * 3 * 32 * 64 * 4)
 
 
 def test_a_recurrence_reads_and_writes_each_state_once() -> None:

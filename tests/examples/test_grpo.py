@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -31,6 +32,8 @@ Run: TypeAlias = Callable[..., list[dict[str, str]]]
 DEADLINE = 240.0
 STEPS = 4
 SETTINGS = dict(dtype="bfloat16", max_model_len=256)
+COLUMNS = ["step", "reward", "response_length", "mismatch", "stale_difference", "stale_share", "oldest_version", "loss"]
+COLUMNS += ["grad_norm"]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
     fall_asleep = RolloutClient.sleep
     monkeypatch.setattr(RolloutClient, "sleep", lambda self, level: (levels.append(level), fall_asleep(self, level)))
     rows = run(tmp_path, sleep=sleep)
-    assert levels == ([sleep] * STEPS if sleep else [])
+    assert levels == ([sleep] * STEPS if sleep else []) and [*rows[0]] == COLUMNS
     assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
     assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
     assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
@@ -118,6 +121,15 @@ def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: 
 def test_the_plain_forward_pass_shows_a_mismatch(run: Run, tmp_path: Path) -> None:
     rows = run(tmp_path, steps=2, unaligned=True)
     assert all(float(row["mismatch"]) > 0.0 for row in rows)
+    check_diagnostics(rows)
+
+
+def check_diagnostics(rows: list[dict[str, str]]) -> None:
+    """Of samples that are not of the trainer's own policy."""
+    for row in rows:
+        assert float(row["k1"]) != 0.0 and float(row["k2"]) > 0.0 and float(row["k3"]) > 0.0
+        assert float(row["largest_ratio"]) > 1.0 and float(row["perplexity_gap"]) != 0.0
+        assert (float(row["clipped_share"]) > 0.0) == (float(row["largest_ratio"]) > 2.0)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -200,6 +212,9 @@ def check_stale(rows: list[dict[str, str]]) -> None:
     for step, row in enumerate(rows[1:], 1):
         assert row["oldest_version"] == str(step - 1) and float(row["stale_share"]) > 0.0
         assert float(row["stale_difference"]) > 0.0 and row["mismatch"] in ("", "0.0")
+    check_diagnostics(rows[1:])
+    exact = dict(k1="0.0", k2="0.0", k3="0.0", perplexity_gap="0.0", clipped_share="0.0", largest_ratio="1.0")
+    assert rows[0].items() >= exact.items() and [*rows[0]] == [*COLUMNS, *exact]
 
 
 def test_stale_tokens_carry_their_version(run: Run, tmp_path: Path) -> None:
@@ -254,8 +269,10 @@ def test_a_worker_that_generates_all_the_time_cannot_sleep(run: Run, tmp_path: P
 
 @pytest.mark.parametrize(("shift", "advantage"), [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)])
 def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: float, advantage: float) -> None:
-    """Where the ratio has gone too far in the direction of the advantage already, there is no gradient."""
-    trainer = grpo.Trainer(model, is_aligned=True)
+    """Where the ratio has gone too far in the direction of the advantage already, there is no gradient. Where it has
+    gone too far in the other one, it counts as the cap.
+    """
+    trainer = grpo.Trainer(model, is_aligned=True, staleness=1)
     ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         log_probs = trainer._log_probs([grpo.Sample(ids, torch.zeros(2), old, 0.0, 0.0)])
@@ -263,3 +280,6 @@ def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: flo
     row = trainer.step([grpo.Sample(ids, log_probs + shift, old, 0.0, advantage)])
     assert row["stale_difference"] == pytest.approx(1.0) and row["mismatch"] is None
     assert (row["grad_norm"] == 0.0) == (shift == -advantage)
+    ratio = min(math.exp(-shift), 2.0)
+    assert row["loss"] == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage))
+    assert row["clipped_share"] == (shift < 0) and row["largest_ratio"] == pytest.approx(math.exp(-shift))

@@ -35,9 +35,12 @@ def config_of(model: Path, **settings: Any) -> EngineConfig:
 
 
 @pytest.fixture
-def two_layers(tmp_path: Path) -> Path:
-    """The configuration of Qwen3-0.6B, cut to two layers."""
-    return cut_config("qwen3-0.6b", tmp_path)
+def two_layers(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """The configuration of Qwen3-0.6B, or of the model that a test names, cut to two layers."""
+    return cut_config(getattr(request, "param", "qwen3-0.6b"), tmp_path)
+
+
+dense_and_mixture = pytest.mark.parametrize("two_layers", ["qwen3-0.6b", "qwen3-moe-0.3b"], indirect=True)
 
 
 @pytest.fixture
@@ -74,6 +77,7 @@ def replays(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
+@dense_and_mixture
 def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
     """Ten samples, of which ever fewer go on."""
     config = config_of(two_layers, max_num_batched_tokens=4096)
@@ -111,6 +115,7 @@ def kinds_of(chunks: Chunks) -> set[str]:
     return {kind for kind, is_there in found.items() if is_there}
 
 
+@dense_and_mixture
 def test_a_step_is_queued_without_waiting_for_the_device(
     two_layers: Path, replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +182,7 @@ def test_sleep_gives_the_memory_of_the_device_back(
     assert all_bits(engine, requests) == expected
 
 
+@dense_and_mixture
 def test_serving_compiles_no_kernel_and_captures_no_graph(
     gpu: torch.device, two_layers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,8 @@ NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--f
 SETTINGS = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_")
 # Features, any number of tokens and 16 columns of K, as the machine code of a generation of GPUs names them.
 INSTRUCTIONS = {8: r"HMMA\.16816", 9: r"HGMMA\.64x\d+x16"}
-MULTIPLYING = {"products", "attention"}
-"""Modules of kernels with a matrix product; all that have one are there."""
+MULTIPLYING = {"qwen2.5-7b": {"products", "attention"}, "qwen3-moe-0.3b": {"products", "attention", "experts"}}
+"""Models, and the modules of kernels with a matrix product that they use; all that have one are there."""
 
 
 def test_versions_and_driver(record_property: Callable[[str, str], None]) -> None:
@@ -62,13 +62,18 @@ def loaded_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.parametrize("name", MULTIPLYING)
 def test_each_loaded_kernel_multiplies_by_one_instruction(
-    gpu: torch.device, tmp_path: Path, loaded_kernels: dict[str, Any], record_property: Callable[[str, str], None]
+    gpu: torch.device,
+    name: str,
+    tmp_path: Path,
+    loaded_kernels: dict[str, Any],
+    record_property: Callable[[str, str], None],
 ) -> None:
-    """The kernels of two layers of Qwen2.5-7B, for prompts and for 1 to 520 decodes."""
+    """The kernels of two layers of a model, for prompts and for 1 to 520 decodes."""
     expected = INSTRUCTIONS[torch.cuda.get_device_capability(gpu)[0]]
     config = EngineConfig(
-        model=str(cut_config("qwen2.5-7b", tmp_path)),
+        model=str(cut_config(name, tmp_path)),
         device="cuda",
         backend="triton",
         max_model_len=8192,
@@ -80,13 +85,14 @@ def test_each_loaded_kernel_multiplies_by_one_instruction(
     run(engine, requests())
     run(engine, [generate("long", tokens(6000), top_k=5, top_p=0.9, top_logprobs=4, max_tokens=3)])
     instructions: defaultdict[str, set[str]] = defaultdict(set)
-    for name, kernel in loaded_kernels.values():
+    for kernel_name, kernel in loaded_kernels.values():
         found = set(re.findall(r"\b(?:HMMA|HGMMA|UTC\w*MMA)\.\w+", kernel.asm["sass"]))
-        print(f"{name}: {kernel.n_regs} registers, {kernel.n_spills} spilled, {sorted(found) or 'no product'}")
-        instructions[name] |= found
-    multiplying = {name: found for name, found in instructions.items() if found}
-    assert {name.split(".")[0] for name in multiplying} == MULTIPLYING, "premise: products were found"
+        print(f"{kernel_name}: {kernel.n_regs} registers, {kernel.n_spills} spilled, {sorted(found) or 'no product'}")
+        instructions[kernel_name] |= found
+    multiplying = {kernel_name: found for kernel_name, found in instructions.items() if found}
+    modules = {kernel_name.split(".")[0] for kernel_name in multiplying}
+    assert modules == MULTIPLYING[name], "premise: products were found"
     assert all(re.fullmatch(expected, each) for found in multiplying.values() for each in found), multiplying
-    assert [name for name, kernel in loaded_kernels.values() if kernel.n_spills] == []
+    assert [each for each, kernel in loaded_kernels.values() if kernel.n_spills] == []
     shapes = sorted(set().union(*multiplying.values()))
     record_property("found", f"{len(loaded_kernels)} kernels loaded, none spills; {', '.join(shapes)}")

@@ -50,6 +50,9 @@ OTHER_CHECKS = (
     contract.test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold,
     contract.test_attention_does_not_depend_on_later_tokens_in_the_call,
     contract.test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call,
+    partial(contract.test_experts_do_not_depend_on_the_number_of_rows, threads=1, two_threads=None),
+    contract.test_a_row_with_nan_goes_to_experts_that_exist,
+    contract.test_equal_scores_choose_the_lower_expert,
 )
 
 

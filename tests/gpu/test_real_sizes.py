@@ -1,9 +1,12 @@
-"""The kernels at the sizes of Qwen2.5-7B: near float64, and each row's bits its own, in every tile of the tables."""
+"""The kernels at the sizes of Qwen2.5-7B: near float64, and each row's bits its own, in every tile of the tables; and
+those of experts, at the sizes of Qwen3-30B-A3B and gpt-oss-20b.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trueroll.kernels.contract import GREEDY, SAMPLE, Backend, Wanted
+from trueroll.kernels.contract import GREEDY, SAMPLE, Backend, ExpertsWeights, Wanted
 from trueroll.kernels.layer import project
+from trueroll.kernels.specs import ExpertsSpec
 
 from ..kernels.accuracy import EPSILON, FLOAT32
 from ..kernels.backends import Served
 from ..kernels.inputs import Paged, layer_spec, make_layers, same_bits
 from ..kernels.test_joined_ops import step_by_step, wanted
+from ..kernels.triton import test_experts as of_experts
 from .moved import DEVICE, Moved, move, random, same, sized
 
 DTYPES = sized([torch.bfloat16, torch.float16], [torch.bfloat16])
@@ -56,6 +61,44 @@ def test_a_product_does_not_depend_on_the_number_of_rows(kernels: Backend, name:
         for start in {0, 1000 % (rows + 1 - count), rows - count}:
             part = slice(start, start + count)
             assert same(product(kernels, x[part], weight), everything[part]), f"{count} rows from {start}"
+
+
+EXPERTS: dict[str, tuple[ExpertsSpec, int]] = {
+    "Qwen3-30B-A3B": (sized(ExpertsSpec(128, 8, 768), ExpertsSpec(4, 2, 40)), sized(2048, 72)),
+    "gpt-oss-20b": (
+        ExpertsSpec(*sized((32, 4, 2880), (4, 2, 40)), activation="clamped_silu", bias=True),
+        sized(2880, 72),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_do_not_depend_on_the_number_of_rows(kernels: Backend, name: str, dtype: torch.dtype) -> None:
+    """And few rows have the bits of each expert's products alone."""
+    spec, hidden = EXPERTS[name]
+    count, inner = spec.num_experts, spec.intermediate_size
+    new = partial(random, dtype=dtype, scale=hidden**-0.5)
+    gate_up, down = new(count * 2 * inner, hidden, seed=1), new(count * hidden, inner, seed=2)
+    biases = (new(count, 2 * inner, seed=3), new(count, hidden, seed=4)) if spec.bias else (None, None)
+    weights = ExpertsWeights(gate_up, None, gate_up, biases[0], down, biases[1])
+    x, logits = random(ROWS, hidden, dtype=dtype), random(ROWS, count, dtype=dtype, seed=5)
+
+    def compute(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        chosen, gates = kernels.route(logits[part], spec)
+        return chosen, gates, kernels.experts(x[part], spec, weights, chosen, gates, x[part])
+
+    everything = compute(slice(None))
+    assert all(out.isfinite().all() for out in everything)
+    for rows in (rows for rows in COUNTS if rows < ROWS):
+        for start in {0, 1000 % (ROWS + 1 - rows), ROWS - rows}:
+            part = slice(start, start + rows)
+            assert all(same(a, b[part]) for a, b in zip(compute(part), everything, strict=True)), (
+                f"{rows} rows from {start}"
+            )
+    few = slice(17)
+    expected = of_experts.step_by_step(x[few], spec, weights, *(out[few] for out in everything[:2]), x[few])
+    assert same(expected, everything[2][few])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -96,6 +96,8 @@ SERVED = [
     for implementation in (*IMPLEMENTATIONS, Implementation("cpu", "amx_bf16", emulated=True))
     for dtype in implementation.dtypes
 ]
+# Those whose backend has experts, sinks, biases behind attention and the clamped activation; no interpreter so far.
+MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:

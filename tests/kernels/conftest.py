@@ -9,7 +9,7 @@ import torch
 
 from trueroll.kernels.contract import Backend
 
-from .backends import IMPLEMENTATIONS, SERVED, Implementation, Served, served_id
+from .backends import IMPLEMENTATIONS, MIXING, SERVED, Implementation, Served, served_id
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=str)
@@ -35,6 +35,12 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 @pytest.fixture(params=[s for s in SERVED if not s[0].interpreted], ids=served_id)
 def quick(request: pytest.FixtureRequest) -> Iterator[Served]:
     """As `served`, without an interpreter, for tests that would take it more than two seconds."""
+    yield from _serve(*request.param)
+
+
+@pytest.fixture(params=MIXING, ids=served_id)
+def mixing(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """As `served`, where the backend has the ops of `MIXING`."""
     yield from _serve(*request.param)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count
 from typing import Any
@@ -11,18 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueroll.kernels.contract import AttentionBatch, Backend, Layer, Rotation, Weight
+from trueroll.kernels.contract import AttentionBatch, Backend, ExpertsWeights, Layer, Rotation, Weight
 from trueroll.kernels.layer import make_layer
 from trueroll.kernels.specs import (
     LAYER_NAMES,
     Activation,
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
     RotationSpec,
 )
+from trueroll.kernels.stacks import StackLayout
 
 from .backends import Served
 
@@ -65,11 +68,12 @@ def layer_spec(
     norm: NormSpec = NORM,
     before: bool = True,
     after: bool = False,
+    experts: ExpertsSpec | None = None,
     **attention: Any,
 ) -> LayerSpec:
-    """A layer with few columns in its MLP. `attention`: further fields of its mixer's spec."""
+    """A layer with few columns in its MLP, or experts. `attention`: further fields of its mixer's spec."""
     mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
-    return LayerSpec(mixer, MlpSpec(77, activation), norm, before, after)
+    return LayerSpec(mixer, experts or MlpSpec(77, activation), norm, before, after)
 
 
 _GEMMA = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
@@ -82,6 +86,23 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_5": [layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)] * 2,
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
+EXPERTS = ExpertsSpec(num_experts=9, top_k=3, intermediate_size=48)
+_GPT_OSS = dict(
+    experts=ExpertsSpec(5, 2, 16, activation="clamped_silu", bias=True), qkv_bias=True, o_bias=True, sinks=True
+)
+_QWEN3_NEXT = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
+# The same with experts, and layers with an MLP among them.
+EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
+    "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,
+    "gpt_oss": [layer_spec(4, 2, 16, window=9, **_GPT_OSS), layer_spec(4, 2, 16, **_GPT_OSS)],
+    "qwen3_5_moe": [layer_spec(4, 2, 32, experts=replace(EXPERTS, normed=False, shared_size=40), **_QWEN3_NEXT)] * 2,
+    "norms after": [layer_spec(4, 2, 16, before=False, after=True, o_bias=True, experts=EXPERTS)],
+}
+
+
+def hidden_size(layers: Sequence[LayerSpec]) -> int:
+    """One that suits the layers and has as odd a number of columns as they take."""
+    return 144 if any(isinstance(layer.mlp, ExpertsSpec) for layer in layers) else 130
 
 
 def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
@@ -103,18 +124,31 @@ def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
     )
 
 
-def make_layers(served: Served, *specs: LayerSpec, hidden: int = 130, seed: int = 0) -> list[Layer]:
+def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, seed: int = 0) -> list[Layer]:
     """Layers with random weights. Norms before them are small, so that queries do not see one key alone."""
     seeds = count(seed)
 
-    def get(name: str, *shape: int) -> Weight:
+    def get(name: str, *shape: int, layout: StackLayout | None = None) -> Weight:
         values = randn(*shape, dtype=served.dtype, seed=next(seeds))
+        if layout is not None:
+            return stored(served.ops, values.flatten(0, 1)) if len(shape) == 3 else values
         if len(shape) == 1:
             return values / 10 if name.endswith("norm.before") else values
         return stored(served.ops, values) if len(shape) == 2 else values
 
-    decoder = decoder_spec(*specs, hidden=hidden)
+    decoder = decoder_spec(*specs, hidden=hidden_size(specs) if hidden is None else hidden)
     return [make_layer(decoder, i, get) for i in range(len(specs))]
+
+
+def make_experts(served: Served, spec: ExpertsSpec, hidden: int = 144) -> ExpertsWeights:
+    """Experts whose sums are of the size of what they read; their biases are of another."""
+    count, inner, dtype = spec.num_experts, spec.intermediate_size, served.dtype
+    matrices = randn(count * 2 * inner, hidden, seed=2) / hidden**0.5, randn(count * hidden, inner, seed=4) / inner**0.5
+    gate_up, down = (stored(served.ops, matrix.to(dtype)) for matrix in matrices)
+    gate_up_bias = randn(count, 2 * inner, dtype=dtype, seed=3) if spec.bias else None
+    down_bias = randn(count, hidden, dtype=dtype, seed=5) if spec.bias else None
+    router = stored(served.ops, randn(count, hidden, dtype=dtype, seed=1))
+    return ExpertsWeights(router, None, gate_up, gate_up_bias, down, down_bias)
 
 
 def make_rotations(ops: Backend, decoder: DecoderSpec, positions: Tensor) -> list[Rotation]:
@@ -130,7 +164,7 @@ def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: 
 class Paged:
     """Sequences of given lengths in a paged cache whose unused places hold NaN, with one query for each token.
 
-    `attention`: the window and the soft cap of `paged_attention`.
+    `attention`: the window and the soft cap of `paged_attention`; `sinks`: whether heads have some.
     `q`, `k`, `v`: for each sequence [its length, heads, size], those of keys and values with `kv_heads` heads.
     """
 
@@ -143,8 +177,11 @@ class Paged:
         size: int = 64,
         block_size: int = 16,
         seed: int = 0,
+        sinks: bool = False,
         **attention: Any,
     ) -> None:
+        if sinks:
+            attention["sinks"] = randn(heads, dtype=served.dtype, seed=9)
         self.ops, self.lens, self.size, self.block_size, self.attention = served.ops, lens, size, block_size, attention
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 3

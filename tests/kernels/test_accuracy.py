@@ -14,11 +14,11 @@ from torch import Tensor
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionBatch, Backend
-from trueroll.kernels.specs import Activation, NormSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec, NormSpec
 
 from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
-from .inputs import NORM, ZERO_CENTERED, Paged, randn, same_bits, stored
+from .inputs import NORM, ZERO_CENTERED, Paged, make_experts, randn, same_bits, stored
 
 # Shapes of weights.
 PRODUCTS = [(700, 576), (300, 1536), (513, 130)]
@@ -99,6 +99,58 @@ def test_activation(served: Served, activation: Activation) -> None:
     check(served.ops.gate_mul(gate, up, activation), expected, 1, 8, size)
 
 
+def test_clamped_activation(mixing: Served) -> None:
+    special = [0.0, 1e-3, -1e-3, 6.9, 7.0, 7.1, -6.9, -7.1, 20.0, -20.0, -52.0, -60.0, 6e4, -6e4]
+    gate, up = (torch.cat((torch.tensor(special), randn(50, seed=seed) * 4)).to(mixing.dtype) for seed in (0, 1))
+    up = torch.cat((up[20:], up[:20]))
+    wide = gate.double().clamp(max=7)
+    raised = up.double().clamp(-7, 7) + 1
+    expected = wide / (1 + torch.exp(-1.702 * wide)) * raised
+    # An exponential is wrong by the rounding of its argument; and the sum with 1 rounds where it cancels.
+    size = (
+        expected.abs() * (1 + 1.702 * wide.abs().clamp(max=110)) + (expected / raised.where(raised != 0, 1)).abs() * 7
+    )
+    check(mixing.ops.gate_mul(gate, up, "clamped_silu"), expected, 1, 8, size)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_route(mixing: Served, normed: bool) -> None:
+    spec = ExpertsSpec(num_experts=40, top_k=6, intermediate_size=16, normed=normed)
+    logits = randn(64, 40, dtype=mixing.dtype) * 3
+    chosen = randn(64, 40, seed=1).argsort(1)[:, :6].sort(1).values.int()
+    best = torch.sort(logits, descending=True, stable=True).indices[:, :6].sort(1).values.int()
+    for expected, replayed in ((best, None), (chosen, chosen)):
+        experts, gates = mixing.ops.route(logits, spec, replayed)
+        assert torch.equal(experts, expected)
+        scores = logits.double().gather(1, experts.long())
+        exact = scores.softmax(1) if normed else logits.double().softmax(1).gather(1, experts.long())
+        check(gates, exact, 0, 50, exact)
+
+
+def test_experts(mixing: Served) -> None:
+    """Against what each expert makes of a row in float64, from inner rows that are rounded as the contract says."""
+    spec = ExpertsSpec(num_experts=6, top_k=3, intermediate_size=48, bias=True)
+    weights, x = make_experts(mixing, spec), randn(64, 144, dtype=mixing.dtype)
+    shared = randn(64, 144, dtype=mixing.dtype, seed=8)
+    experts, gates = mixing.ops.route(randn(64, 6, dtype=mixing.dtype, seed=7), spec)
+    gate_up, down = (w.to_dense().double().unflatten(0, (6, -1)) for w in (weights.gate_up, weights.down))
+    assert weights.gate_up_bias is not None and weights.down_bias is not None
+    expected, magnitude = shared.double(), shared.double().abs()
+    for i in range(3):
+        chosen = experts[:, i].long()
+        inner = (gate_up[chosen] @ x.double()[:, :, None])[..., 0] + weights.gate_up_bias.double()[chosen]
+        gate, up = inner.chunk(2, 1)
+        active, gates_i = gate / (1 + torch.exp(-gate)) * up, gates[:, i, None].double()
+        expected = expected + gates_i * (
+            (down[chosen] @ active[:, :, None])[..., 0] + weights.down_bias.double()[chosen]
+        )
+        sizes = gate.abs().clamp(min=1) * up.abs().clamp(min=1)
+        magnitude = magnitude + gates_i * ((down[chosen].abs() @ sizes[:, :, None])[..., 0] + 1)
+    # Gate, up and the activation are rounded to the dtype, and summed in float32.
+    terms = 4 * EPSILON[mixing.dtype] / FLOAT32 + 300
+    check(mixing.ops.experts(x, spec, weights, experts, gates, shared), expected, 1, terms, magnitude)
+
+
 def test_gate_up_against_torch(served: Served) -> None:
     hidden = randn(64, 576, dtype=served.dtype)
     gate, up = ((randn(300, 576, seed=seed) / 8).to(served.dtype) for seed in (1, 2))
@@ -117,7 +169,7 @@ def test_rotation(ops: Backend) -> None:
 
 
 def exact_attention(
-    paged: Paged, i: int, window: int | None = None, soft_cap: float | None = None
+    paged: Paged, i: int, window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of sequence i in float64, the same with absolute values, and the largest |query| |key|, scaled."""
     q, k, v = (x[i].double().transpose(0, 1) for x in (paged.q, paged.k, paged.v))
@@ -129,7 +181,10 @@ def exact_attention(
     scores = q @ k.transpose(1, 2) * paged.size**-0.5
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(places), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(places)]
     magnitude = (q.abs() @ k.abs().transpose(1, 2)).max() * paged.size**-0.5
     return (weights @ v).transpose(0, 1), (weights @ v.abs()).transpose(0, 1), magnitude
 
@@ -147,6 +202,15 @@ def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None
 )
 def test_attention_with_window_and_soft_cap(served: Served, window: int | None, soft_cap: float | None) -> None:
     check_attention(served, Paged(served, [300], window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_attention_with_sinks(mixing: Served, window: int | None) -> None:
+    paged = Paged(mixing, [300], window=window, sinks=True)
+    check_attention(mixing, paged)
+    for sink, expected in ((-1e4, Paged(mixing, [300], window=window).whole(0)), (1e4, torch.zeros_like(paged.q[0]))):
+        paged.attention["sinks"] = torch.full((6,), sink, dtype=mixing.dtype)
+        assert same_bits(paged.whole(0), expected), "a sink takes nothing, or everything"
 
 
 def check_attention(served: Served, paged: Paged) -> None:

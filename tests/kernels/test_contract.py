@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 
 from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Pages, Wanted
-from trueroll.kernels.specs import Activation, LayerSpec, NormSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec, LayerSpec, NormSpec
 
 from .backends import SERVED, Implementation, Served, for_served, served_id
 from .inputs import (
+    EXPERT_LAYERS,
+    EXPERTS,
     FAMILY_LAYERS,
     NORM,
     ZERO_CENTERED,
     Paged,
     decoder_spec,
     empty_caches,
+    hidden_size,
     layer_spec,
+    make_experts,
     make_layers,
     make_rotations,
     randn,
@@ -74,6 +78,33 @@ def linear_add(n: int, k: int, served: Served) -> RowOp:
     return RowOp(lambda x, residual: served.ops.linear_add(x, weight, residual), rows)
 
 
+def linear_add_bias(n: int, k: int, served: Served) -> RowOp:
+    weight, bias = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1)), randn(n, dtype=served.dtype, seed=3)
+    rows = (randn(ROWS, k, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=2))
+    return RowOp(lambda x, residual: served.ops.linear_add(x, weight, residual, bias), rows)
+
+
+def router_logits(spec: ExpertsSpec, dtype: torch.dtype, rows: int = ROWS) -> Tensor:
+    """Rounded, so that rows hold many ties."""
+    return ((randn(rows, spec.num_experts, seed=6) * 4).round() / 4).to(dtype)
+
+
+def route(spec: ExpertsSpec, replayed: bool, served: Served) -> RowOp:
+    logits = router_logits(spec, served.dtype)
+    if not replayed:
+        return RowOp(lambda x: served.ops.route(x, spec), (logits,))
+    chosen = served.ops.route(randn(ROWS, spec.num_experts, dtype=served.dtype), spec)[0]
+    return RowOp(lambda x, chosen: served.ops.route(x, spec, chosen), (logits, chosen))
+
+
+def experts(spec: ExpertsSpec, shared: bool, served: Served) -> RowOp:
+    weights, x = make_experts(served, spec), randn(ROWS, 144, dtype=served.dtype)
+    rows = (x, *served.ops.route(router_logits(spec, served.dtype), spec))
+    if shared:
+        rows = (*rows, randn(ROWS, 144, dtype=served.dtype, seed=7))
+    return RowOp(lambda x, *rest: served.ops.experts(x, spec, weights, *rest), rows)
+
+
 def gate_up(n: int, k: int, activation: Activation, served: Served) -> RowOp:
     gate, up = (stored(served.ops, randn(n, k, dtype=served.dtype, seed=seed)) for seed in (1, 2))
     return RowOp(lambda x: served.ops.gate_up(x, gate, up, activation), (randn(ROWS, k, dtype=served.dtype),))
@@ -103,7 +134,7 @@ def qkv(spec: LayerSpec, served: Served) -> RowOp:
 
 def layers(spec: LayerSpec, served: Served) -> RowOp:
     """Each row is the second token of a sequence, whose first one is in the caches of both layers."""
-    mixer = spec.mixer
+    mixer, hidden = spec.mixer, hidden_size([spec])
     shape = (ROWS, 2, mixer.num_kv_heads, mixer.head_dim)
     run = served.ops.new_layers(make_layers(served, spec, spec))
     before = [[randn(*shape, dtype=served.dtype, seed=seed + i) for i in range(2)] for seed in (80, 90)]
@@ -116,7 +147,7 @@ def layers(spec: LayerSpec, served: Served) -> RowOp:
         return out, *(cache[slots // 2] for pair in caches for cache in pair)
 
     angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))
-    return RowOp(compute, (randn(ROWS, 130, dtype=served.dtype), *angles[0], *angles[1], own_blocks()))
+    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles[0], *angles[1], own_blocks()))
 
 
 def own_blocks() -> Tensor:
@@ -212,6 +243,18 @@ def sample(vocab_size: int, rows: int, served: Served) -> RowOp:
     return RowOp(served.ops.sample, (randn(rows, vocab_size), some_seeds(rows), some_positions(rows)))
 
 
+MIXTURE_OPS: dict[str, Callable[[Served], RowOp]] = {
+    "linear_add 513x130 bias": partial(linear_add_bias, 513, 130),
+    "gate_mul clamped_silu 130": partial(gate_mul, 130, "clamped_silu"),
+    "gate_up clamped_silu 130x577": partial(gate_up, 130, 577, "clamped_silu"),
+    "route 3 of 9": partial(route, EXPERTS, False),
+    "route 17 of 40 among all": partial(route, replace(EXPERTS, num_experts=40, top_k=17, normed=False), False),
+    "route again": partial(route, EXPERTS, True),
+    "experts 3 of 9": partial(experts, EXPERTS, False),
+    "experts 1 of 2 shared": partial(experts, ExpertsSpec(2, 1, 16), True),
+    "experts 2 of 5 biases": partial(experts, ExpertsSpec(5, 2, 80, activation="clamped_silu", bias=True), False),
+    **{f"layers {name}": partial(layers, each[-1]) for name, each in EXPERT_LAYERS.items() if name != "qwen3_moe"},
+}
 TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"linear {n}x{k}": partial(linear, n, k, False) for n, k in ((576, 576), (96, 1536), (1, 7), (513, 130))},
     **{f"linear {n}x{k} bias": partial(linear, n, k, True) for n, k in ((96, 64), (1, 7), (513, 130))},
@@ -231,6 +274,7 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     "qkv 256 zero-centered norms": partial(qkv, layer_spec(4, 2, 256, qk_norm=ZERO_CENTERED)),
     "qkv 80 norms over heads": partial(qkv, layer_spec(3, 3, 80, qk_norm=NORM, qk_norm_over_heads=True)),
     "qkv 80 a gate and a part": partial(qkv, layer_spec(3, 1, 80, qk_norm=NORM, output_gate=True, rotated=16)),
+    **MIXTURE_OPS,
     "write_kv": write_kv,
     "layers 64": partial(layers, layer_spec(6, 2, 64)),
     "layers 80 biases norms": partial(layers, layer_spec(3, 3, 80, qkv_bias=True, qk_norm=NORM)),
@@ -358,10 +402,54 @@ def test_a_product_does_not_depend_on_the_number_of_rows(quick: Served, threads:
             assert same_bits(quick.ops.linear(x[rows], weight), everything[rows]), f"{count} rows from {start}"
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_experts_do_not_depend_on_the_number_of_rows(mixing: Served, threads: int, two_threads: None) -> None:
+    """Native kernels take so many rows at a time, and cut those of an expert that has many."""
+    torch.set_num_threads(threads)
+    spec = ExpertsSpec(num_experts=6, top_k=2, intermediate_size=16)
+    weights, x = make_experts(mixing, spec, 32), randn(1000, 32, dtype=mixing.dtype)
+    experts, gates = mixing.ops.route((randn(1000, 6) + torch.arange(6)).to(mixing.dtype), spec)
+    counts = experts.flatten().bincount(minlength=6)
+    assert counts[0] < 20 and counts[5] > 500, "some have few rows, and some have many"
+    everything = mixing.ops.experts(x, spec, weights, experts, gates)
+    for count in (1, 2, 33, 97, 192, 193, 999):
+        for start in {0, 700 % (1001 - count), 1000 - count}:
+            rows = slice(start, start + count)
+            found = mixing.ops.experts(x[rows], spec, weights, experts[rows], gates[rows])
+            assert same_bits(found, everything[rows]), f"{count} rows from {start}"
+
+
+def test_a_row_with_nan_goes_to_experts_that_exist(mixing: Served) -> None:
+    spec = replace(EXPERTS, num_experts=21, top_k=8)
+    for normed, broken in ((True, slice(0, 1)), (False, slice(20, 21)), (True, slice(0, 21, 2)), (False, slice(0, 21))):
+        logits = randn(9, 21, dtype=mixing.dtype)
+        expected = mixing.ops.route(logits, replace(spec, normed=normed))
+        logits[::2, broken] = torch.nan
+        experts, gates = mixing.ops.route(logits, replace(spec, normed=normed))
+        assert gates[::2].isnan().all()
+        assert all(len(set(row)) == 8 and 0 <= min(row) and max(row) < 21 for row in experts.tolist())
+        assert all(map(same_bits, (experts[1::2], gates[1::2]), (column[1::2] for column in expected)))
+
+
+def test_equal_scores_choose_the_lower_expert(mixing: Served) -> None:
+    spec = replace(EXPERTS, num_experts=40)
+    rows = {
+        (0, 1, 2): torch.zeros(40),
+        (5, 17, 39): torch.zeros(40).index_fill(0, torch.tensor([5, 17, 39]), 1.0),
+        (3, 8, 30): torch.zeros(40)
+        .index_fill(0, torch.tensor([3, 30, 31, 39]), 1.0)
+        .index_fill(0, torch.tensor(8), 2.0),
+        (0, 1, 39): -torch.zeros(40).index_fill(0, torch.tensor([39]), -1.0),
+    }
+    experts, gates = mixing.ops.route(torch.stack(list(rows.values())).to(mixing.dtype), spec)
+    assert experts.dtype == torch.int32 and gates.dtype == torch.float32
+    assert [tuple(row) for row in experts.tolist()] == list(rows)
+
+
 HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256), (2, 1, 512), (50, 1, 48)]
 # Windows around the length of a split, and caps.
 ATTENTION = [dict(window=window) for window in (1, 31, KV_SPLIT, KV_SPLIT + 1, 200)] + [dict(soft_cap=3.0)]
-ATTENTION += [dict(window=140, soft_cap=3.0)]
+ATTENTION += [dict(window=140, soft_cap=3.0), dict(sinks=True), dict(window=31, soft_cap=3.0, sinks=True)]
 
 
 @pytest.mark.parametrize(
@@ -384,7 +472,9 @@ def test_attention_does_not_depend_on_chunks_or_company(
         assert same_bits(out, alone[i][start:end])
 
 
-@pytest.mark.parametrize("heads,kv_heads,size,attention", [(6, 2, 64, {}), (4, 4, 80, {}), (6, 2, 64, {"window": 140})])
+@pytest.mark.parametrize(
+    "heads,kv_heads,size,attention", [(6, 2, 64, {}), (4, 4, 80, {}), (6, 2, 64, {"window": 140, "sinks": True})]
+)
 @pytest.mark.parametrize("block_size", [2, 8, 24, 64, 512])
 def test_attention_does_not_depend_on_block_size(
     quick: Served, block_size: int, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
@@ -398,7 +488,7 @@ def test_attention_does_not_depend_on_block_size(
 def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) -> None:
     """Native kernels give the splits of a sequence to different threads, and join those that several sequences share
     into one task only if all threads have enough of these."""
-    paged = Paged(quick, [1000] * 8, heads=4, kv_heads=2)
+    paged = Paged(quick, [1000] * 8, heads=4, kv_heads=2, sinks=True)
     last = [(i, 999, 1000) for i in range(8)]
     for chunks in ([(0, 999, 1000)], [(0, 990, 1000), (1, 0, 200)], [(0, 0, 1000)], last):
         torch.set_num_threads(2)

@@ -19,6 +19,7 @@ from trueroll.kernels.contract import (
     SAMPLE,
     AttentionBatch,
     Backend,
+    ExpertsWeights,
     Layer,
     Memory,
     Norms,
@@ -31,17 +32,21 @@ from trueroll.kernels.contract import (
 from trueroll.kernels.cpu.weight import PackedLayers
 from trueroll.kernels.layer import project, run_layers
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
+from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 
 from .backends import Served, for_served
 from .inputs import (
+    EXPERT_LAYERS,
+    EXPERTS,
     FAMILY_LAYERS,
     NORM,
     ZERO_CENTERED,
     Paged,
     decoder_spec,
     empty_caches,
+    hidden_size,
     layer_spec,
+    make_experts,
     make_layers,
     make_rotations,
     randn,
@@ -100,6 +105,60 @@ def test_gate_up(served: Served, n: int, k: int, activation: Activation) -> None
     assert same_bits(served.ops.gate_up(x, gate, up, activation), expected)
 
 
+def test_ops_of_mixtures(mixing: Served) -> None:
+    ops, dtype = mixing.ops, mixing.dtype
+    gate, up = (stored(ops, randn(130, 577, dtype=dtype, seed=seed)) for seed in (1, 2))
+    x, residual, bias = (randn(*shape, dtype=dtype) for shape in ((ROWS, 577), (ROWS, 130), (130,)))
+    expected = ops.gate_mul(ops.linear(x, gate), ops.linear(x, up), "clamped_silu")
+    assert same_bits(ops.gate_up(x, gate, up, "clamped_silu"), expected)
+    assert same_bits(ops.linear_add(x, gate, residual, bias), ops.linear(x, gate, bias) + residual)
+
+
+SOME_EXPERTS = {
+    "": EXPERTS,
+    "biases": ExpertsSpec(num_experts=5, top_k=4, intermediate_size=80, activation="clamped_silu", bias=True),
+    "all of them": ExpertsSpec(num_experts=3, top_k=3, intermediate_size=16, activation="gelu_tanh", normed=False),
+}
+
+
+@pytest.mark.parametrize("name", SOME_EXPERTS)
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_experts(mixing: Served, name: str, has_shared: bool) -> None:
+    ops, dtype, spec = mixing.ops, mixing.dtype, SOME_EXPERTS[name]
+    weights, x = make_experts(mixing, spec), randn(ROWS, 144, dtype=dtype)
+    experts, gates = ops.route(ops.linear(x, weights.router), spec)
+    assert len(experts.unique()) == spec.num_experts and (experts.diff() > 0).all()
+    shared = randn(ROWS, 144, dtype=dtype, seed=8) if has_shared else None
+    terms = torch.stack([gates[:, [i]] * of_experts(ops, x, spec, weights, experts[:, i]) for i in range(spec.top_k)])
+
+    found = ops.experts(x, spec, weights, experts, gates, shared)
+
+    assert same_bits(found, summed(terms, shared, dtype))
+    if dtype == torch.float32:
+        assert not same_bits(found, summed(terms.flip(0), shared, dtype)), "another order has other bits"
+
+
+def of_experts(ops: Backend, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor) -> Tensor:
+    """What one expert makes of each row, float32 [M, H], by the ops of an MLP."""
+    rows, count = [], spec.num_experts
+    gate_up, down = (weight.to_dense().unflatten(0, (count, -1)) for weight in (weights.gate_up, weights.down))
+    for row, expert in zip(x.split(1), experts.tolist(), strict=True):
+        biases = (None, None) if weights.gate_up_bias is None else weights.gate_up_bias[expert].chunk(2)
+        matrices = zip(gate_up[expert].chunk(2), biases, strict=True)
+        gate, up = (ops.linear(row, stored(ops, matrix), bias) for matrix, bias in matrices)
+        made = ops.lm_head(ops.gate_mul(gate, up, spec.activation), stored(ops, down[expert]))
+        rows.append(made if weights.down_bias is None else made + weights.down_bias[expert].float())
+    return torch.cat(rows)
+
+
+def summed(terms: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """float32 terms [k, M, H] one after the other, then `shared`, rounded."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return (total if shared is None else total + shared.float()).to(dtype)
+
+
 @dataclass(frozen=True)
 class Step:
     """Layers with caches of their own, and rows for them: the end of a prompt, two decodes that begin with the same 128
@@ -127,7 +186,7 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
     slots = torch.cat([paged.slots(i)[start:end] for i, start, end in chunks])
     return Step(
         layers=served.ops.new_layers(make_layers(served, *specs) if specs else []),
-        x=randn(len(positions), 130, dtype=served.dtype),
+        x=randn(len(positions), hidden_size(specs), dtype=served.dtype),
         rotations=make_rotations(served.ops, decoder_spec(*(specs or (layer_spec(),))), positions),
         caches=[(paged.k_cache * (i + 1), paged.v_cache * (i + 1)) for i in range(len(specs))],
         pages=[Pages(slots, paged.batch(chunks)[1])] * len(specs),
@@ -181,7 +240,8 @@ class HybridStep:
 
     @classmethod
     def new(cls, served: Served, *specs: LayerSpec) -> HybridStep:
-        step, slots = make_step(served, *[GATED] * len(specs)), 5
+        attention = next((spec for spec in specs if isinstance(spec.mixer, AttentionSpec)), GATED)
+        step, slots = make_step(served, *[attention] * len(specs)), 5
         memories = [
             caches if not isinstance(spec.mixer, DeltaNetSpec) else cls._memory(spec.mixer, served.dtype, slots, i)
             for i, (spec, caches) in enumerate(zip(specs, step.caches, strict=True))
@@ -189,15 +249,16 @@ class HybridStep:
         layers = served.ops.new_layers(make_layers(served, *specs))
         starts, reads = step.pages[0].batch.query_starts, torch.tensor([NO_SLOT, 4, 1, NO_SLOT])
         batch = StateBatch(starts, reads, torch.tensor([0, 2, 1, 3]))
-        return cls(dataclasses.replace(step, layers=layers, caches=memories), batch)
+        x = randn(len(step.x), hidden_size(specs), dtype=served.dtype)
+        return cls(dataclasses.replace(step, x=x, layers=layers, caches=memories), batch)
 
     @staticmethod
     def _memory(spec: DeltaNetSpec, dtype: torch.dtype, slots: int, seed: int) -> Memory:
         tails = randn(slots, *spec.tail_shape, dtype=dtype, seed=2 * seed + 70)
         return randn(slots, *spec.state_shape, seed=2 * seed + 71) / 10, tails
 
-    def run(self, compute: Callable[..., Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return self.step.run(partial(compute, states=self.states))
+    def run(self, compute: Callable[..., Tensor], **more: Any) -> tuple[Tensor, list[Tensor]]:
+        return self.step.run(partial(compute, states=self.states, **more))
 
 
 def delta_layer(*sizes: int, norm: NormSpec = ZERO_CENTERED, joined: bool = False, **norms: bool) -> LayerSpec:
@@ -229,12 +290,50 @@ def test_hybrid_layers(quick: Served, name: str) -> None:
         assert same_bits(memory, after)
 
 
-def test_which_hybrid_layers_run_in_one_native_call() -> None:
+SHARED = dataclasses.replace(EXPERTS, normed=False, shared_size=40)
+MIXTURES: dict[str, list[LayerSpec]] = {
+    **EXPERT_LAYERS,
+    "hybrid": [
+        dataclasses.replace(delta_layer(2, 2, 32, 32, 4), mlp=SHARED),
+        dataclasses.replace(GATED, mlp=SHARED),
+        delta_layer(2, 2, 32, 32, 4),
+        GATED,
+    ],
+    "joined": [dataclasses.replace(delta_layer(2, 4, 16, 16, 4, joined=True), mlp=SHARED), GATED],
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_layers_with_experts(mixing: Served, name: str) -> None:
+    specs = MIXTURES[name]
+    step, spec = HybridStep.new(mixing, *specs), next(each.mlp for each in specs if isinstance(each.mlp, ExpertsSpec))
+    count = sum(isinstance(each.mlp, ExpertsSpec) for each in specs)
+    expected_routes = torch.full((count, len(step.step.x), spec.top_k), -1, dtype=torch.int32)
+    expected, expected_memories = step.run(partial(run_layers, mixing.ops), routes=expected_routes)
+    assert expected.isfinite().all() and (expected != step.step.x).any(1).all(), "the layers change every row"
+    assert all(len(routes.unique()) > spec.top_k for routes in expected_routes), "rows go to different experts"
+
+    for routes in (torch.full_like(expected_routes, -1), strided(torch.full_like(expected_routes, -1)), None):
+        found, memories = step.run(mixing.ops.layers, routes=routes)
+        assert same_bits(found, expected) and (routes is None or torch.equal(routes, expected_routes))
+        assert all(map(same_bits, memories, expected_memories))
+
+
+def test_which_layers_run_in_one_native_call() -> None:
     served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [GATED]).ops, torch.float32)
-    packed = {
-        name: isinstance(HybridStep.new(served, *specs).step.layers, PackedLayers) for name, specs in HYBRIDS.items()
-    }
-    assert packed == {name: name != "joined" for name in HYBRIDS}
+    for all_specs in (HYBRIDS, MIXTURES):
+        packed = {
+            name: isinstance(HybridStep.new(served, *specs).step.layers, PackedLayers)
+            for name, specs in all_specs.items()
+        }
+        assert packed == {name: name != "joined" for name in all_specs}
+
+
+def test_experts_of_whole_panels_alone_are_served() -> None:
+    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [GATED]).ops, torch.float32)
+    layers = make_layers(served, layer_spec(experts=EXPERTS), hidden=130)
+    with pytest.raises(ValueError, match="sizes that are multiples of 16, found 130 and 48; take the backend"):
+        served.ops.new_layers(layers)
 
 
 @for_served("name", [(name,) for name in LAYERS], interpreted=1)

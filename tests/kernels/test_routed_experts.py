@@ -1,6 +1,6 @@
 """Which experts an aligned model's tokens go to, routes that are given to it, and those that plain models replay.
 
-That routes and log-probs are those of a rollout is tested in tests/engine/test_trainer_log_probs.py.
+That routes and log-probs are those of a rollout is tested in tests/engine/test_trainer_routes.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trueroll.errors import AlignmentError
 from trueroll.kernels.training import align, replayed, token_experts, token_log_probs, token_statistics, unalign
@@ -86,10 +86,7 @@ def test_given_routes_survive_gradient_checkpointing(mixture: Any) -> None:
 
 def test_masters_of_a_mixture_under_autocast(mixture_model: Path, backend: str) -> None:
     """They compute what the rounded model computes, with its routes, and its gradients in float32."""
-    masters, rounded = (
-        load(mixture_model, backend=backend),
-        load(mixture_model, torch.bfloat16, backend),
-    )
+    masters, rounded = (load(mixture_model, dtype, backend) for dtype in (torch.float32, torch.bfloat16))
     ids, mask = pad(sequences())
     with torch.autocast("cpu", torch.bfloat16):
         found, routes = token_log_probs(masters, ids, mask), token_experts(masters, ids, mask)
@@ -116,10 +113,13 @@ ROUTES = torch.arange(3).expand(2, 10, 2, 3).contiguous()
 REFUSED_ROUTES: dict[str, tuple[str, Tensor]] = {
     "a layer too few": (r"\[2, 10, 2, 3\].*found \[2, 10, 1, 3\]", ROUTES[:, :, :1]),
     "an expert too few": (r"\[2, 10, 2, 3\].*found \[2, 10, 2, 2\]", ROUTES[..., :2]),
+    "no layer": (r"\[2, 10, 2, 3\].*found \[2, 10, 0, 3\]", ROUTES[:, :, :0]),
+    "no expert": (r"\[2, 10, 2, 3\].*found \[2, 10, 2, 0\]", ROUTES[..., :0]),
     "without the last tokens": (r"\[2, 10, 2, 3\].*found \[2, 9, 2, 3\]", ROUTES[:, 1:]),
     "floating-point": (r"integers, found torch.float32", ROUTES.float()),
     "bool": (r"integers, found torch.bool", ROUTES.bool()),
     "an id too high": ("ids from 0 to 7, found 8", ROUTES + 6),
+    "an id beyond 32 bits": ("ids from 0 to 7, found 4294967296", ROUTES + 2**32),
     "a negative id": ("ids from 0 to 7, found -1", ROUTES - 1),
     "an expert twice": (r"different experts in each row, found \[0, 0, 0\]", ROUTES * 0),
 }
@@ -159,10 +159,6 @@ def test_routes_of_a_dense_model_are_refused(tiny_llama: Path) -> None:
         replayed(model, ROUTES),
     ):
         pass
-
-
-class Adapter(nn.Module):
-    """Stands for a module that computes something else."""
 
 
 def test_router_logits_are_refused(mixture: Any) -> None:

@@ -169,7 +169,7 @@ def test_a_checkpoint_may_have_each_stack_in_a_form_of_its_own(mixture_models: d
         ),
         (
             lambda part, tensors: tensors.update({part + "gate_up_proj": torch.zeros(8, 64, 64)}),
-            r"1 there as a whole and in parts: model.layers.0.mlp.experts.gate_up_proj;",
+            r"1 there in more than one form: model.layers.0.mlp.experts.gate_up_proj;",
         ),
         (
             lambda part, tensors: (
@@ -276,7 +276,7 @@ GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
         ),
         (
             lambda tensors: tensors.update({GATE_UP: torch.zeros(8, 64, 128)}),
-            "1 there as a whole and in parts: .*gate_up_proj;",
+            "1 there in more than one form: .*gate_up_proj;",
         ),
         (
             lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.weight_blocks": torch.zeros(1)}),

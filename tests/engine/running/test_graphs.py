@@ -183,6 +183,20 @@ def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[st
     assert None not in [found[0][0]["0", 2], found[0][0]["1", 1]] and found[0][0].keys() == {*found[1][0]}
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_graphs_change_no_bit_of_a_mixture(
+    make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
+) -> None:
+    """With sinks, biases behind attention and a window; its padding goes to experts, too."""
+    sizes: dict[str, Any] = dict(num_hidden_layers=1, layer_types=["sliding_attention"], vocab_size=64)
+    folder = make_tiny_model("gpt_oss", tmp_path / "m", "bfloat16", num_local_experts=4, **sizes)
+    settings = dict(model=str(folder), backend=backend, max_num_seqs=3, max_num_batched_tokens=8)
+    requests = [generate("group", prompt(9), n=3, max_tokens=4)]
+    expected = serve(make_engine(False, **settings), requests)
+    assert log == [] and len(set(expected.values())) > 1
+    assert serve(make_engine(True, **settings), requests) == expected and log.count("replay") > 2
+
+
 def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engine: MakeEngine, log: list[str]) -> None:
     engine = make_engine(True, max_num_seqs=5)
     assert log == ["capture"] * 2 * 4, "a forward pass and a draw of 8, 4, 2 and 1 rows"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from trueroll.errors import ConfigError
 from trueroll.kernels.cpu import obstacle
 from trueroll.kernels.cpu.library import Library, load_library
 
-from ..inputs import layer_spec
+from ..inputs import EXPERTS, layer_spec
 from .native_build import build
 
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"
@@ -77,3 +78,7 @@ def test_every_layer_has_to_suit_the_kernels() -> None:
     assert "a multiple of 16 up to 512, found 20" in obstacle(cpu, torch.float32, layers)
     assert obstacle(cpu, torch.float32, [layers[0], layers[2]]) == ""
     assert obstacle(torch.device("cuda"), torch.float32, layers[:1]) == "it computes on a CPU, not on cuda"
+    odd = [layer_spec(experts=replace(EXPERTS, intermediate_size=size)) for size in (48, 40)]
+    assert "intermediate and hidden sizes that are multiples of 16, found 40" in obstacle(cpu, torch.float32, odd)
+    assert "found 130; use the backend reference" in obstacle(cpu, torch.float32, odd[:1], 130)
+    assert obstacle(cpu, torch.float32, odd[:1], 144) == "" == obstacle(cpu, torch.float32, layers[:1], 130)

@@ -52,7 +52,7 @@ def step_by_step(
     x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, chosen: Tensor, gates: Tensor, shared: Tensor
 ) -> Tensor:
     """`experts` by the products of each expert's rows alone."""
-    total = torch.zeros(x.shape)
+    total = torch.zeros_like(x, dtype=torch.float32)
     gate_ups, downs = (w.to_dense().unflatten(0, (spec.num_experts, -1)) for w in (weights.gate_up, weights.down))
     for expert in range(spec.num_experts):
         mine, places = (chosen == expert).nonzero(as_tuple=True)

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import SampleOutput
-from trueroll.errors import ModelError
+from trueroll.errors import ConfigError, ModelError
 from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.http.config import HttpConfig
+from trueroll.rollout.text import TextModel
 from trueroll.rollout.tools import bench, cli, demo, verify
-from trueroll.rollout.tools.text import TextModel
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -57,7 +58,8 @@ def address(tiny_llama: Path) -> Iterator[str]:
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, trueroll.rollout.tools.cli; print(sorted({'torch', 'transformers', 'zmq'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "zmq", "starlette", "uvicorn"}
+    code = f"import sys, trueroll.rollout.tools.cli; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr
 
@@ -65,11 +67,11 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
 def test_help_names_every_command() -> None:
     result = trueroll("--help")
     assert result.returncode == 0
-    assert sorted(commands()) == ["bench", "demo", "generate", "plan", "serve", "top", "verify"]
+    assert sorted(commands()) == ["bench", "demo", "generate", "http", "plan", "serve", "top", "verify"]
     assert all(name in result.stdout for name in commands())
 
 
-@pytest.mark.parametrize("name", ["bench", "demo", "generate", "plan", "serve", "top", "verify"])
+@pytest.mark.parametrize("name", ["bench", "demo", "generate", "http", "plan", "serve", "top", "verify"])
 def test_every_command_and_option_explains_itself(name: str) -> None:
     command = commands()[name]
     assert command.help
@@ -94,6 +96,19 @@ def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: expected a model folder")
+
+
+def test_http_offers_every_setting_with_its_default() -> None:
+    defaults = {parameter.name: parameter.default for parameter in commands()["http"].params}
+    fields = HttpConfig.model_fields
+    assert defaults.keys() == fields.keys() | {"server_public_key", "client_key_file"}
+    assert all(defaults[name] == field.default for name, field in fields.items() if name != "address")
+
+
+def test_http_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "uvicorn" else name)
+    with pytest.raises(ConfigError, match=r"expected the package uvicorn, found none; pip install 'trueroll\[http\]'"):
+        cli.http("ipc:///nowhere")
 
 
 def test_a_wrong_setting_is_one_clear_line() -> None:

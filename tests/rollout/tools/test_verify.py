@@ -91,8 +91,8 @@ def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return F.linear(left, left_weight, bias) + F.linear(right, right_weight)
 
 
-def linear_add_in_halves(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-    return linear_in_halves(x, weight.to_dense()) + residual
+def linear_add_in_halves(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear_in_halves(x, weight.to_dense(), bias) + residual
 
 
 def reference_with(linear: Callable[..., Tensor]) -> Any:

@@ -37,12 +37,12 @@ void trueroll_qkv(
 void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
 void trueroll_attention(
     long, int, const void*, const void*, const void*, long, long, long, long, long, const int64_t*, const int64_t*,
-    const int64_t*, long, float, long, float, void*
+    const int64_t*, long, float, long, float, const void*, void*
 );
 void trueroll_layers(
     long, int, const void*, long, long, const double*, const void*, const void*, const void*, long, const void*, long,
-    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, void*, void*, void*, void*, void*, void*,
-    void*, void*
+    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, int32_t*, void*, void*, void*, void*, void*,
+    void*, void*, void*
 );
 void trueroll_head(
     long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
@@ -57,6 +57,11 @@ void trueroll_convolve(
 void trueroll_delta_rule(
     long, int, const void*, const void*, const void*, const void*, const void*, long, long, long, long, float*, long,
     const int64_t*, const int64_t*, const int64_t*, void*
+);
+void trueroll_route(long, int, const void*, long, long, long, int, int, int32_t*, float*);
+void trueroll_experts(
+    long, int, const void*, long, long, const void*, const void*, const void*, const void*, long, long, long, int,
+    const int32_t*, const float*, const void*, void*
 );
 void trueroll_rotation(long, const int64_t*, long, const float*, long, float, float*, float*);
 void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
@@ -158,7 +163,7 @@ struct Run {
                 );
                 digest->add(out);
             }
-        for (int activation : {0, 1, 2}) {
+        for (int activation : {0, 1, 2, 3}) {
             trueroll_gate_up(
                 threads, bfloat16, x.data(), rows, k, weight.data(), up.data(), n, activation, out.data()
             );
@@ -225,8 +230,8 @@ struct Run {
     // Every sequence writes its last tokens through `qkv`, the others through `write_kv`. The first two share all
     // blocks but the last. Tasks of few rows follow those of many; only where a block is one panel is what they read
     // fetched ahead. At the end two layers run, with the same weights and caches. A window, which the second of them
-    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: biases and norms of q
-    // and k, of all heads at once if there is a window.
+    // never has, comes with a soft cap, norms of 1 + weight at both places, and GELU. `extras`: sinks, a bias behind
+    // attention, and biases and norms of q and k, of all heads at once if there is a window.
     void layer(long block_size, long heads, long kv_heads, long size, bool extras, long window = 0) const {
         const std::vector<int64_t> lens = {150, 150, 1, 5, 130, 200}, counts = {1, 1, 1, 2, 20, 49};
         const long sequences = static_cast<long>(lens.size()), max_blocks = round_up(200, block_size) / block_size;
@@ -272,13 +277,15 @@ struct Run {
             return numbers;
         };
         const std::vector<double> numbers = mixer(window);
+        Values sinks = random(heads, false), o_bias = random(k, false);
         trueroll_qkv(
             threads, bfloat16, x.data(), rows, k, numbers.data(), for_qkv.data(), keys.data(), values.data(),
             cosines.data(), sines.data(), fresh.data(), block_size, q.data()
         );
         trueroll_attention(
             threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
-            starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, window, window > 0 ? 3.0f : 0.0f, out.data()
+            starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, window, window > 0 ? 3.0f : 0.0f,
+            extra(sinks), out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
         if (!over_heads) {
@@ -306,11 +313,13 @@ struct Run {
             const std::vector<double> more = mixer(seen);
             specs.push_back(0.0);
             specs.insert(specs.end(), more.begin(), more.end());
-            specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
+            specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0, 0, 0, 0, 0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
-            layers.insert(layers.end(), {o.data(), post_norm.data(), other ? norm.data() : nullptr});
+            layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
+            layers.insert(layers.end(), {post_norm.data(), other ? norm.data() : nullptr});
             layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
+            layers.insert(layers.end(), 7, nullptr);
             caches.insert(caches.end(), {keys.data(), values.data()});
         }
         // A table for each layer, so that one that names blocks beyond its own is found.
@@ -319,8 +328,8 @@ struct Run {
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2,
-            turns.data(), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, q.data(), nullptr,
-            nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
+            turns.data(), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, nullptr, q.data(),
+            nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -345,21 +354,47 @@ struct Run {
         digest->add(qkv), digest->add(tails), digest->add(states), digest->add(out);
     }
 
+    // Rows that all go to the experts that they like best, of which some have many rows, and again to the same ones.
+    void mixture(long rows, long k, long count, long n, long top_k, bool extras) const {
+        Values logits = random(rows * count), x = random(rows * k), shared = random(rows * k), out = random(rows * k);
+        Values gate_up = packed(count * 2 * n, k), down = packed(count * k, n);
+        Values gate_up_bias = random(count * 2 * n, false), down_bias = random(count * k, false);
+        std::vector<int32_t> chosen(static_cast<size_t>(rows * top_k));
+        std::vector<float> gates(chosen.size());
+        const auto extra = [&](Values& values) { return extras ? values.data() : nullptr; };
+        for (int is_replayed : {0, 1}) {
+            trueroll_route(
+                threads, bfloat16, logits.data(), rows, count, top_k, extras, is_replayed, chosen.data(), gates.data()
+            );
+            digest->add(chosen), digest->add(gates);
+        }
+        trueroll_experts(
+            threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(), extra(down_bias),
+            count, n, top_k, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), out.data()
+        );
+        digest->add(out);
+    }
+
     // A delta net, attention with an output gate and a delta net once more, for the first tokens of three sequences and
-    // a token of one that goes on. Heads are as large as those of the delta nets' values.
-    void hybrid(long key_heads, long value_heads, long key_dim, long size) const {
+    // a token of one that goes on. Heads are as large as those of the delta nets' values. Each has an MLP, or experts
+    // and one that is shared.
+    void hybrid(long key_heads, long value_heads, long key_dim, long size, bool has_experts) const {
         const std::vector<int64_t> starts = {0, 3, 4, 6, 20}, reads = {-1, 2, -1, -1}, writes = {0, 1, 3, 4};
         const std::vector<int64_t> lens = {3, 1, 2, 14}, tables = {0, 1, 2, 3};
         std::vector<int64_t> slots;
         for (int64_t i = 0; i < 4; ++i)
             for (int64_t token = 0; token < lens[static_cast<size_t>(i)]; ++token) slots.push_back(i * 16 + token);
-        const long rows = 20, k = 33, n = 19, pairs = 5, kernel = 4;
+        const long rows = 20, k = has_experts ? 48 : 33, n = 19, pairs = 5, kernel = 4;
+        const long count = 5, top_k = 2, inner = 16;
         const long channels = 2 * key_heads * key_dim + value_heads * size, width = value_heads * size;
         Values x = random(rows * k), norm = random(k, false), head_norm = random(size, false);
         Values qkv = packed(channels, k), z = packed(width, k), b = packed(value_heads, k), a = packed(value_heads, k);
         Values taps = random(channels * kernel, false), decay = random(value_heads, false);
         Values wq = packed(2 * width, k), wk = packed(size, k), wv = packed(size, k), o = packed(k, width);
         Values gate = packed(n, k), up = packed(n, k), down = packed(k, n);
+        Values router = packed(count, k), score = packed(1, k);
+        Values gate_ups = packed(count * 2 * inner, k), downs = packed(count * k, inner);
+        std::vector<int32_t> routes(static_cast<size_t>(3 * rows * top_k));
         Values keys(bfloat16, 4 * 16 * size), values(bfloat16, 4 * 16 * size);
         Values tails = random(5 * (kernel - 1) * channels, false), more_tails = tails;
         std::vector<float> states(static_cast<size_t>(5 * value_heads * key_dim * size), 0.5f), more_states = states;
@@ -374,7 +409,11 @@ struct Run {
                 mixer = {0.0, whole(value_heads), 1.0, whole(size), 1e-5, 1.0, 0.0, 0.125, 0.0, 0.0, 0.0, pairs, 1.0};
             mixer.resize(13);
             specs.insert(specs.end(), mixer.begin(), mixer.end());
-            specs.insert(specs.end(), {whole(n), 0.0, 1e-5, 1.0});
+            specs.insert(specs.end(), {whole(has_experts ? inner : n), 0.0, 1e-5, 1.0});
+            if (has_experts)
+                specs.insert(specs.end(), {whole(count), whole(top_k), 1.0, whole(n)});
+            else
+                specs.insert(specs.end(), 4, 0.0);
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
                 layers.insert(layers.end(), {qkv.data(), z.data(), b.data(), a.data()}),
@@ -382,7 +421,14 @@ struct Run {
             else
                 layers.insert(layers.end(), {wq.data(), wk.data(), wv.data(), nullptr, nullptr, nullptr}),
                     layers.insert(layers.end(), {head_norm.data(), head_norm.data()});
-            layers.insert(layers.end(), {o.data(), norm.data(), nullptr, gate.data(), up.data(), down.data()});
+            layers.insert(layers.end(), {o.data(), nullptr, nullptr, norm.data(), nullptr});
+            if (has_experts)
+                layers.insert(layers.end(), {router.data(), nullptr, gate_ups.data(), nullptr, downs.data(), nullptr});
+            layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
+            if (has_experts)
+                layers.push_back(score.data());
+            else
+                layers.insert(layers.end(), 7, nullptr);
         }
         const std::vector<const void*> memories = {
             states.data(), tails.data(), keys.data(), values.data(), more_states.data(), more_tails.data()
@@ -395,17 +441,18 @@ struct Run {
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), pages, 3,
             turns.data(), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
-            projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
+            has_experts ? routes.data() : nullptr, projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
             y.data()
         );
-        digest->add(keys), digest->add(values), digest->add(y);
+        digest->add(keys), digest->add(values), digest->add(y), digest->add(routes);
         digest->add(states), digest->add(tails), digest->add(more_states), digest->add(more_tails);
     }
 
     // With heads of two sizes.
     void some(long size, long other) const {
         delta_net(2, 4, 16, 48, 4), delta_net(3, 3, 7, 5, 1), delta_net(1, 2, 5, 150, 2);
-        hybrid(2, 4, 7, 32), hybrid(1, 1, 16, 16);
+        hybrid(2, 4, 7, 32, false), hybrid(1, 1, 16, 16, false), hybrid(1, 2, 16, 16, true);
+        mixture(13, 48, 5, 16, 3, true), mixture(260, 16, 2, 48, 1, false);
         products(13, 130, 33), head(5, 33, 1001), layer(24, 3, 1, size, true), layer(16, 2, 2, other, false);
         layer(24, 3, 1, size, true, 150), layer(16, 2, 2, other, false, 13);
     }

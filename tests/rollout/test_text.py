@@ -19,8 +19,10 @@ from transformers import AutoTokenizer, dynamic_module_utils
 from trueroll.engine.models import loader
 from trueroll.engine.request import SamplingParams
 from trueroll.errors import ConfigError, ModelError
-from trueroll.rollout.tools import text
-from trueroll.rollout.tools.text import TextModel, print_completions
+from trueroll.rollout import text
+from trueroll.rollout.text import TextModel
+from trueroll.rollout.tools import text as printing
+from trueroll.rollout.tools.text import print_completions
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -163,7 +165,7 @@ def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]
     def serve(model: Any) -> None:
         client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))
         client.__dict__["generate"] = lambda *_, **__: pytest.fail("the prompts were sent")
-        monkeypatch.setattr(text, "RolloutClient", lambda *_: Entered(client))
+        monkeypatch.setattr(printing, "RolloutClient", lambda *_: Entered(client))
 
     monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     return serve
@@ -194,7 +196,9 @@ def test_nothing_is_fetched_because_a_worker_names_it(worker_that_serves: Callab
 
 def test_a_worker_elsewhere_names_no_tokenizer(worker_that_serves: Callable[[Any], None], tiny_llama: Path) -> None:
     worker_that_serves(str(tiny_llama))
-    with pytest.raises(ConfigError, match="tokenizer: expected one for a worker that may run elsewhere, found none"):
+    with pytest.raises(
+        ConfigError, match="tokenizer: expected one for a worker that may run elsewhere, at .*, found none"
+    ):
         complete("tcp://127.0.0.1:5555")
 
 

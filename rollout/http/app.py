@@ -1,0 +1,159 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from trueroll.errors import TruerollError
+
+from ...engine.request import TokenId
+from .chat import ConversationFields, read_chat, token_ids_of
+from .completions import read_completion
+from .config import HttpConfig
+from .errors import HttpError, as_http_error
+from .fields import Fields, checked, given
+from .generate import read_generate
+from .guard import CLIENT_LEFT, Counters, Guard
+from .lifecycle import Lifecycle
+from .model import ServedModel
+from .pieces import Asker, Form, Task
+from .wire import Gone, answer, error_answer, event_stream, read_json, while_present
+
+Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
+
+log = logging.getLogger(__name__)
+
+
+class TokenizeTextFields(Fields):
+    """`return_token_strs`: tell the text of each token, too."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatFields(ConversationFields):
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeFields(Fields):
+    model: str | None = None
+    tokens: list[TokenId] = Field()
+
+
+class Endpoints:
+    """The paths that concern the model."""
+
+    def __init__(self, served: ServedModel, max_body_bytes: int) -> None:
+        self._served, self._max_body_bytes = served, max_body_bytes
+
+    def asking(self, read: Reader, has_text: bool) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of requests that `read` understands."""
+        asker = Asker(self._served.client, self._served.texts if has_text else None, self._served.eos_token_ids)
+
+        async def handle(request: Request) -> Response:
+            body = await self._body(request)
+            task, form = await while_present(request.receive, read(body, self._served))  # type: ignore[arg-type]
+            if task.is_stream:
+                return await event_stream(request.receive, asker.events(task, form))
+            return answer(await while_present(request.receive, asker.whole(task, form)))
+
+        return handle
+
+    async def models(self, request: Request) -> Response:
+        return answer({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._served.check_name(request.path_params["name"])
+        return answer(self._card())
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = given(await self._body(request))
+        if "messages" in fields:
+            own = checked(TokenizeChatFields, fields)
+            self._served.check_name(own.model)
+            tokens = await token_ids_of(own, self._served)
+        else:
+            own = checked(TokenizeTextFields, fields)
+            self._served.check_name(own.model)
+            tokens = await self._served.texts.encode(own.prompt, own.add_special_tokens)
+        told = {"count": len(tokens), "max_model_len": self._served.max_model_len, "tokens": tokens}
+        if own.return_token_strs:
+            told["token_strs"] = [self._served.texts.token(token_id) for token_id in tokens]
+        return answer(told)
+
+    async def detokenize(self, request: Request) -> Response:
+        own = checked(DetokenizeFields, given(await self._body(request)))
+        self._served.check_name(own.model)
+        return answer({"prompt": await self._served.texts.decode_long(own.tokens, skip_special_tokens=False)})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self._max_body_bytes)
+
+    def _card(self) -> dict[str, Any]:
+        served = self._served
+        card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "trueroll"}
+        return card | {"root": served.name, "parent": None, "max_model_len": served.max_model_len}
+
+
+def make_app(
+    served: ServedModel, lifecycle: Lifecycle, config: HttpConfig, key: bytes | None, counters: Counters
+) -> ASGIApp:
+    """The application. `key`: the API key; None: none is needed."""
+    endpoints = Endpoints(served, config.max_body_bytes)
+    routes = [
+        Route("/v1/completions", endpoints.asking(read_completion, has_text=True), methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.asking(read_chat, has_text=True), methods=["POST"]),
+        Route("/inference/v1/generate", endpoints.asking(read_generate, has_text=False), methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+        Route("/health", lifecycle.health),
+        Route("/metrics", lifecycle.metrics),
+        Route("/pause", lifecycle.pause, methods=["POST"]),
+        Route("/resume", lifecycle.resume, methods=["POST"]),
+        Route("/is_paused", lifecycle.is_paused),
+        Route("/sleep", lifecycle.sleep, methods=["POST"]),
+        Route("/wake_up", lifecycle.wake_up, methods=["POST"]),
+        Route("/is_sleeping", lifecycle.is_sleeping),
+        Route("/update_weights", lifecycle.update_weights, methods=["POST"]),
+        Route("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
+    ]
+    handlers = {TruerollError: _tell, Gone: _note_gone, HTTPException: _tell_http, Exception: _tell_fault}
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    return Guard(app, key, config.max_open_requests, counters, {route.path for route in routes})
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    told = as_http_error(error)
+    if told.status == 500:
+        log.error("a request failed", exc_info=error)
+    return error_answer(told)
+
+
+async def _tell_http(request: Request, error: HTTPException) -> Response:
+    """Of a path or a method that is not there."""
+    text = f"{request.method} {request.url.path[:200]}: expected a path and a method of this server; docs/http.md"
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    return error_answer(HttpError(error.status_code, f"{text} has them", code=code, headers=error.headers))
+
+
+async def _tell_fault(request: Request, error: Exception) -> Response:
+    return error_answer(as_http_error(error))
+
+
+async def _note_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)  # nobody is there to read it

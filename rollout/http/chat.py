@@ -1,0 +1,192 @@
+"""`/v1/chat/completions`: a conversation in the model's own chat template, and answers to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from trueroll.errors import InvalidRequestError, brief
+
+from .fields import Fields, NumTop, TextFields, checked, given, take_sampling
+from .logprobs import TokenName, chat_logprobs, name_by_id
+from .model import ServedModel
+from .pieces import Piece, Task, Usage, ending
+from .tools import BEGIN, ToolText
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class Message(Fields):
+    """One of a conversation. Further fields, such as `tool_calls`, go to the chat template as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+    role: Literal[ROLES]  # type: ignore[valid-type]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ConversationFields(Fields):
+    """What becomes a prompt. `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatFields(TextFields, ConversationFields):
+    """`logprobs`: tell the log-prob of each token; `top_logprobs`: and those of so many most probable ones."""
+
+    logprobs: bool = False
+    top_logprobs: NumTop | None = None
+
+
+@dataclass
+class ChatForm:
+    """Writes chat completions. `finds_tools`: whether calls of tools are looked for in the text."""
+
+    id: str
+    created: int
+    model: str
+    fields: ChatFields
+    prompt: list[int]
+    name: TokenName
+    eos_token_ids: frozenset[int]
+    finds_tools: bool
+    _texts: dict[int, ToolText] = field(default_factory=dict)
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        told = self._envelope("chat.completion", [self._whole_choice(piece) for piece in pieces])
+        told["usage"] = usage.told()
+        return told | ({"prompt_token_ids": self.prompt} if self.fields.return_token_ids else {})
+
+    def event(self, piece: Piece) -> dict[str, Any]:
+        told = self._envelope("chat.completion.chunk", [self._delta_choice(piece)])
+        if self.fields.stream_options.include_usage:
+            told["usage"] = None
+        if self.fields.return_token_ids and piece.start == 0 and piece.ended is None:
+            told["prompt_token_ids"] = self.prompt
+        return told
+
+    def last_event(self, usage: Usage) -> dict[str, Any]:
+        return self._envelope("chat.completion.chunk", []) | {"usage": usage.told()}
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        content, calls = self._parted(piece)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        if calls:
+            message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        return self._choice(piece, "message", message, calls)
+
+    def _delta_choice(self, piece: Piece) -> dict[str, Any]:
+        content, calls = self._parted(piece)
+        role = {"role": "assistant"} if piece.start == 0 and piece.token_ids else {}
+        delta = role | {"content": content} | ({"tool_calls": calls} if calls else {})
+        return self._choice(piece, "delta", delta, calls)
+
+    def _choice(self, piece: Piece, what: str, told: dict[str, Any], calls: list[Any]) -> dict[str, Any]:
+        choice = {
+            "index": piece.index,
+            what: told,
+            "logprobs": chat_logprobs(piece, self.name) if self.fields.logprobs else None,
+        } | ending(piece, self.eos_token_ids)
+        if calls and choice["finish_reason"] == "stop":
+            choice["finish_reason"] = "tool_calls"
+        return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
+
+    def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """The content of a piece, and the calls of tools that it completes."""
+        if not self.finds_tools:
+            return piece.text, []
+        text = self._texts.setdefault(piece.index, ToolText())
+        content = text.add(piece.text)
+        rest, calls = text.finish() if piece.ended else ("", [])
+        return content + rest, calls
+
+
+async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, ChatForm]:
+    """What a request for chat completions asks for. Raise InvalidRequestError, HttpError."""
+    fields = given(body)
+    if (most := fields.pop("max_completion_tokens", None)) is not None:
+        fields["max_tokens"] = most
+    params, seed = take_sampling(fields, None)
+    own = checked(ChatFields, fields)
+    served.check_name(own.model)
+    if own.top_logprobs is not None and not own.logprobs:
+        raise InvalidRequestError("top_logprobs: expected logprobs to be true with it, found false; set it")
+    prompt = await token_ids_of(own, served)
+    served.check_lengths([prompt], params.max_tokens)
+    recorded = dict(top_logprobs=own.top_logprobs or None) if own.logprobs else dict(logprobs=None)
+    form = ChatForm(
+        id=served.new_id("chatcmpl"),
+        created=served.now(),
+        model=served.name,
+        fields=own,
+        prompt=prompt,
+        name=name_by_id if own.return_tokens_as_token_ids else served.texts.token,
+        eos_token_ids=served.eos_token_ids,
+        finds_tools=bool(_tools(own)) and BEGIN in served.texts.chat_template,
+    )
+    task = Task(
+        prompts=[prompt],
+        params=params.model_copy(update=recorded),
+        seed=seed,
+        is_stream=own.stream,
+        tells_usage=own.stream_options.include_usage,
+        skip_special_tokens=own.skip_special_tokens,
+    )
+    return task, form
+
+
+async def token_ids_of(own: ConversationFields, served: ServedModel) -> list[int]:
+    """The prompt that a conversation becomes. Raise InvalidRequestError, HttpError."""
+    if own.tool_choice not in ("auto", "none"):
+        raise served.unsupported("tool_choice", "'auto' or 'none'")
+    messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
+    reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
+    if found := reserved & own.chat_template_kwargs.keys():
+        raise InvalidRequestError(f"chat_template_kwargs: expected other names than {sorted(found)}; leave these out")
+    arguments = own.chat_template_kwargs | dict(add_generation_prompt=own.add_generation_prompt)
+    return await served.texts.encode_conversation(messages, tools=_tools(own) or None, **arguments)
+
+
+def _tools(own: ConversationFields) -> list[dict[str, Any]]:
+    return own.tools if own.tool_choice == "auto" else []
+
+
+def _for_template(position: int, message: Message) -> dict[str, Any]:
+    """A message as chat templates expect it: content is text, and arguments of calls are objects."""
+    told = {name: value for name, value in message.model_dump().items() if value is not None or name == "content"}
+    if isinstance(content := message.content, list):
+        told["content"] = "\n".join(_text_of(position, part) for part in content)
+    if isinstance(calls := told.get("tool_calls"), list):
+        told["tool_calls"] = [_with_object(position, call) for call in calls]
+    return told
+
+
+def _text_of(position: int, part: dict[str, Any]) -> str:
+    if part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InvalidRequestError(
+            f"messages[{position}].content: expected text alone, found {brief(part.get('type'))}; leave it out"
+        )
+    return part["text"]
+
+
+def _with_object(position: int, call: Any) -> Any:
+    try:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return call | {"function": call["function"] | {"arguments": arguments}}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise InvalidRequestError(
+            f"messages[{position}].tool_calls: expected a function with arguments in JSON in each, found "
+            f"{brief(call)}; correct it"
+        ) from None

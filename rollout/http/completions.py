@@ -1,0 +1,153 @@
+"""`/v1/completions`: prompts as text or token ids, completions of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from ...engine.request import ScoreOutput, TokenId
+from .fields import NumTop, TextFields, TokenIds, checked, given, take_sampling
+from .logprobs import TokenName, completion_logprobs, name_by_id, piece_columns, top_rows
+from .model import ServedModel
+from .pieces import Piece, Task, Usage, ending
+from .texts import Texts
+
+DEFAULT_MAX_TOKENS = 16
+"""As everywhere else, for want of a better one."""
+
+
+class CompletionFields(TextFields):
+    """`logprobs`: how many of the most probable tokens to tell beside each token's log-prob. `echo`: tell the prompt,
+    too.
+    """
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: NumTop | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+@dataclass
+class CompletionForm:
+    """Writes completions. `prefixes`: of each prompt, what `echo` puts before its completions."""
+
+    id: str
+    created: int
+    model: str
+    fields: CompletionFields
+    num_samples: int
+    prompts: list[list[int]]
+    name: TokenName
+    eos_token_ids: frozenset[int]
+    prefixes: list[dict[str, Any]] | None = None
+    _offsets: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        return self._envelope([self._choice(piece) for piece in pieces]) | {"usage": usage.told()}
+
+    def event(self, piece: Piece) -> dict[str, Any]:
+        return self._envelope([self._choice(piece)]) | self._no_usage()
+
+    def last_event(self, usage: Usage) -> dict[str, Any]:
+        return self._envelope([]) | {"usage": usage.told()}
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+        return head | {"choices": choices}
+
+    def _no_usage(self) -> dict[str, Any]:
+        return {"usage": None} if self.fields.stream_options.include_usage else {}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        prefix = self.prefixes[piece.position] if self.prefixes is not None else {"text": ""}
+        choice = {
+            "index": piece.position * self.num_samples + piece.index,
+            "text": prefix["text"] + piece.text,
+            "logprobs": self._logprobs(piece, prefix),
+        } | ending(piece, self.eos_token_ids)
+        if self.fields.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            choice["prompt_token_ids"] = self.prompts[piece.position] if piece.start == 0 else None
+        return choice
+
+    def _logprobs(self, piece: Piece, prefix: dict[str, Any]) -> dict[str, Any] | None:
+        if self.fields.logprobs is None:
+            return None
+        token_ids, (logprobs, tops) = piece.token_ids, piece_columns(piece)
+        key = piece.position, piece.index
+        offset = self._offsets.get(key, 0)
+        if "token_ids" in prefix:
+            token_ids, logprobs = prefix["token_ids"] + token_ids, prefix["logprobs"] + logprobs
+            tops = None if tops is None else prefix["tops"] + tops
+        told = completion_logprobs(token_ids, logprobs, tops, self.name, offset)
+        self._offsets[key] = offset + sum(map(len, told["tokens"]))
+        return told
+
+
+async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Task, CompletionForm]:
+    """What a request for completions asks for. Raise InvalidRequestError, HttpError."""
+    fields = given(body)
+    params, seed = take_sampling(fields, DEFAULT_MAX_TOKENS)
+    own = checked(CompletionFields, fields)
+    served.check_name(own.model)
+    prompts = [await _token_ids(each, own, served.texts) for each in _prompts(own.prompt)]
+    served.check_lengths(prompts, params.max_tokens)
+    if own.echo and own.stream:
+        raise served.unsupported("echo", "false in a stream")
+    recorded = dict(logprobs=None) if own.logprobs is None else dict(top_logprobs=own.logprobs or None)
+    params = params.model_copy(update=recorded)
+    form = CompletionForm(
+        id=served.new_id("cmpl"),
+        created=served.now(),
+        model=served.name,
+        fields=own,
+        num_samples=params.n,
+        prompts=prompts,
+        name=name_by_id if own.return_tokens_as_token_ids else served.texts.token,
+        eos_token_ids=served.eos_token_ids,
+    )
+    if own.echo:
+        form.prefixes = await _prefixes(own, prompts, params, served)
+    task = Task(
+        prompts=prompts,
+        params=params,
+        seed=seed,
+        is_stream=own.stream,
+        tells_usage=own.stream_options.include_usage,
+        skip_special_tokens=own.skip_special_tokens,
+    )
+    return task, form
+
+
+def _prompts(prompt: str | list[str] | list[TokenId] | list[list[TokenId]]) -> list[str | list[int]]:
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+async def _token_ids(prompt: str | list[int], own: CompletionFields, texts: Texts) -> list[int]:
+    return await texts.encode(prompt, own.add_special_tokens) if isinstance(prompt, str) else prompt
+
+
+async def _prefixes(
+    own: CompletionFields, prompts: list[list[int]], params: Any, served: ServedModel
+) -> list[dict[str, Any]]:
+    """What `echo` tells of each prompt: its text, and its log-probs, of which the first token has none."""
+    prefixes = [
+        {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}
+        for each in _prompts(own.prompt)
+    ]
+    if own.logprobs is None:
+        return prefixes
+    scored = [prompt for prompt in prompts if len(prompt) > 1]
+    scores = iter(await served.score(scored, params) if scored else [])
+    for prefix, prompt in zip(prefixes, prompts, strict=True):
+        prefix |= _prompt_columns(prompt, next(scores) if len(prompt) > 1 else None)
+    return prefixes
+
+
+def _prompt_columns(prompt: list[int], score: ScoreOutput | None) -> dict[str, Any]:
+    logprobs = [] if score is None else score.logprobs.tolist()
+    rows = None if score is None else top_rows(score.top_token_ids, score.top_logprobs)
+    return {"token_ids": prompt, "logprobs": [None, *logprobs], "tops": [None, *chain(rows or [])]}

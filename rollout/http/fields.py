@@ -1,0 +1,151 @@
+"""The fields of requests: those that are served, those that change nothing here, and those that must be off.
+
+null counts as not given. A field that is not known, or that asks for what is not served, is refused by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trueroll.errors import brief
+
+from ...engine.request import MAX_TOP_LOGPROBS, SamplingParams, TokenId, describe_validation_error
+from .errors import HttpError
+
+SAMPLING = (
+    *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("stop", "stop_token_ids", "ignore_eos", "cache_salt"),
+)
+"""The fields that are parameters of `SamplingParams`, by the same names."""
+IGNORED = {
+    *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store"),
+    *("detokenize", "output_kind", "flat_logprobs"),
+}
+"""Hints and labels: whatever they say, the tokens are the same."""
+OFF: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "priority": (0,),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "extra_args": ({}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
+    "features": ({},),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": (),
+    "reasoning_effort": (),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "documents": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+"""Fields that are known elsewhere and not served here, with the values that mean what is done here anyway."""
+
+F = TypeVar("F", bound="Fields")
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class Fields(BaseModel):
+    """The fields of a kind of request. Values of another type, and unknown fields, are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Fields):
+    """`include_usage`: a last event says how many tokens there were. `continuous_usage_stats` must be off."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationFields(Fields):
+    """What all requests for tokens have, beside `SAMPLING` and `seed`."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class TextFields(GenerationFields):
+    """What requests for text have. `return_token_ids`: tell the ids of prompt and completion, too.
+    `return_tokens_as_token_ids`: call tokens `token_id:7` among the log-probs. `skip_special_tokens`: leave them out of
+    the text.
+    """
+
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    skip_special_tokens: bool = True
+
+
+def given(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields that ask for something: without null, hints, and what is off. Raise HttpError for one that must be
+    off.
+    """
+    fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
+    for name in [name for name in fields if name in OFF]:
+        value = fields.pop(name)
+        if value not in OFF[name]:
+            allowed = " or ".join(["null", *map(repr, OFF[name])])
+            raise HttpError(
+                400,
+                f"{name}: expected {allowed}, as this is not served, found {brief(value)}; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return fields
+
+
+def checked(kind: type[F], fields: dict[str, Any]) -> F:
+    """Fields as those of a kind of request. Raise HttpError."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        code = "unknown_parameter" if first["type"] == "extra_forbidden" else "invalid_request"
+        param = str(first["loc"][0])[:80] if first["loc"] else None
+        raise HttpError(400, describe_validation_error(error), param=param, code=code) from None
+
+
+def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:
+    """Take the sampling parameters and the seed out of `fields`. `max_tokens`: where they name none. The log-probs are
+    those of the distribution that was drawn from. Raise InvalidRequestError.
+    """
+    named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
+    if named.get("top_k") == 0:
+        named["top_k"] = -1  # off, as others write it
+    seed = SamplingParams(seed=fields.pop("seed", None)).seed
+    return SamplingParams(**named), seed

@@ -1,0 +1,80 @@
+"""`/inference/v1/generate`: token ids in, token ids out, as trainers ask vLLM for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...engine.request import CacheSalt
+from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, take_sampling
+from .logprobs import chat_logprobs, name_by_id
+from .model import ServedModel
+from .pieces import Piece, Task, Usage, ending
+
+
+class GenerateFields(GenerationFields):
+    """`sampling_params`: the sampling parameters and `seed`, and those of `SamplingFields`."""
+
+    token_ids: TokenIds
+    sampling_params: dict[str, Any]
+    cache_salt: CacheSalt | None = None
+
+
+class SamplingFields(Fields):
+    """`logprobs`: tell the log-prob of each token, and those of so many most probable ones. `skip_special_tokens`
+    changes nothing, as there is no text.
+    """
+
+    logprobs: NumTop | None = None
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class GenerateForm:
+    """Writes samples as token ids. Their log-probs have the form of chat completions, with `token_id:7` for a token."""
+
+    request_id: str
+    created: int
+    model: str
+    eos_token_ids: frozenset[int]
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        return self._envelope([self._choice(piece) for piece in pieces]) | {"usage": usage.told()}
+
+    def event(self, piece: Piece) -> dict[str, Any]:
+        return self._envelope([self._choice(piece)])
+
+    def last_event(self, usage: Usage) -> dict[str, Any]:
+        return self._envelope([]) | {"usage": usage.told()}
+
+    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"request_id": self.request_id, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.index,
+            "token_ids": piece.token_ids,
+            "logprobs": chat_logprobs(piece, name_by_id, has_bytes=False),
+        } | ending(piece, self.eos_token_ids)
+
+
+async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
+    """What a request for tokens asks for. Raise InvalidRequestError, HttpError."""
+    own = checked(GenerateFields, given(body))
+    served.check_name(own.model)
+    fields = given(own.sampling_params)
+    if own.cache_salt is not None:
+        fields["cache_salt"] = own.cache_salt
+    params, seed = take_sampling(fields, None)
+    wanted = checked(SamplingFields, fields)
+    served.check_lengths([own.token_ids], params.max_tokens)
+    recorded = dict(logprobs=None) if wanted.logprobs is None else dict(top_logprobs=wanted.logprobs or None)
+    task = Task(
+        prompts=[own.token_ids],
+        params=params.model_copy(update=recorded),
+        seed=seed,
+        is_stream=own.stream,
+        tells_usage=own.stream_options.include_usage,
+    )
+    request_id = own.request_id or served.new_id("generate")
+    return task, GenerateForm(request_id, served.now(), served.name, served.eos_token_ids)

@@ -1,0 +1,128 @@
+"""What every request passes first: it is counted, and let in by its key, its origin, and how many others are open.
+
+Without a key the front end listens on loopback, where a web page in somebody's browser could reach it as well. A
+browser says in `Origin` which page asks, and in `Host` under which name it knows the server; both are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections import Counter
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..config import is_loopback
+from .errors import RETRY_AFTER_SECONDS, HttpError
+from .wire import error_answer
+
+OPEN_PATHS = {"/health"}
+"""For which no key is needed."""
+WORK_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
+CLIENT_LEFT = 499
+"""What is counted for a client that was not there any more to be answered."""
+
+
+class Counters:
+    """`requests`: by path and status; a path that is not served counts as `other`, a client that left as 499. `open`:
+    requests for tokens or text that are under way.
+    """
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.open = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, as they are now."""
+        family = CounterMetricFamily("trueroll_http_requests", "Answered.", labels=["path", "status"])
+        for (path, status), count in self.requests.items():
+            family.add_metric([path, str(status)], count)
+        yield family
+        yield GaugeMetricFamily("trueroll_http_open_requests", "For tokens or text.", value=self.open)
+
+
+class Guard:
+    """Lets requests through to `app`, or answers them itself. `key`: that clients must send; None: none."""
+
+    def __init__(
+        self, app: ASGIApp, key: bytes | None, max_open_requests: int, counters: Counters, paths: set[str]
+    ) -> None:
+        self._app = app
+        self._digest = None if key is None else _digest(key)
+        self._max_open = max_open_requests
+        self._counters, self._paths = counters, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websockets here, and no lifespan
+        status = CLIENT_LEFT
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        path = scope["path"]
+        try:
+            await self._pass(Request(scope), path, receive, noting)
+        finally:
+            self._counters.requests[path if path in self._paths else "other", status] += 1
+
+    async def _pass(self, request: Request, path: str, receive: Receive, send: Send) -> None:
+        is_work = path in WORK_PATHS
+        try:
+            self._check_origin(request)
+            self._check_key(request, path)
+            if is_work and self._counters.open >= self._max_open:
+                raise _too_many(self._max_open)
+        except HttpError as error:
+            return await error_answer(error)(request.scope, receive, send)
+        self._counters.open += is_work
+        try:
+            await self._app(request.scope, receive, send)
+        finally:
+            self._counters.open -= is_work
+
+    def _check_key(self, request: Request, path: str) -> None:
+        if self._digest is None or path in OPEN_PATHS:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        # Digests have one length, so that the time of the comparison tells nothing of the key, not even its length.
+        is_right = hmac.compare_digest(_digest(key.strip().encode(errors="replace")), self._digest)
+        if scheme.lower() != "bearer" or not is_right:
+            raise HttpError(
+                401,
+                "Authorization: expected `Bearer` and the API key of this server, found another value or none; send it",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_origin(self, request: Request) -> None:
+        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise HttpError(403, "Origin: expected a page of this server or none, found another; ask without a browser")
+        if self._digest is None and not _is_local(host):
+            raise HttpError(403, "Host: expected localhost or a loopback IP, found another name; use one of these")
+
+
+def _is_local(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return name == "localhost" or is_loopback(name)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _too_many(most: int) -> HttpError:
+    text = f"server: expected at most {most} open requests, found one more; try again later"
+    return HttpError(429, text, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})

@@ -1,0 +1,169 @@
+"""The worker's lifecycle over HTTP, by the names that vLLM has for it: health, pause, sleep, weights, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trueroll.errors import ConfigError, InvalidRequestError, ModelError, PushError, brief
+
+from ...engine.request import InFlight
+from ...weight_sync.payload.manifest import MANIFEST_FILE
+from .. import protocol
+from ..client.client import AsyncRolloutClient
+from ..monitoring.metrics import WorkerMetrics
+from ..network.keys import Key
+from .errors import HttpError
+from .fields import Fields, checked
+from .guard import Counters
+from .wire import answer, read_json
+
+HEALTH_SECONDS = 5.0
+MAX_BODY_BYTES = 2**16
+_PAUSES = ("abort", "wait", "keep")
+_IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
+
+
+class UpdateFields(Fields):
+    """`weight_dir`: a folder with the weights. `weight_version`: what they are called; None: the next one."""
+
+    weight_dir: str
+    weight_version: int | None = None
+
+
+class Lifecycle:
+    """The calls that concern the worker, not a request. `keys`: `server_public_key` and `client_key`."""
+
+    def __init__(
+        self, client: AsyncRolloutClient, address: str, keys: tuple[Key | None, Key | None], counters: Counters
+    ) -> None:
+        self._client, self._address, self._keys, self._counters = client, address, keys, counters
+        self._push_lock = asyncio.Lock()
+
+    async def health(self, request: Request) -> Response:
+        """200 while the worker answers and has not failed."""
+        _queries(request, {})
+        health = await self._health()
+        told = {"state": health.state, "weight_version": health.weight_version}
+        return answer(told, 503 if health.state == "failed" else 200)
+
+    async def pause(self, request: Request) -> Response:
+        """Generate nothing until `/resume`."""
+        queries = _queries(request, {"mode": _PAUSES, "clear_cache": ("true", "false")})
+        mode = queries.get("mode", ["abort"])[0]
+        if mode == "wait":
+            await self._client.drain()
+        else:
+            await self._client.pause()
+        if mode == "abort":
+            await self._client.abort_all()
+        if mode != "keep" and queries.get("clear_cache", ["true"])[0] == "true":
+            await self._client.invalidate_prefix_cache()
+        return answer({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """End a pause."""
+        _queries(request, {})
+        await self._client.resume()
+        return answer({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        _queries(request, {})
+        return answer({"is_paused": (await self._health()).state == "paused"})
+
+    async def sleep(self, request: Request) -> Response:
+        """Give memory back until `/wake_up`."""
+        queries = _queries(request, {"level": ("1", "2"), "mode": _PAUSES, "tags": protocol.ALL_TAGS})
+        status = await self._client.sleep(
+            level=2 if queries.get("level") == ["2"] else 1,
+            tags=_tags(queries),
+            in_flight=_IN_FLIGHT[queries.get("mode", ["abort"])[0]],
+        )
+        return _told(status)
+
+    async def wake_up(self, request: Request) -> Response:
+        """Take memory again."""
+        return _told(await self._client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
+
+    async def is_sleeping(self, request: Request) -> Response:
+        _queries(request, {})
+        return answer({"is_sleeping": bool((await self._health()).sleeping)})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forget all cached prefixes."""
+        _queries(request, {"reset_running_requests": ("false",), "reset_external": ("false",)})
+        return _told(await self._client.invalidate_prefix_cache())
+
+    async def update_weights(self, request: Request) -> Response:
+        """Serve the weights in a folder: of a push by `disk`, or of a checkpoint in Hugging Face format."""
+        _queries(request, {})
+        fields = checked(UpdateFields, await read_json(request, MAX_BODY_BYTES))
+        async with self._push_lock:
+            version = fields.weight_version
+            if version is None:
+                version = ((await self._health()).weight_version or 0) + 1
+            await asyncio.to_thread(_push, self._address, self._keys, Path(fields.weight_dir), fields, version)
+        health = await self._health()
+        return answer({"status": "updated", "weight_version": health.weight_version})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus' page: the worker's state and counters, and those of this front end."""
+        health, stats = await self._health(), await self._client.stats()
+        registry = CollectorRegistry()
+        registry.register(WorkerMetrics(health, stats))
+        registry.register(self._counters)
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})
+
+    async def _health(self) -> protocol.Health:
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                return await self._client.health()
+        except TimeoutError:
+            text = f"worker: expected an answer within {HEALTH_SECONDS} s, found none; is it there?"
+            raise HttpError(503, text, code="worker_lost") from None
+
+
+def _push(address: str, keys: tuple[Key | None, Key | None], folder: Path, fields: UpdateFields, version: int) -> None:
+    """On a thread: the publisher blocks, and imports torch."""
+    from ...engine.models.loader import read_checkpoint
+    from ..publisher.publisher import WeightPublisher
+
+    try:
+        with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
+            publisher.connect([address])
+            if not (folder / MANIFEST_FILE).is_file():
+                publisher.push(read_checkpoint(folder), version)
+            elif fields.weight_version is None:
+                publisher.push_folder(folder)
+            else:
+                raise InvalidRequestError("weight_version: expected none, as the folder names its own; leave it out")
+    except (ConfigError, ModelError, OSError, ValueError) as error:
+        raise PushError(f"weight_dir: {error}") from None
+
+
+def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """The query parameters by name. Raise HttpError for one that is not known, or has another value."""
+    found: dict[str, list[str]] = {}
+    for name, value in request.query_params.multi_items():
+        if value.lower() not in known.get(name, ()):
+            expected = " or ".join(known[name]) if name in known else f"one of {sorted(known)}" if known else "none"
+            raise HttpError(
+                400, f"{name}: expected {expected} in the query, found {brief(value)}; correct it", param=name[:80]
+            )
+        found.setdefault(name, []).append(value.lower())
+    return found
+
+
+def _tags(queries: dict[str, list[str]]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(queries.get("tags", protocol.ALL_TAGS)))
+
+
+def _told(status: protocol.Status) -> Response:
+    return answer({"state": status.state, "weight_version": status.weight_version})

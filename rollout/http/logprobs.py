@@ -1,0 +1,93 @@
+"""Log-probs of tokens as the endpoints write them: each a JSON number that gives the same float32 again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .pieces import Piece
+
+TokenName: TypeAlias = Callable[[int], str]
+NEVER = -9999.0
+"""Stands for -inf, the log-prob of a token that a filter dropped, which JSON cannot say."""
+
+
+def name_by_id(token_id: int) -> str:
+    """What `return_tokens_as_token_ids` calls a token."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict[str, Any] | None:
+    """As in chat completions: for each token its log-prob and those of the most probable ones."""
+    if piece.logprobs is None:
+        return None
+    tops = _tops(piece)
+    content = []
+    for i, (token_id, logprob) in enumerate(zip(piece.token_ids, _numbers(piece.logprobs), strict=True)):
+        entry = _entry(name(token_id), logprob, has_bytes)
+        entry["top_logprobs"] = [_entry(name(top), value, has_bytes) for top, value in tops[i]] if tops else []
+        content.append(entry)
+    return {"content": content}
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Sequence[list[tuple[int, float]] | None] | None,
+    name: TokenName,
+    first_offset: int,
+) -> dict[str, Any]:
+    """As in completions: columns of tokens, log-probs, the most probable tokens with the one that was drawn, and where
+    each token begins if their names follow one another.
+    """
+    names = [name(token_id) for token_id in token_ids]
+    offsets = [first_offset]
+    for each in names:
+        offsets.append(offsets[-1] + len(each))
+    columns = zip(tops or [None] * len(names), token_ids, logprobs, strict=True)
+    return {
+        "tokens": names,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": None if tops is None else [_by_name(*each, name) for each in columns],
+        "text_offset": offsets[:-1],
+    }
+
+
+def piece_columns(piece: Piece) -> tuple[list[float], list[list[tuple[int, float]]] | None]:
+    """The log-probs of a piece, and of each token the most probable ones."""
+    return [] if piece.logprobs is None else _numbers(piece.logprobs), _tops(piece)
+
+
+def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> list[list[tuple[int, float]]] | None:
+    """For each token the most probable ones, best first; None if none were asked for."""
+    if token_ids is None or logprobs is None or token_ids.shape[1] == 0:
+        return None
+    return [
+        list(zip(ids, row, strict=True)) for ids, row in zip(token_ids.tolist(), map(_numbers, logprobs), strict=True)
+    ]
+
+
+def _tops(piece: Piece) -> list[list[tuple[int, float]]] | None:
+    return top_rows(piece.top_token_ids, piece.top_logprobs)
+
+
+def _numbers(logprobs: np.ndarray) -> list[float]:
+    return np.where(np.isneginf(logprobs), np.float32(NEVER), logprobs).tolist()
+
+
+def _entry(name: str, logprob: float, has_bytes: bool) -> dict[str, Any]:
+    return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if has_bytes else None}
+
+
+def _by_name(
+    tops: list[tuple[int, float]] | None, token_id: int, logprob: float | None, name: TokenName
+) -> dict[str, float] | None:
+    """Of tokens with one name the most probable."""
+    if tops is None or logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for each, value in [*tops, (token_id, logprob)]:
+        found.setdefault(name(each), value)
+    return found

@@ -1,0 +1,184 @@
+"""What an answer is made of: choices, each whole or in pieces, and how they are asked for.
+
+An endpoint says what it wants by a `Task` and how it is written by a `Form`; this module asks the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from trueroll.errors import WorkerLostError
+
+from ...engine.request import SampleDelta, SampleOutput, SamplingParams
+from ..client.client import AsyncRolloutClient
+from .errors import HttpError
+from .texts import GrowingText, Texts
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a choice and what belongs to them: all of them, or those since the piece before.
+
+    `position`: of the prompt. `start`: which of the sample's tokens is the first one here. `logprobs`: float32, or
+    None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `text` and the tokens need not be of the same
+    extent, as text may be kept back. `ended`: the sample, if it has ended with this piece.
+    """
+
+    position: int
+    index: int
+    start: int
+    text: str
+    token_ids: list[int]
+    logprobs: np.ndarray | None
+    top_token_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+    ended: SampleOutput | None
+
+
+@dataclass
+class Usage:
+    """Of an answer. `prompt_tokens` counts each prompt once, whatever its number of samples."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    """By the prompt's position."""
+
+    def add(self, position: int, sample: SampleOutput) -> None:
+        self.completion_tokens += len(sample.token_ids)
+        self.cached_tokens[position] = max(sample.num_cached_tokens, self.cached_tokens.get(position, 0))
+
+    def told(self) -> dict[str, Any]:
+        """As OpenAI tells it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+        }
+
+
+class Form(Protocol):
+    """How an endpoint writes its answer."""
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        """All of it, of pieces that are whole choices."""
+        ...
+
+    def event(self, piece: Piece) -> dict[str, Any]:
+        """An event of a stream."""
+        ...
+
+    def last_event(self, usage: Usage) -> dict[str, Any]:
+        """The event that tells the usage."""
+        ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to ask the worker for: `AsyncRolloutClient.generate(prompts, params, seed=seed)`."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    seed: int | None
+    is_stream: bool
+    tells_usage: bool
+    skip_special_tokens: bool = True
+
+
+class Asker:
+    """Asks the worker. `texts` None: the answers have no text. `eos_token_ids`: the model's own."""
+
+    def __init__(self, client: AsyncRolloutClient, texts: Texts | None, eos_token_ids: frozenset[int]) -> None:
+        self._client, self._texts, self._eos_token_ids = client, texts, eos_token_ids
+
+    async def whole(self, task: Task, form: Form) -> dict[str, Any]:
+        """The answer to a task that is no stream."""
+        groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
+        usage = Usage(sum(map(len, task.prompts)))
+        pieces = [self._choice(task, i, sample, usage) for i, group in enumerate(groups) for sample in group.samples]
+        return form.whole(pieces, usage)
+
+    async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a task that is a stream, as they come."""
+        usage = Usage(sum(map(len, task.prompts)))
+        texts: dict[tuple[int, int], GrowingText | None] = {}
+        counts: dict[tuple[int, int], int] = {}
+        stream = self._client.stream(task.prompts, task.params, deltas=True, seed=task.seed)
+        async with aclosing(stream) as pieces:
+            async for position, got in pieces:
+                choice = position, got.index
+                text = texts.setdefault(choice, self._text(task))
+                if isinstance(got, SampleDelta):
+                    _check_continues(got, counts.get(choice, 0))
+                    counts[choice] = got.start + len(got.token_ids)
+                    new = text.add(got.token_ids) if text else ""
+                    yield form.event(_piece(position, got, new, got.start, None))
+                else:
+                    check_sample(got)
+                    usage.add(position, got)
+                    rest = text.finish(got) if text else ""
+                    yield form.event(_end(position, got, rest))
+        if task.tells_usage:
+            yield form.last_event(usage)
+
+    def _choice(self, task: Task, position: int, sample: SampleOutput, usage: Usage) -> Piece:
+        check_sample(sample)
+        usage.add(position, sample)
+        text = self._text(task)
+        return _piece(position, sample, text.finish(sample) if text else "", 0, sample)
+
+    def _text(self, task: Task) -> GrowingText | None:
+        if self._texts is None:
+            return None
+        stop_token_ids = self._eos_token_ids.union(task.params.stop_token_ids)
+        return GrowingText(self._texts, task.params.stop, stop_token_ids, task.skip_special_tokens)
+
+
+def check_sample(sample: SampleOutput) -> None:
+    """Raise HttpError for one that could not be finished."""
+    if sample.finish_reason == "error":
+        raise HttpError(500, f"sample {sample.index}: {sample.error}", code="sample_failed")
+
+
+def _check_continues(delta: SampleDelta, count: int) -> None:
+    if delta.start != count:
+        raise WorkerLostError("worker: it began the sample anew, so what was sent is void; send the request again")
+
+
+def _piece(position: int, got: SampleDelta | SampleOutput, text: str, start: int, ended: SampleOutput | None) -> Piece:
+    return Piece(
+        position=position,
+        index=got.index,
+        start=start,
+        text=text,
+        token_ids=got.token_ids,
+        logprobs=got.logprobs,
+        top_token_ids=got.top_token_ids,
+        top_logprobs=got.top_logprobs,
+        ended=ended,
+    )
+
+
+def _end(position: int, sample: SampleOutput, text: str) -> Piece:
+    """What ends a stream: no more tokens, and why."""
+    return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, sample)
+
+
+def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """How a choice ended. `stop_reason`: the string or the token that did; None if it was one of the model's own.
+    `weight_versions`: of each span of tokens the version, and where it begins and ends; not there before the end.
+    """
+    if piece.ended is None:
+        return {"finish_reason": None, "stop_reason": None}
+    stop_reason, spans = piece.ended.stop_reason, piece.ended.weight_versions
+    return {
+        "finish_reason": piece.ended.finish_reason,
+        "stop_reason": None if stop_reason in eos_token_ids else stop_reason,
+        "weight_versions": [[span.version, span.start, span.end] for span in spans],
+    }

@@ -1,0 +1,134 @@
+"""`trueroll http`: a process that answers HTTP with what a worker computes.
+
+Owns: the listening socket, and the client of the worker. Promises: it listens before it says that it is ready, ends
+with what runs finished or cut after `drain_seconds`, and outlives the worker: once another one is there, it is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import uvicorn
+
+from trueroll.errors import ConfigError
+
+from .. import protocol
+from ..client.client import AsyncRolloutClient
+from ..network.keys import Key
+from ..text import TextModel, model_served_here, needs_tokenizer
+from .app import make_app
+from .config import HttpConfig, api_key
+from .guard import Counters
+from .lifecycle import Lifecycle
+from .model import ServedModel
+from .texts import Texts
+
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
+LOOK_SECONDS = 0.2
+WORKER_SECONDS = 30.0
+"""Without any sign of life from the worker, while requests wait, mean that it is lost."""
+MAX_HEADER_BYTES = 2**16
+
+log = logging.getLogger(__name__)
+
+
+def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Callable[[str, str], None]) -> None:
+    """Run in the main thread of this process until SIGTERM or SIGINT. `keys`: `server_public_key` and `client_key` for
+    the worker. `on_ready` gets the URL and the model's name.
+
+    Raise ConfigError for settings that cannot work, WorkerLostError if there is no worker, ModelError for a model
+    without a tokenizer.
+    """
+    key = api_key(config)
+    if config.tokenizer is None and config.address.startswith("tcp://"):
+        raise needs_tokenizer(config.address)
+
+    def settle(url: str, name: str) -> None:
+        gc.freeze()  # a collection that walks through all of transformers would hold up every request
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has ended
+        on_ready(url, name)
+
+    with listen(config) as listener:
+        asyncio.run(run(config, key, keys, listener, settle))
+
+
+async def run(
+    config: HttpConfig,
+    key: bytes | None,
+    keys: tuple[Key | None, Key | None],
+    listener: socket.socket,
+    on_ready: Callable[[str, str], None],
+) -> None:
+    """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
+    counters = Counters()
+    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
+        served = await _meet(client, config)
+        app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
+        server = uvicorn.Server(_uvicorn_config(app, config))
+        host, port = listener.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
+        with closing(served.texts):
+            await server.serve(sockets=[listener])
+
+
+async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
+    """What the worker serves, once it has loaded it."""
+    while (health := await client.health()).engine is None:
+        await asyncio.sleep(LOOK_SECONDS)
+    engine = health.engine
+    return ServedModel(
+        client=client,
+        texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
+        name=config.model_name or _name(health),
+        max_model_len=engine["max_model_len"],
+        eos_token_ids=frozenset(engine["eos_token_ids"]),
+        created=int(time.time()),
+    )
+
+
+def _name(health: protocol.Health) -> str:
+    return str((health.engine or {})["model"])
+
+
+def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        loop="asyncio",  # whose event loop the sockets of ZMQ know
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=config.drain_seconds,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+
+
+def listen(config: HttpConfig) -> socket.socket:
+    """A socket that listens where it should. Raise ConfigError if it cannot."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"host: cannot listen on {config.host}:{config.port} ({error.strerror}); give an IP of this machine and a "
+            "free port"
+        ) from None
+    return listener

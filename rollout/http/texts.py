@@ -1,0 +1,134 @@
+"""Text of the front end: tokenizing on a thread of its own, and the text of samples as they grow.
+
+Promises that a long text or a slow chat template keeps no other request waiting but those that need one themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
+
+from trueroll.errors import InvalidRequestError, ModelError
+
+from ...engine.request import SampleOutput
+from ..text import TextModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_REPLACEMENT = "\ufffd"
+_MOST_PENDING = 8
+"""Tokens that may wait for the rest of a character. None needs so many; what waits longer is no text."""
+_KNOWN_TOKENS = 2**16
+
+
+class Texts:
+    """A model's tokenizer and chat template."""
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+        self._thread = ThreadPoolExecutor(1, "texts")
+        self.token = lru_cache(_KNOWN_TOKENS)(self._token)
+
+    @property
+    def chat_template(self) -> str:
+        """Its text; empty if the model has none, or several."""
+        return self._model.chat_template or ""
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text."""
+        return await self._run(self._model.encode, text, add_special_tokens)
+
+    async def encode_conversation(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
+        """The token ids of a conversation. Raise InvalidRequestError if the chat template does not take it."""
+        try:
+            return await self._run(self._model.encode_conversation, messages, **arguments)
+        except ModelError as error:
+            raise InvalidRequestError(f"messages: {error}") from None
+
+    async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of tokens, however many."""
+        return await self._run(self.decode, token_ids, skip_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of some tokens."""
+        return self._model.decode(token_ids, skip_special_tokens)
+
+    def close(self) -> None:
+        """Let the thread end, and the process of the chat template."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._model.close()
+
+    def _token(self, token_id: int) -> str:
+        return self._model.decode([token_id], skip_special_tokens=False)
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+
+class GrowingText:
+    """The text of one sample: without the token that ended it, and up to the stop string that did.
+
+    What is returned makes, put together, the text of all tokens. Of the end so much is kept back as may be the
+    beginning of a stop string or of a character, or a token of `stop_token_ids`.
+    """
+
+    def __init__(
+        self, texts: Texts, stops: Sequence[str], stop_token_ids: Collection[int], skip_special_tokens: bool
+    ) -> None:
+        self._texts, self._stops, self._stop_token_ids = texts, stops, stop_token_ids
+        self._skip_special_tokens = skip_special_tokens
+        self._kept_back = max(map(len, stops), default=1) - 1
+        self._held: list[int] = []
+        # The tokens that were read last, and how many of them were settled before: the others are decoded behind
+        # these, as a decoder may treat the first token of a text in a way of its own.
+        self._window: list[int] = []
+        self._num_settled = 0
+        self._text = ""
+        self._num_told = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain with these tokens."""
+        self._window += [*self._held, *token_ids]
+        self._held = [self._window.pop()] if self._window and self._window[-1] in self._stop_token_ids else []
+        old = len(self._text)
+        self._read()
+        ends = [len(self._text) - self._kept_back]
+        ends += [at for stop in self._stops if (at := self._text.find(stop, max(0, old - len(stop) + 1))) >= 0]
+        return self._tell(min(ends))
+
+    def finish(self, sample: SampleOutput) -> str:
+        """The rest of the text of the whole sample."""
+        token_ids, stop = sample.token_ids, sample.stop_reason
+        text = self._decode(token_ids[:-1] if isinstance(stop, int) else token_ids)
+        if isinstance(stop, str):
+            text = self._cut(text, stop, token_ids)
+        if not text.startswith(self._text[: self._num_told]):
+            text = self._text  # of a decoder that changes what came before: what was told stays
+        self._text = text
+        return self._tell(len(text))
+
+    def _read(self) -> None:
+        settled = self._decode(self._window[: self._num_settled])
+        text = self._decode(self._window)
+        is_whole = not text.endswith(_REPLACEMENT) or len(self._window) - self._num_settled > _MOST_PENDING
+        if is_whole and text.startswith(settled):
+            self._text += text[len(settled) :]
+            self._window = self._window[self._num_settled :]
+            self._num_settled = len(self._window)
+
+    def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
+        """Before the stop string whose last character came with the last token."""
+        before = len(self._decode(token_ids[:-1]).rstrip(_REPLACEMENT))
+        at = text.find(stop, max(0, before - len(stop) + 1))
+        return text if at < 0 else text[:at]
+
+    def _tell(self, end: int) -> str:
+        new = self._text[self._num_told : max(end, self._num_told)]
+        self._num_told += len(new)
+        return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._texts.decode(token_ids, self._skip_special_tokens)

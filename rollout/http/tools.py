@@ -1,0 +1,63 @@
+"""Calls of tools in a model's text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+
+So the chat templates of many models ask for it (Hermes, Qwen2.5, Qwen3). Of a model whose template asks for something
+else all text is content.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..protocol import new_id
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+
+
+class ToolText:
+    """Parts the growing text of a sample into content and calls: what does not read as calls is content."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """The content that is certain with this text."""
+        self._held += text
+        end = self._held.find(BEGIN)
+        if end < 0:
+            end = len(self._held) - _overlap(self._held)
+        content, self._held = self._held[:end], self._held[end:]
+        return content
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of the content, and the calls."""
+        calls = _calls(self._held)
+        return ("", calls) if calls else (self._held, [])
+
+
+def _overlap(text: str) -> int:
+    """How much of the end of a text may be the beginning of a call."""
+    return next((size for size in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:size])), 0)
+
+
+def _calls(text: str) -> list[dict[str, Any]]:
+    """The calls that a text consists of; none if anything else is in it."""
+    calls: list[dict[str, Any]] = []
+    for part in text.split(BEGIN)[1:]:
+        call, end, rest = part.partition(END)
+        if not end or rest.strip() or (told := _call(call, len(calls))) is None:
+            return []
+        calls.append(told)
+    return calls
+
+
+def _call(text: str, index: int) -> dict[str, Any] | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"index": index, "id": f"call_{new_id()}", "type": "function", "function": function}

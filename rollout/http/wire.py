@@ -1,0 +1,157 @@
+"""What comes and goes: JSON, and streams of it as server-sent events.
+
+Promises that what is read is bounded and strictly JSON, that what is written keeps every bit of a float, and that an
+answer which takes long is given up as soon as its client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeAlias, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from trueroll.errors import brief
+
+from .errors import HttpError, as_http_error, error_body
+
+T = TypeVar("T")
+Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
+
+BODY_SECONDS = 60.0
+"""How long a client may take to send a body."""
+
+log = logging.getLogger(__name__)
+
+
+class Gone(Exception):
+    """The client has disconnected: nobody is there to be answered."""
+
+
+async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a request's body; {} for an empty one. Raise HttpError."""
+    body = await _read(request, max_bytes)
+    if not body:
+        return {}
+    try:
+        text = body.decode()
+        content = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:
+            json.dumps(content, ensure_ascii=False).encode()  # half a character, which no tokenizer takes
+    except (ValueError, RecursionError) as error:
+        cause = "it nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
+        raise HttpError(400, f"body: expected JSON in UTF-8, found {cause}; correct it", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise HttpError(400, f"body: expected a JSON object, found {brief(content)}; correct it", code="invalid_json")
+    return content
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise HttpError(
+                        413, f"body: expected at most {max_bytes} bytes, found more; send less", code="body_too_large"
+                    )
+                parts.append(part)
+    except TimeoutError:
+        raise HttpError(408, f"body: expected all of it within {BODY_SECONDS} s, found less; send it faster") from None
+    except ClientDisconnect:
+        raise Gone from None
+    return b"".join(parts)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which is no JSON")
+
+
+def encoded(content: Any) -> bytes:
+    """A value as JSON. A float is written by the shortest digits that give it again; a character beyond ASCII by its
+    number, as some clients take U+2028 and its like for the end of an event's line.
+    """
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    """A response with JSON."""
+    return Response(encoded(content), status, media_type="application/json")
+
+
+def error_answer(error: HttpError) -> Response:
+    """A response that tells of an error."""
+    return Response(encoded(error_body(error)), error.status, error.headers, media_type="application/json")
+
+
+async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Cancels it and raises Gone if the client disconnects before. The body has been read."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Gone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def event_stream(receive: Receive, events: Events) -> Response:
+    """A response of server-sent events, once the first is there. Raises what kept it from coming, so that an error at
+    the beginning has its status.
+    """
+    try:
+        first = await while_present(receive, anext(events))  # type: ignore[arg-type]
+    except BaseException:
+        await events.aclose()
+        raise
+    return _EventStream(first, events)
+
+
+class _EventStream(Response):
+    """An error ends it with an event that says so, and without `[DONE]`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: dict[str, Any], events: Events) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["Content-Length"]
+        self._first, self._events = first, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with suppress(Gone):
+                await while_present(receive, self._send_events(send))
+
+    async def _send_events(self, send: Send) -> None:
+        await send(_body(encoded(self._first)))
+        try:
+            async for event in self._events:
+                await send(_body(encoded(event)))
+            await send(_body(b"[DONE]"))
+        except Exception as error:
+            told = as_http_error(error)
+            if told.status == 500:
+                log.error("a stream broke off", exc_info=error)
+            await send(_body(encoded(error_body(told))))
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _body(data: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}

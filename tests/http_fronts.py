@@ -1,0 +1,111 @@
+"""Front ends for tests: on a thread of this process, in front of any worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import openai
+
+from trueroll.rollout.http.config import HttpConfig
+from trueroll.rollout.http.server import listen, run
+
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}</tool_call>{% endfor %}"
+    "{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if thinks %}<think>{% endif %}"
+)
+
+
+@dataclass
+class Front:
+    """A front end that runs: `url` to reach it, `model` as it calls what it serves."""
+
+    url: str
+    model: str
+    key: str = "none"
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, **options)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> httpx2.Response:
+        headers.setdefault("Authorization", f"Bearer {self.key}")
+        return httpx2.post(self.url + path, json=body, headers=headers, timeout=60)
+
+    def get(self, path: str, **headers: str) -> httpx2.Response:
+        return httpx2.get(self.url + path, headers={"Authorization": f"Bearer {self.key}", **headers}, timeout=60)
+
+    def metric(self, name: str) -> float:
+        """The value of a metric of one line."""
+        lines = self.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+    def connect(self) -> socket.socket:
+        """A connection to say anything on."""
+        address = urlsplit(self.url)
+        assert address.hostname is not None and address.port is not None
+        return socket.create_connection((address.hostname, address.port), timeout=60)
+
+
+@contextmanager
+def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator[Front]:
+    """A front end of the worker at `address`, on a thread."""
+    config = HttpConfig(address=address, port=0, **settings)
+    ready, told = threading.Event(), []
+
+    def on_ready(url: str, model: str) -> None:
+        told.extend([url, model])
+        ready.set()
+
+    async def serve() -> None:
+        nonlocal task
+        task = asyncio.current_task()
+        with listen(config) as listener:
+            await run(config, None if key is None else key.encode(), (None, None), listener, on_ready)
+
+    task: asyncio.Task[None] | None = None
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=_run, args=(loop, serve()), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    try:
+        yield Front(*told, key or "none")
+    finally:
+        assert task is not None
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def _run(loop: asyncio.AbstractEventLoop, work: Any) -> None:
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        try:
+            runner.run(work)
+        except asyncio.CancelledError:
+            pass
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    """What the server-sent events of a response say; `[DONE]` as that."""
+    lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    data = [line.removeprefix("data: ") for line in lines]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def error_of(response: httpx2.Response) -> dict[str, Any]:
+    """What an answer says is wrong, in OpenAI's form."""
+    error = response.json()["error"]
+    assert response.json().keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and len(error["message"]) < 1500
+    return error

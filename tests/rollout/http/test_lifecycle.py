@@ -1,0 +1,276 @@
+"""The worker's lifecycle over HTTP, clients that leave, and what is left when one side is killed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+import torch
+from fake_engine import SHAPES, SLOW_STEP, FakeEngine
+from http_fronts import Front, error_of, events, front_end
+from serving import WorkerOnThread, fake_process, serving
+from transformers import AutoModelForCausalLM
+
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess
+from trueroll.rollout.http import server
+
+PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
+
+
+@pytest.fixture
+def fake() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(fake) as worker:
+        yield worker
+
+
+@pytest.fixture
+def fronted(running: WorkerOnThread, chat_model: Path) -> Iterator[Front]:
+    """A front end of the worker with the fake engine."""
+    with front_end(running.address, tokenizer=str(chat_model)) as front:
+        yield front
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def num_open(running: WorkerOnThread) -> int:
+    return running.worker.health().requests["open"]
+
+
+def test_pause_keeps_or_ends_what_runs(fronted: Front, running: WorkerOnThread, fake: FakeEngine) -> None:
+    body = {"prompt": [1], "max_tokens": 5, "seed": 1}
+    expected = fronted.post("/v1/completions", body).json()["choices"]
+    with ThreadPoolExecutor(2) as threads:
+        fake.flow.clear()
+        kept = threads.submit(fronted.post, "/v1/completions", body)
+        wait_until(lambda: num_open(running) == 1)
+        assert fronted.post("/pause?mode=keep").json() == {"status": "paused"}
+        assert fronted.get("/is_paused").json() == {"is_paused": True}
+        fake.flow.set()
+        assert fronted.post("/resume").json() == {"status": "resumed"}
+        assert kept.result().json()["choices"] == expected
+        fake.flow.clear()
+        ended = threads.submit(fronted.post, "/v1/completions", body)
+        wait_until(lambda: num_open(running) == 1)
+        assert fronted.post("/pause").json() == {"status": "paused"}
+        [choice] = ended.result().json()["choices"]
+        assert choice["finish_reason"] == "abort" and ("invalidate",) in fake.actions
+        fake.flow.set()
+        assert fronted.post("/resume").status_code == 200
+    assert fronted.post("/pause?mode=wait&clear_cache=false").status_code == 200
+    assert fronted.post("/resume").status_code == 200
+
+
+def test_sleep_and_wake_up_reach_the_engine(fronted: Front, fake: FakeEngine) -> None:
+    assert fronted.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert fronted.post("/sleep?level=2&tags=weights&tags=kv_cache&mode=keep").json()["state"] == "asleep"
+    assert fronted.get("/is_sleeping").json() == {"is_sleeping": True}
+    fronted.post("/wake_up?tags=kv_cache")
+    assert fronted.post("/wake_up?tags=weights").json()["state"] == "dirty", "level 2 dropped them"
+    sleep, *wakes = [action for action in fake.actions if action[0] in ("sleep", "wake_up")]
+    assert sleep == ("sleep", 2, ("weights", "kv_cache"), "recompute")
+    assert wakes == [("wake_up", ("kv_cache",)), ("wake_up", ("weights",))]
+
+
+def test_the_prefix_cache_is_forgotten(fronted: Front, fake: FakeEngine) -> None:
+    assert fronted.post("/reset_prefix_cache").json() == {"state": "ready", "weight_version": 3}
+    assert fake.actions == [("invalidate",)]
+
+
+def test_metrics_tell_of_worker_and_front_end(fronted: Front) -> None:
+    fronted.post("/v1/completions", {"prompt": [1]})
+    fronted.post("/v1/completions", {"prompt": [1], "bad": 1})
+    fronted.get("/secret/path")
+    lines = fronted.get("/metrics").text.splitlines()
+    assert 'trueroll_http_requests_total{path="/v1/completions",status="200"} 1.0' in lines
+    assert 'trueroll_http_requests_total{path="/v1/completions",status="400"} 1.0' in lines
+    assert 'trueroll_http_requests_total{path="other",status="404"} 1.0' in lines
+    assert 'trueroll_state{state="ready"} 1.0' in lines and "trueroll_requests_accepted_total 1.0" in lines
+
+
+def test_weights_come_from_a_checkpoint(front: Front, client: RolloutClient, chat_model: Path, tmp_path: Path) -> None:
+    prompt, params = [4, 5, 6], SamplingParams(max_tokens=8)
+    before = client.generate([prompt], params, seed=1)[0].samples[0]
+    model = AutoModelForCausalLM.from_pretrained(chat_model)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    model.save_pretrained(tmp_path)
+    version = client.health().weight_version
+    assert version is not None
+    told = front.post("/update_weights", {"weight_dir": str(tmp_path)})
+    assert told.json() == {"status": "updated", "weight_version": version + 1}
+    body = {"prompt": prompt, "max_tokens": 8, "seed": 1, "return_token_ids": True}
+    [choice] = front.post("/v1/completions", body).json()["choices"]
+    after = client.generate([prompt], params, seed=1)[0].samples[0]
+    assert choice["token_ids"] == after.token_ids != before.token_ids
+    assert choice["weight_versions"] == [[version + 1, 0, 8]]
+    refused = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 0})
+    assert refused.status_code == 409 and "expected a version later than" in error_of(refused)["message"]
+    (tmp_path / "model.safetensors").write_bytes(b"no")
+    assert front.post("/update_weights", {"weight_dir": str(tmp_path)}).status_code == 409
+    assert client.health().weight_version == version + 1
+
+
+def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) -> None:
+    tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    with serving(FakeEngine()) as other, WeightPublisher("disk", folder=tmp_path) as publisher:
+        publisher.connect([other.address])
+        publisher.push(tensors, version=9)
+    [folder] = tmp_path.iterdir()
+    refused = fronted.post("/update_weights", {"weight_dir": str(folder), "weight_version": 10})
+    assert refused.status_code == 400 and error_of(refused)["param"] == "weight_version"
+    told = fronted.post("/update_weights", {"weight_dir": str(folder)})
+    assert told.json() == {"status": "updated", "weight_version": 9}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_client_that_leaves_ends_its_request(
+    fronted: Front,
+    running: WorkerOnThread,
+    fake: FakeEngine,
+    is_stream: bool,
+    has_begun: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before its first token, and in the middle."""
+    if not has_begun:
+        fake.flow.clear()
+    body = json.dumps({"prompt": [1, SLOW_STEP], "max_tokens": 400, "stream": is_stream})
+    with fronted.connect() as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        wait_until(lambda: num_open(running) == 1)
+        if has_begun and is_stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    wait_until(lambda: num_open(running) == 0)
+    fake.flow.set()
+    assert fake.stats().samples_finished["abort"] == 1
+    wait_until(lambda: fronted.metric("trueroll_http_open_requests") == 0.0)
+    status = 200 if has_begun and is_stream else 499
+    assert fronted.metric(f'trueroll_http_requests_total{{path="/v1/completions",status="{status}"}}') == 1.0
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == [], "it is no fault"
+
+
+def test_a_sample_that_fails_is_an_error(fronted: Front, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = fake._finish
+
+    def fail(request_id: str, index: int, reason: str) -> Any:
+        output = finish(request_id, index, reason)
+        return type(output)(**vars(output) | {"finish_reason": "error", "error": "logits: found nan"})
+
+    monkeypatch.setattr(fake, "_finish", fail)
+    response = fronted.post("/v1/completions", {"prompt": [1]})
+    assert response.status_code == 500 and error_of(response)["code"] == "sample_failed"
+    *_, last = events(fronted.post("/v1/completions", {"prompt": [1, SLOW_STEP], "stream": True}))
+    assert "logits: found nan" in last["error"]["message"]
+
+
+def test_a_stream_of_a_killed_worker_ends_with_an_error(chat_model: Path, tmp_path: Path, forked_workers: None) -> None:
+    address = f"ipc://{tmp_path}/worker.sock"
+    worker = fake_process(address=address)
+    try:
+        with front_end(address, tokenizer=str(chat_model)) as front:
+            fields: dict[str, Any] = dict(model="fake", prompt=[1, SLOW_STEP], max_tokens=400)
+            stream = iter(front.openai().completions.create(**fields, stream=True))
+            first = [*itertools.islice(stream, 3)]
+            assert len(first) == 3, "it was under way"
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(front.post, "/v1/completions", {"prompt": [1, SLOW_STEP], "max_tokens": 400})
+                wait_until(lambda: front.metric("trueroll_http_open_requests") == 2.0)
+                worker.kill()
+                worker = fake_process(address=address)
+                with pytest.raises(openai.APIError, match="was started anew; submit the request again"):
+                    list(stream)
+                assert waiting.result().status_code == 503 and error_of(waiting.result())["code"] == "worker_lost"
+            assert front.openai().completions.create(model="fake", prompt=[1]).choices, "the next one is served"
+    finally:
+        worker.close()
+
+
+def test_without_a_worker_health_says_so(
+    chat_model: Path, tmp_path: Path, forked_workers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "WORKER_SECONDS", 1.0)
+    worker = fake_process(address=f"ipc://{tmp_path}/worker.sock")
+    with front_end(worker.address, tokenizer=str(chat_model)) as front:
+        worker.kill()
+        for response in (front.get("/health"), front.post("/v1/completions", {"prompt": [1]}), front.get("/metrics")):
+            assert response.status_code == 503 and error_of(response)["code"] == "worker_lost"
+            assert response.headers["Retry-After"] == "1"
+
+
+def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_model: Path) -> None:
+    process = subprocess.Popen([*PROGRAM, "http", worker.address, "--port", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("ready url=http://127.0.0.1:") and line.endswith(f" address={worker.address}\n")
+        front = Front(line.split("url=")[1].split()[0], str(chat_model))
+        stream = front.openai().completions.create(model=front.model, prompt=[1], max_tokens=900, stream=True)
+        stream = iter(stream)
+        assert next(stream).choices
+        process.send_signal(signal.SIGTERM)
+        assert [*stream][-1].choices[0].finish_reason in ("stop", "length"), "what runs is finished"
+        assert process.wait(60) == 0 and process.stdout.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model: Path) -> None:
+    before = set(psutil.Process().children())
+    with front_end(worker.address, tokenizer=str(chat_model)) as front:
+        chat = front.openai().chat.completions
+        assert chat.create(model=front.model, messages=[{"role": "user", "content": "a"}], max_tokens=1).choices
+        assert len(set(psutil.Process().children()) - before) == 1, "the chat template is rendered in one"
+    assert set(psutil.Process().children()) <= before
+
+
+def test_a_front_end_that_is_killed_leaves_the_worker_whole(worker: WorkerProcess, client: RolloutClient) -> None:
+    options = ("--port", "0", "--model-name", "tiny")
+    process = subprocess.Popen([*PROGRAM, "http", worker.address, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        front = Front(process.stdout.readline().split("url=")[1].split()[0], "tiny")
+        stream = iter(front.openai().completions.create(model="tiny", prompt=[1], max_tokens=1000, stream=True))
+        assert next(stream).choices
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(openai.APIConnectionError):
+        list(stream)
+    assert client.generate([[1, 2]], SamplingParams(max_tokens=2))[0].samples
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ipc:///nowhere", "--host", "0.0.0.0"), "trueroll: host: expected a loopback IP"),
+        (("tcp://127.0.0.1:5",), "trueroll: tokenizer: expected one for a worker that may run elsewhere"),
+        (("ipc:///nowhere", "--port", "70000"), "trueroll: port: input should be less than or equal to 65535"),
+    ],
+)
+def test_a_wrong_setting_of_the_command_is_one_clear_line(arguments: tuple[str, ...], said: str) -> None:
+    done = subprocess.run([*PROGRAM, "http", *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.splitlines()[-1].startswith(said), done.stderr

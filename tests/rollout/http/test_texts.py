@@ -1,0 +1,70 @@
+"""The text of a sample as it grows: its pieces are the whole, whatever the tokens are."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from trueroll.engine.request import SampleOutput
+from trueroll.rollout.http.texts import GrowingText, Texts
+from trueroll.rollout.text import TextModel
+
+
+@pytest.fixture(scope="module")
+def texts(tiny_llama: Path) -> Texts:
+    return Texts(TextModel(str(tiny_llama)))
+
+
+def ended(token_ids: list[int], stop_reason: int | str | None = None) -> SampleOutput:
+    reason = "length" if stop_reason is None else "stop"
+    return SampleOutput("r", 0, token_ids, None, reason, 0, 0, (), stop_reason=stop_reason)
+
+
+def pieces(texts: Texts, token_ids: list[int], stops: list[str], stop_reason: int | str | None) -> list[str]:
+    """Of random sizes, those of a generator that this test owns."""
+    text, at, told = GrowingText(texts, stops, {7}, True), 0, []
+    while at < len(token_ids):
+        size = random.Random(at).randint(1, 3)
+        told.append(text.add(token_ids[at : at + size]))
+        at += size
+    return [*told, text.finish(ended(token_ids, stop_reason))]
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße, 世界 👋🏽!", "é" * 20])
+def test_pieces_hold_whole_characters_and_make_the_text(texts: Texts, text: str) -> None:
+    token_ids = texts._model.encode(text)
+    assert len(token_ids) == len(text.encode()), "a token for each byte"
+    told = pieces(texts, token_ids, [], None)
+    assert "".join(told) == text and "\ufffd" not in "".join(told)
+    assert len([piece for piece in told if piece]) > 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_of_any_tokens_make_the_text_of_all(texts: Texts, seed: int) -> None:
+    generator = random.Random(seed)
+    token_ids = [generator.randrange(512) for _ in range(60)]
+    told = pieces(texts, token_ids, [], None)
+    assert "".join(told) == texts.decode(token_ids, True)
+
+
+def test_nothing_of_a_stop_string_is_told(texts: Texts) -> None:
+    token_ids = texts._model.encode("one END EN two END")
+    told = pieces(texts, token_ids, ["END two", "D EN two END"], "D EN two END")
+    assert "".join(told) == "one EN"
+    first = texts._model.encode("aXYZ")
+    assert "".join(pieces(texts, first, ["XYZ", "Z"], "XYZ")) == "a"
+
+
+def test_a_stop_string_before_its_time_is_text(texts: Texts) -> None:
+    """One that came before `min_tokens` did not end the sample."""
+    token_ids = texts._model.encode("a, b, c, ")
+    told = pieces(texts, token_ids, [", "], ", ")
+    assert "".join(told) == "a, b, c"
+
+
+def test_the_token_that_ended_a_sample_is_no_text(texts: Texts) -> None:
+    assert texts.decode([7], True) != ""
+    assert "".join(pieces(texts, [50, 7, 51, 7], [], 7)) == texts.decode([50, 7, 51], True)
+    assert "".join(pieces(texts, [50, 7, 51, 7], [], None)) == texts.decode([50, 7, 51, 7], True)
