@@ -54,6 +54,10 @@ if TYPE_CHECKING:
         WorkerProcess,
         launch_worker,
     )
+    from .fleet.client import (
+        AsyncFleetClient,
+        FleetClient,
+    )
     from .protocol import (
         Health,
         Stats,
@@ -100,6 +104,7 @@ _NAMES = {
     "..weight_sync.trainer.outcome": ["PushResult"],
     ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".client.local_worker": ["WorkerProcess", "launch_worker"],
+    ".fleet.client": ["AsyncFleetClient", "FleetClient"],
     ".protocol": ["Health", "Stats", "Status"],
     ".publisher.publisher": ["WeightPublisher"],
 }
@@ -107,10 +112,12 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AlignmentError",
+    "AsyncFleetClient",
     "AsyncRolloutClient",
     "ConfigError",
     "DeadlineError",
     "Distribution",
+    "FleetClient",
     "ForbiddenError",
     "Group",
     "Health",

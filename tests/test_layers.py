@@ -107,13 +107,13 @@ WEIGHT_SYNC = {
     "worker": {"payload", "transports", "worker"},
 }
 ROLLOUT = {
-    "__init__": {"protocol", "client", "publisher"},
+    "__init__": {"protocol", "client", "fleet", "publisher"},
     "config": set(),
     "protocol": {"protocol"},
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
     "client": {"config", "protocol", "network", "client"},
-    "fleet": {"fleet"},
+    "fleet": {"config", "protocol", "network", "client", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "text": {"protocol"},
@@ -135,6 +135,7 @@ LIGHT = (
     "trueroll.errors",
     "trueroll.rollout.client.client",
     "trueroll.rollout.protocol",
+    "trueroll.rollout.fleet.client",
     "trueroll.rollout.fleet.placement",
     "trueroll.engine.request",
 )
