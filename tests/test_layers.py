@@ -27,7 +27,7 @@ OWN = {
 FOREIGN_FORBIDDEN = {
     "weight_sync": {"transformers"},
     "engine": {"zmq"},
-    "rollout": {"starlette", "uvicorn"},
+    "rollout": {"ray", "starlette", "uvicorn"},
 }
 # The only third-party packages of a folder that promises to need little.
 FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "kernels": {"torch"}}
@@ -40,6 +40,7 @@ FOREIGN_ALLOWED_TO = {
     },
     **{f"rollout.http.{name}": {"starlette"} for name in ("app", "guard", "lifecycle", "wire")},
     "rollout.http.server": {"uvicorn"},
+    "rollout.fleet.ray_cluster": {"ray"},
 }
 
 # What each module or package of a folder may import from that folder: modules, or whole packages. One that is not here
@@ -113,7 +114,7 @@ ROLLOUT = {
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
     "client": {"config", "protocol", "network", "client"},
-    "fleet": {"config", "protocol", "network", "client", "fleet"},
+    "fleet": {"config", "protocol", "network", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "text": {"protocol"},

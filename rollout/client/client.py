@@ -95,6 +95,7 @@ class AsyncRolloutClient:
         server_public_key: Key | None = None,
         client_key: Key | None = None,
     ) -> None:
+        self.address = address
         self._connection = Connection(address, timeout, server_public_key, client_key)
         self._open: set[str] = set()
 
@@ -396,9 +397,9 @@ class AsyncRolloutClient:
         """Submit messages, and yield (position, reply) as replies arrive, each sample once, until all have ended. The
         pieces of a sample come before it, if they were asked for.
 
-        An error names its place in `what` the caller gave, if that is given. With `errors` `return` it is yielded. `in_groups`: the
-        caller looks at no sample before its group has ended, and at the last one of each index. One worker sends none
-        twice; several may have to begin a group anew.
+        An error names its place in `what` the caller gave, if that is given. With `errors` `return` it is yielded.
+        `in_groups`: the caller looks at no sample before its group has ended, and at the last one of each index. One
+        worker sends none twice; several may have to begin a group anew.
         """
         self._check_ids([request.id for request in requests.values()])
         inbox = Inbox()

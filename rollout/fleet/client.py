@@ -17,10 +17,10 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, Unk
 from ...engine.request import SampleDelta
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
+from ..client.membership import FleetArg, is_fleet, membership_of
 from ..client.requests import Request
 from ..network.keys import Key
 from .errand import Errand, Reply
-from .membership import FleetArg, is_fleet, membership_of
 from .roster import Link, Roster
 from .totals import all_healths, all_stats, all_statuses
 
@@ -63,6 +63,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         def make_client(address: str) -> AsyncRolloutClient:
             return AsyncRolloutClient(address, timeout, server_public_key, client_key)
 
+        self.address = str(fleet)
         self._roster = Roster(membership_of(fleet), make_client, max_staleness, mixed_kinds)
         self._max_staleness, self._patience = max_staleness, patience
         self._straggler_seconds = straggler_seconds

@@ -19,11 +19,10 @@ from typing import Any
 
 from trueroll.errors import ConfigError, TruerollError, WorkerLostError
 
-from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import wrong_process
+from ..client.membership import Member, Membership
 from ..protocol import Health, State
-from .membership import Member, Membership
 from .placement import Placed, Placement
 
 FOLLOW_SECONDS = 0.1
@@ -58,7 +57,7 @@ class Link:
     @property
     def key(self) -> str:
         """Of its process, among those that have been there."""
-        return f"{self.member.name}#{self.member.incarnation}"
+        return self.member.key
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
@@ -118,6 +117,8 @@ class Roster:
             self._follow()
             self._watch = asyncio.create_task(self._keep_looking())
             await self._look_at_all()
+            self._kind = None  # that of the first member, not of the first one that answered
+            self._sort()
         if not self._mixed_kinds:
             self._check_kinds()
 
@@ -211,8 +212,11 @@ class Roster:
         """Take note of who came and who went. Returns who came."""
         members = {member.name: member for member in self._membership.members()}
         for name, link in list(self._links.items()):
-            if members.get(name) != link.member:
+            if name not in members or members[name].key != link.key:
                 self._drop(link)
+            elif members[name] != link.member:
+                link.member = members[name]
+                self._sort()
         new = [member for name, member in members.items() if name not in self._links]
         for member in new:
             self._links[member.name] = Link(member, self._make_client(member.address))
@@ -230,7 +234,8 @@ class Roster:
         """Find out who may be asked, and tell those who wait if that is others than before."""
         if not self._mixed_kinds:
             self._find_odd()
-        answering = [link for link in self.links if link.health and not link.is_silent and not link.is_odd]
+        serving = [link for link in self.links if link.member.standing == "serving"]
+        answering = [link for link in serving if link.health and not link.is_silent and not link.is_odd]
         able = [link for link in answering if link.health and link.health.state in _READY]
         able = able or [link for link in answering if link.health and link.health.state in _HELD]
         newest = max((link.health.weight_version or 0 for link in able if link.health), default=0)
@@ -283,6 +288,8 @@ class Roster:
             return "of another kind"
         if link.is_silent or link.health is None:
             return "does not answer"
+        if link.member.standing != "serving":
+            return link.member.standing
         return f"{link.health.state}, version {link.health.weight_version}"
 
     def _check_home(self) -> None:

@@ -25,7 +25,7 @@ from trueroll.errors import (
     WorkerLostError,
 )
 from trueroll.rollout import AsyncFleetClient, FleetClient, Group, SampleDelta, SamplingParams, WorkerProcess
-from trueroll.rollout.fleet.membership import Member, write_members
+from trueroll.rollout.client.membership import Member, write_members
 
 PARAMS = SamplingParams(n=3, max_tokens=6)
 
@@ -145,7 +145,7 @@ def test_groups_are_spread_and_stay_together(running: Running, client: FleetClie
 
 def test_the_calls_are_those_of_one_worker(running: Running, client: FleetClient) -> None:
     one = client.generate([[1, 2, 3]], PARAMS, seed=7, request_ids=["mine"])[0]
-    streamed = dict((sample.index, sample) for _, sample in client.stream([[1, 2, 3]], PARAMS, seed=7))
+    streamed = {sample.index: sample for _, sample in client.stream([[1, 2, 3]], PARAMS, seed=7)}
     assert [streamed[i].token_ids for i in range(3)] == [sample.token_ids for sample in one.samples]
     pieces = [item for _, item in client.stream([[1, 2, 3]], PARAMS, seed=7, deltas=True)]
     grown = {
@@ -288,7 +288,8 @@ def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
         running.engines[0].flow.clear()
         groups = client.generate([[i] for i in range(8)], *_repeated(8))
         assert_whole(groups, PARAMS, list(range(100, 108)))
-        assert client.num_asked_twice > 0 and client.health().requests["open"] == 0
+        assert client.num_asked_twice > 0
+        wait_until(lambda: client.health().requests["open"] == 0)
         running.engines[0].flow.set()
 
 

@@ -12,32 +12,41 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from trueroll.errors import ConfigError, brief
+
+Standing: TypeAlias = Literal["serving", "joining", "leaving"]
 
 
 @dataclass(frozen=True)
 class Member:
     """A worker of a fleet. `name`: of its place in it, which one that replaces it gets too. `incarnation`: differs for
-    each process that has the place, empty if that is not known.
+    each process that has the place, empty if that is not known. `standing`: it may be asked (`serving`), has not the
+    fleet's weights yet (`joining`), or ends once it has finished what it has (`leaving`).
     """
 
     name: str
     address: str
     incarnation: str = ""
+    standing: Standing = "serving"
+
+    @property
+    def key(self) -> str:
+        """Of its process, among those that have been there."""
+        return f"{self.name}#{self.incarnation}@{self.address}"
 
 
 class Membership(Protocol):
     """What tells who is in a fleet."""
 
     def members(self) -> Sequence[Member]:
-        """Those that may be asked now, each name once. Called often, from any thread: it must not wait."""
+        """Each name once. Called often, from any thread: it must not wait."""
         ...
 
 
 FleetArg: TypeAlias = Membership | str | Path | Sequence[str]
-"""A `Membership`, such as a `Fleet`; the file that one writes; or the addresses of workers, commas between them if it is
+"""A `Membership`, such as a `Fleet`; the file that one writes; or the addresses of workers, with commas between them in
 one string.
 """
 
