@@ -58,6 +58,9 @@ if TYPE_CHECKING:
         AsyncFleetClient,
         FleetClient,
     )
+    from .fleet.fleet import (
+        Fleet,
+    )
     from .protocol import (
         Health,
         Stats,
@@ -105,6 +108,7 @@ _NAMES = {
     ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".client.local_worker": ["WorkerProcess", "launch_worker"],
     ".fleet.client": ["AsyncFleetClient", "FleetClient"],
+    ".fleet.fleet": ["Fleet"],
     ".protocol": ["Health", "Stats", "Status"],
     ".publisher.publisher": ["WeightPublisher"],
 }
@@ -117,6 +121,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "Distribution",
+    "Fleet",
     "FleetClient",
     "ForbiddenError",
     "Group",

@@ -114,12 +114,13 @@ ROLLOUT = {
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
     "client": {"config", "protocol", "network", "client"},
-    "fleet": {"config", "protocol", "network", "client", "publisher", "fleet"},
+    "fleet": {"config", "protocol", "network", "monitoring", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "text": {"protocol"},
-    "http": {"config", "protocol", "network", "monitoring", "client", "publisher", "text", "http"},
-    "tools": {"config", "protocol", "network", "monitoring", "client", "publisher", "worker", "text", "http", "tools"},
+    "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
+    "tools": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "worker", "text", "http"}
+    | {"tools"},
     "integrations": {"client", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}

@@ -33,7 +33,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     `fleet`: a `Fleet`, the file that one writes, or the addresses of workers. A group stays together, and goes where
     the beginning of its prompt is cached. What a lost worker had is asked of another one: each sample comes once, with
-    the same tokens. Calls like `pause` and `sleep` go to all workers; `health` and `stats` tell of all of them together,
+    the same tokens. Calls like `pause` and `sleep` go to all workers; `health` and `stats` tell of all together,
     `healths` and `all_stats` of each.
 
     `timeout`, `server_public_key`, `client_key`: see `RolloutClient`, for each worker. `max_staleness`: by how many

@@ -325,8 +325,8 @@ class Errand:
             self._finish(
                 StaleWeightsError(
                     f"request {self.request.id!r}: expected weights whose versions differ by at most max_staleness = "
-                    f"{self._max_staleness}, found others in a part of it, after a push; allow more, or use `generate`, "
-                    "which asks again"
+                    f"{self._max_staleness}, found others in a part of it, after a push; allow more, or use "
+                    "`generate`, which asks again"
                 )
             )
             raise _Mixed

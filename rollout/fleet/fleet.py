@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,11 @@ from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import LoopThread
 from ..client.membership import Member, Standing, write_members
 from ..config import WorkerConfig
+from ..monitoring.metrics import MetricsServer
 from ..network.keys import Key
 from .hand_over import WeightFolder, hand_over
+from .metrics import FleetMetrics, Told
+from .totals import all_healths
 
 if TYPE_CHECKING:
     from .ray_cluster import Cluster, Place
@@ -62,11 +65,11 @@ class _Post:
     client: AsyncRolloutClient | None = None
     member: Member | None = None
     health: protocol.Health | None = None
+    stats: protocol.Stats | None = None
     is_leaving: bool = False
     first_error: TruerollError | None = None
     starts: int = 0
     pids: tuple[int, int] | None = None
-    left: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_serving(self) -> bool:
@@ -78,12 +81,13 @@ class Fleet:
     and what `FleetClient` and `WeightPublisher.connect_fleet` are given.
 
     `ray_address`: of a cluster to join, `auto` for the one of this machine; None: a local one is started, or used if
-    this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date with
-    who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that pushes by
+    this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date
+    with who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that pushes by
     `disk` write to, if that is how they come: a worker that joins gets its weights from there, otherwise from another
     worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named clients; the
     client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for so long is
-    replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `settings` are those of
+    replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where 127.0.0.1
+    serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one. `settings` are those of
     `launch_worker`. With workers on other machines they need `curve_secret_key_file` and `clients_file`.
 
     Raise ConfigError or ModelError if a worker cannot run so, WorkerFailedError if one is not ready within
@@ -106,6 +110,7 @@ class Fleet:
         startup_timeout: float = 600.0,
         hang_seconds: float = 600.0,
         drain_timeout: float = 600.0,
+        metrics_port: int | None = None,
         **settings: Any,
     ) -> None:
         _check_count(num_workers)
@@ -133,8 +138,11 @@ class Fleet:
         self._publish()
         self._cluster: Cluster = Cluster(ray_address, cpus * num_workers)
         self._thread = LoopThread("fleet")
-        self._watch = self._thread.submit(self._watch_cluster())
+        self._metrics: MetricsServer | None = None
+        self._thread.submit(self._watch_cluster())
         try:
+            if metrics_port is not None:
+                self._metrics = MetricsServer(metrics_port, self, FleetMetrics(self.told))
             self.scale(num_workers)
         except BaseException:
             self.close()
@@ -164,11 +172,32 @@ class Fleet:
         """The processes of each worker that runs, by its name: of its actor, and its own, each on its machine."""
         return {name: post.pids for name, post in self._posts.items() if post.pids is not None}
 
+    @property
+    def metrics_port(self) -> int | None:
+        """Where the metrics are."""
+        return None if self._metrics is None else self._metrics.port
+
+    def health(self) -> protocol.Health:
+        """How the fleet was half a second ago; see `FleetClient.health`. Raise WorkerLostError while no worker runs."""
+        found = [post.health for post in [*self._posts.values()] if post.health is not None]
+        if not found:
+            raise WorkerLostError("fleet: expected a worker that runs, found none yet; see the log")
+        return all_healths(found)
+
+    def told(self) -> dict[str, Told]:
+        """What each worker said of itself last, by its name, also of those that are being replaced."""
+        return {
+            post.name: Told(post.member and post.member.standing, post.health, post.stats, max(0, post.starts - 1))
+            for post in [*self._posts.values()]
+        }
+
     def close(self) -> None:
         """End the workers, and the cluster if it was started here. Harmless if that has happened."""
         if self._is_closed:
             return
         self._is_closed = True
+        if self._metrics is not None:
+            self._metrics.close()
         self._thread.end(self._end, cancel=True)
         self._cluster.close()
         self._folder.cleanup()
@@ -277,6 +306,7 @@ class Fleet:
                 await self._join(post)
             await asyncio.sleep(LOOK_SECONDS)
             health = await self._look(post)
+            post.stats = await post.client.stats() if post.client else None
             if health.state == "failed":
                 raise WorkerFailedError("worker: its engine has failed; it is replaced")
             if health.state == "ready" and health.requests.get("running"):
@@ -319,7 +349,7 @@ class Fleet:
     async def _release(self, post: _Post, stop_seconds: float) -> None:
         """End what is at a post."""
         client, place = post.client, post.place
-        post.client, post.place, post.member, post.health, post.pids = None, None, None, None, None
+        post.client, post.place, post.member, post.health, post.stats, post.pids = None, None, None, None, None, None
         self._publish()
         if client is not None:
             with suppress(TruerollError):

@@ -56,8 +56,8 @@ class Cluster:
             ray.init(**fields)
         except Exception as error:  # it has no class of its own for a node that does not come up
             raise ConfigError(
-                f"fleet: expected a Ray cluster at {self._address or 'this machine'}, found {error}; start one, or leave "
-                "the address out"
+                f"fleet: expected a Ray cluster at {self._address or 'this machine'}, found {error}; start one, or "
+                "leave the address out"
             ) from None
 
     def is_alive(self) -> bool:

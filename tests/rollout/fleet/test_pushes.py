@@ -1,4 +1,4 @@
-"""Pushes to a fleet: to whoever serves, without who is lost on the way; and how a worker that joins gets the weights."""
+"""Pushes to a fleet: to whoever serves, without who is lost; and how a worker that joins gets the weights."""
 
 from __future__ import annotations
 
