@@ -56,8 +56,10 @@ async def hand_over(
         return await _push_newest(client, oldest, folder, keys)
     try:
         theirs = await _weights(peer)
-        if theirs.push_id is None or theirs.push_id == own.push_id:
+        if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
             return True
+        if theirs.push_id is None:  # asleep without weights, until a push brings others
+            return False
         await _push_of(client, peer, theirs, folder, keys)
     except TruerollError:
         if (await client.health()).state == "failed":

@@ -236,11 +236,11 @@ class Roster:
             self._find_odd()
         serving = [link for link in self.links if link.member.standing == "serving"]
         answering = [link for link in serving if link.health and not link.is_silent and not link.is_odd]
-        able = [link for link in answering if link.health and link.health.state in _READY]
-        able = able or [link for link in answering if link.health and link.health.state in _HELD]
-        newest = max((link.health.weight_version or 0 for link in able if link.health), default=0)
-        oldest = newest - self._max_staleness
-        chosen = {link.key: link for link in able if link.health and (link.health.weight_version or 0) >= oldest}
+        able = [link for link in answering if link.health and link.health.state in _READY | _HELD]
+        newest = max(map(_version, able), default=0)
+        fresh = [link for link in able if _version(link) >= newest - self._max_staleness]
+        ready = [link for link in fresh if link.health and link.health.state in _READY]
+        chosen = {link.key: link for link in ready or fresh}
         self._note_version(newest)
         if chosen.keys() == self._open.keys():
             return
@@ -305,3 +305,7 @@ class Roster:
                 "client: expected a call in the event loop of its first one, found another loop; make a client in "
                 "each, or use FleetClient"
             )
+
+
+def _version(link: Link) -> int:
+    return (link.health and link.health.weight_version) or 0
