@@ -84,11 +84,11 @@ class Fleet:
     this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date
     with who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that
     pushes by `disk` write to, if that is how they come: a worker that joins gets its weights from there, otherwise from
-    another worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named clients; the
-    client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for so long is
-    replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where 127.0.0.1
-    serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one. `settings` are those of
-    `launch_worker`. With workers on other machines they need `curve_secret_key_file` and `clients_file`.
+    another worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named
+    clients; the client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for
+    so long is replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where
+    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one. `settings` are
+    those of `launch_worker`. With workers on other machines they need `curve_secret_key_file` and `clients_file`.
 
     Raise ConfigError or ModelError if a worker cannot run so, WorkerFailedError if one is not ready within
     `startup_timeout` seconds of being placed.

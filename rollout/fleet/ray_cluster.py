@@ -28,6 +28,8 @@ from ..protocol.error_codes import error_from_code
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes: nothing passes through its store."""
+STARTS = 4
+"""How often a local cluster is started before that is given up: Ray gives a busy machine 30 seconds each time."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
@@ -52,13 +54,18 @@ class Cluster:
             cpus = max(os.cpu_count() or 1, math.ceil(self._num_cpus))
             fields |= dict(address="local", num_cpus=cpus, include_dashboard=False)
             fields |= dict(object_store_memory=OBJECT_STORE_BYTES)
-        try:
-            ray.init(**fields)
-        except Exception as error:  # it has no class of its own for a node that does not come up
-            raise ConfigError(
-                f"fleet: expected a Ray cluster at {self._address or 'this machine'}, found {error}; start one, or "
-                "leave the address out"
-            ) from None
+        for attempt in range(STARTS):
+            try:
+                ray.init(**fields)
+                return
+            except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
+                ray.shutdown()
+                if self._address is not None or attempt == STARTS - 1:
+                    where = self._address or "this machine"
+                    raise ConfigError(
+                        f"fleet: expected a Ray cluster at {where}, found {error}; start one, or leave the address out"
+                    ) from None
+                log.warning("fleet: Ray did not start (%s); starting it again", error)
 
     def is_alive(self) -> bool:
         """Whether the raylet of this process's node is there. May wait."""

@@ -401,6 +401,7 @@ class Control:
             raise PushError(
                 "save_weights: expected weights that a push brought, found those of the model's own checkpoint; load it"
             )
+        self._policy.check_writable(call.folder)
 
         def save(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             try:
