@@ -136,7 +136,7 @@ class Fleet:
         self._version = 0
         self._is_closed = False
         self._publish()
-        self._cluster: Cluster = Cluster(ray_address, cpus * num_workers)
+        self._cluster: Cluster = Cluster(ray_address)
         self._thread = LoopThread("fleet")
         self._metrics: MetricsServer | None = None
         self._thread.submit(self._watch_cluster())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -28,6 +27,8 @@ from ..protocol.error_codes import error_from_code
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes: nothing passes through its store."""
+LOCAL_CPUS = 1024
+"""Of a local cluster, on which nobody else runs: how many workers share its CPUs is up to whoever starts them."""
 STARTS = 4
 """How often a local cluster is started before that is given up: Ray gives a busy machine 30 seconds each time."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -36,12 +37,12 @@ log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started, with
-    at least `num_cpus`, unless this process is connected to one already.
+    """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
+    unless this process is connected to one already.
     """
 
-    def __init__(self, address: str | None, num_cpus: float) -> None:
-        self._address, self._num_cpus = address, num_cpus
+    def __init__(self, address: str | None) -> None:
+        self._address = address
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._connect()
@@ -51,8 +52,7 @@ class Cluster:
         if self._address is not None:
             fields |= dict(address=self._address)
         else:
-            cpus = max(os.cpu_count() or 1, math.ceil(self._num_cpus))
-            fields |= dict(address="local", num_cpus=cpus, include_dashboard=False)
+            fields |= dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
             fields |= dict(object_store_memory=OBJECT_STORE_BYTES)
         for attempt in range(STARTS):
             try:

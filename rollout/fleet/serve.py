@@ -16,9 +16,9 @@ def serve(config: FleetConfig, settings: dict[str, Any], on_ready: Callable[[str
     gets a line that says where the workers are. Raise what `Fleet` raises.
     """
     ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     with Fleet(**config.model_dump(), **settings) as fleet:
+        for number in (signal.SIGTERM, signal.SIGINT):  # only now, for Ray has set one of its own
+            signal.signal(number, lambda *_: ended.set())
         where = config.file or ",".join(member.address for member in fleet.members())
         metrics = "" if fleet.metrics_port is None else f" metrics=http://127.0.0.1:{fleet.metrics_port}/metrics"
         on_ready(f"ready workers={fleet.num_serving} fleet={where}{metrics}")

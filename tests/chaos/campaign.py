@@ -30,9 +30,9 @@ Bits = list[list[tuple[tuple[int, ...], bytes]]]
 
 NUM_WORKERS = 2
 PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 7)]
-PARAMS = SamplingParams(n=3, max_tokens=120, ignore_eos=True)
+PARAMS = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
 SEED = 11
-SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=512, max_num_seqs=16, dtype="float32")
+SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 30.0
 KILLED = {"worker": 8, "actor": 8, "client": 3, "raylet": 1}
@@ -117,7 +117,7 @@ class Campaign:
         self.client = FleetClient(self.fleet, timeout=15.0)
         self._publisher.connect_fleet(self.fleet)
         self._push(1)
-        self._seconds = dict.fromkeys(DONE, 1.0)
+        self._seconds = dict.fromkeys(DONE, 0.5)
 
     def close(self) -> None:
         """End the fleet; nothing of it may remain."""
@@ -159,7 +159,7 @@ class Campaign:
             thread.join(0.2)
             if done != "push":
                 self._restore()
-        self._seconds[done] = 0.8 * self._seconds[done] + 0.2 * min(5.0, time.monotonic() - began)
+        self._seconds[done] += 0.4 * (min(5.0, time.monotonic() - began) - self._seconds[done])
         if errors:
             raise errors[0]
         self._settle()
