@@ -34,7 +34,7 @@ PARAMS = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
 SEED = 11
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
-LEFT_SECONDS = 30.0
+LEFT_SECONDS = 120.0
 KILLED = {"worker": 8, "actor": 8, "client": 3, "raylet": 1}
 """Shares of what is killed."""
 DONE = {"generate": 6, "push": 6, "sleep": 3, "scale": 2}

@@ -29,6 +29,7 @@ from trueroll.engine.request import Tag
 from trueroll.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.fleet.metrics import FleetMetrics, Told
 from trueroll.rollout.monitoring.metrics import (
     MAX_CONNECTIONS,
     POLL_SECONDS,
@@ -525,8 +526,26 @@ def queries() -> list[str]:
     return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
 
 
+def exported_by_a_fleet() -> dict[str, tuple[str, dict[str, set[str]]]]:
+    """The metrics of its own, as `exported` has them."""
+    told = {"worker-0": Told("serving", None, None, 1)}
+    found: dict[str, tuple[str, dict[str, set[str]]]] = {}
+    for family in FleetMetrics(lambda: told).collect():
+        labels: dict[str, set[str]] = {}
+        for label, value in [pair for sample in family.samples for pair in sample.labels.items()]:
+            labels.setdefault(label, set()).add(value)
+        found[family.name + ("_total" if family.type == "counter" else "")] = family.type, labels
+    return found
+
+
+def test_the_page_on_fleets_names_their_own_metrics() -> None:
+    found = exported_by_a_fleet()
+    assert {*found} == {*re.findall(r"trueroll_fleet_\w+", (DOCS / "fleet.md").read_text())} and len(found) == 2
+    assert found["trueroll_fleet_workers"][1] == {"standing": {"starting", "serving", "joining", "leaving"}}
+
+
 def test_the_dashboard_asks_only_for_what_is_exported(port: int) -> None:
-    table = exported(port)
+    table = exported(port) | exported_by_a_fleet()
     assert len(queries()) > 15
     for query in queries():
         names = re.findall(r"trueroll_\w+", query)
@@ -543,7 +562,11 @@ def _metric_of(series: str, table: dict[str, Any]) -> str:
 
 def test_the_dashboard_shows_every_metric(port: int) -> None:
     text = "\n".join(queries())
-    assert [name for name in exported(port) if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b", text)] == []
+    assert [
+        name
+        for name in [*exported(port), *exported_by_a_fleet()]
+        if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b", text)
+    ] == []
 
 
 def test_the_dashboard_can_be_imported() -> None:
