@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -20,14 +21,16 @@ import ray
 from chaos.campaign import BrokenPromise, Campaign
 from prometheus_client.parser import text_string_to_metric_families
 
+from tiny import make_tiny_model
 from trueroll.errors import ConfigError, ModelError
 from trueroll.rollout import Fleet, FleetClient, SamplingParams
 from trueroll.rollout.fleet.config import read_config
-from trueroll.rollout.fleet.ray_cluster import OBJECT_STORE_BYTES
+from trueroll.rollout.fleet.ray_cluster import Cluster
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 PROMPTS = [[i, 5, 6] for i in range(1, 7)]
+EXAMPLES = Path(__file__).parents[3] / "examples"
 CLI = "from trueroll.rollout.tools.cli import main; main()"
 pytestmark = pytest.mark.timeout(600)
 
@@ -37,10 +40,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file by which the campaign knows its workers."""
     file = tmp_path_factory.mktemp("chaos") / "fleet.json"
     os.environ["TRUEROLL_CHAOS"] = str(file)  # what Ray starts inherits it
-    fields: dict[str, Any] = dict(include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
-    ray.init(address="local", num_cpus=8, configure_logging=False, log_to_driver=False, **fields)
+    local = Cluster(None)  # every fleet of this process uses it
     yield file
-    ray.shutdown()
+    local.close()
     del os.environ["TRUEROLL_CHAOS"]
 
 
@@ -54,6 +56,15 @@ def fleet(cluster: Path, tiny_llama: Path) -> Iterator[Fleet]:
 def client(fleet: Fleet) -> Iterator[FleetClient]:
     with FleetClient(fleet) as client:
         yield client
+
+
+def load_example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def tokens(client: FleetClient) -> list[list[list[int]]]:
@@ -184,3 +195,34 @@ def test_the_rounds_notice_a_sample_that_differs(tiny_llama: Path) -> None:
     campaign.version = 1
     with pytest.raises(BrokenPromise, match="expected version 1, found"):
         campaign._check([])
+
+
+def test_the_example_trainer_survives_a_loss_with_the_same_metrics(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a run with one worker, which nothing disturbs."""
+    model = make_tiny_model("llama", tmp_path / "tiny", dtype="bfloat16")
+    grpo = load_example("grpo")
+    fields: dict[str, Any] = dict(steps=3, seed=1, prompts=2, model=str(model), checkpoint_every=3)
+    fields |= dict(unaligned=False, staleness=0, sleep=0, resume=False)
+    grpo.main(tmp_path / "one", **fields)
+    killed: list[int] = []
+
+    class Disturbed(FleetClient):
+        """Kills a worker when it has samples to compute, and again."""
+
+        def __init__(self, fleet: Fleet, **settings: Any) -> None:
+            super().__init__(fleet, **settings)
+            self.fleet = fleet
+
+        def generate(self, *args: Any, **settings: Any) -> Any:
+            if self.fleet.num_serving == 2:
+                name = f"worker-{len(killed) % 2}"
+                killed.append(self.fleet.pids()[name][1])
+                threading.Timer(0.005, os.kill, (killed[-1], signal.SIGKILL)).start()
+            return super().generate(*args, **settings)
+
+    monkeypatch.setattr(grpo, "FleetClient", Disturbed)
+    grpo.main(tmp_path / "two", workers=2, **fields)
+    assert killed
+    assert (tmp_path / "two" / "metrics.csv").read_bytes() == (tmp_path / "one" / "metrics.csv").read_bytes()
