@@ -97,6 +97,22 @@ class Numbers:
     """Rounds in which something was killed while the work was under way."""
 
 
+class _Work:
+    """Something that runs on a thread. `errors`: what it raised."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.errors: list[BaseException] = []
+        self._action = action
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self.errors.append(error)
+
+
 class Campaign:
     """A fleet of the model in `folder`, and rounds that `seed` chooses. `file`: of the fleet."""
 
@@ -141,28 +157,23 @@ class Campaign:
             on_round(self.numbers)
 
     def _round(self, done: str, killed: str, delay: float) -> None:
-        work, errors = getattr(self, f"_{done}"), list[BaseException]()
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-
         other = self._start_client() if killed == "client" else None
-        thread, began = threading.Thread(target=run, daemon=True), time.monotonic()
-        thread.start()
+        work, began = _Work(getattr(self, f"_{done}")), time.monotonic()
         time.sleep(delay)
-        self.numbers.hit += thread.is_alive()
+        self.numbers.hit += work.thread.is_alive()
         self._kill(killed, other)
-        while thread.is_alive():
-            thread.join(0.2)
-            if done != "push":
-                self._restore()
+        self._wait_for(work, restores=done != "push")
         self._seconds[done] += 0.4 * (min(5.0, time.monotonic() - began) - self._seconds[done])
-        if errors:
-            raise errors[0]
         self._settle()
+
+    def _wait_for(self, work: _Work, restores: bool = True) -> None:
+        """Until it is done, with a trainer that brings weights which all have lost, unless the work is its own."""
+        while work.thread.is_alive():
+            work.thread.join(0.2)
+            if restores:
+                self._restore()
+        if work.errors:
+            raise work.errors[0]
 
     def _start_client(self) -> subprocess.Popen[bytes]:
         command = (sys.executable, "-P", "-c", CLIENT, str(self._file), str(Path(__file__).parents[1]))
@@ -234,9 +245,12 @@ class Campaign:
             if time.monotonic() > deadline:
                 raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
             time.sleep(0.2)
+        self._wait_for(_Work(self._work_again))
+        self._check_left(NUM_WORKERS)
+
+    def _work_again(self) -> None:
         self.client.wake_up()
         self._generate()
-        self._check_left(NUM_WORKERS)
 
     def _is_whole(self) -> bool:
         return self.fleet.num_serving == NUM_WORKERS and len(self._versions()) == NUM_WORKERS
