@@ -6,17 +6,19 @@ shared memory to four workers next to one to a single worker, with the pause tha
 no Ray: a fleet's client takes addresses as well.
 """
 
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
-from push_report import VERSIONS, Weights, read_weights
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 
 from trueroll.rollout import (
     FleetClient,
@@ -33,6 +35,8 @@ PROMPTS, PROMPT_TOKENS = 8, 128
 GROUP = SamplingParams(n=8, max_tokens=128, ignore_eos=True)
 KV_MEMORY = 128 * 2**20
 MANY = 4
+VERSIONS = itertools.count(1)
+"""Each push needs a later one than those before."""
 
 
 def prompts(seed: int) -> list[np.ndarray]:
@@ -80,7 +84,8 @@ def report_two_workers(table: Table, model: str) -> None:
     ratio(table, "tokens/s: one worker with two threads, two with one", first, second, "at least 0.80")
 
 
-def report_pushes(table: Table, model: str, weights: Weights) -> None:
+def report_pushes(table: Table, model: str) -> None:
+    weights = {name: tensor for file in Path(model).glob("*.safetensors") for name, tensor in load_file(file).items()}
     with ExitStack() as stack:
         workers = [stack.enter_context(launch_worker(model, num_threads=1, kv_memory=KV_MEMORY)) for _ in range(MANY)]
         pauses: list[float] = []
@@ -107,7 +112,7 @@ def main(model: str) -> None:
     table = Table("what", "first", "second", "ratio", "goal", title=f"{model}, {torch.get_num_threads()} threads here")
     report_clients(table, str(folder))
     report_two_workers(table, str(folder))
-    report_pushes(table, str(folder), read_weights(folder))
+    report_pushes(table, str(folder))
     Console().print(table)
 
 

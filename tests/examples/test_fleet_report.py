@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,15 +10,17 @@ import pytest
 from tiny import make_tiny_model
 from trueroll.rollout import SamplingParams
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPORT = Path(__file__).parents[2] / "examples" / "fleet_report.py"
 
 
 def test_the_report_has_a_ratio_for_each_goal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setenv("COLUMNS", "160")
-    report = importlib.import_module("fleet_report")
+    spec = importlib.util.spec_from_file_location("fleet_report", REPORT)
+    assert spec is not None and spec.loader is not None
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
     monkeypatch.setattr(report, "ROUNDS", 1)
     monkeypatch.setattr(report, "PROMPT_TOKENS", 8)
     monkeypatch.setattr(report, "GROUP", SamplingParams(n=2, max_tokens=4, ignore_eos=True))
