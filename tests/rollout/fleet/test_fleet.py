@@ -126,8 +126,9 @@ def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetCl
     assert b'"state": "ready"' in urllib.request.urlopen(f"{url}/healthz").read()
 
 
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
-    cluster: Path, tiny_llama: Path, tmp_path: Path
+    cluster: Path, tiny_llama: Path, tmp_path: Path, end: signal.Signals
 ) -> None:
     file, config = tmp_path / "fleet.json", tmp_path / "fleet.toml"
     address = ray.get_runtime_context().gcs_address
@@ -145,8 +146,9 @@ def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
             pid = next(p.pid for p in psutil.process_iter() if _has_socket(p, file))
         shown = subprocess.run([sys.executable, "-P", "-c", CLI, "top", str(file)], capture_output=True, text=True)
         assert "1 workers" in shown.stdout and re.search(r"^worker-0 +ready +version 0 ", shown.stdout, re.M)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0 and not file.exists()
+        process.send_signal(end)
+        assert process.wait(60) == (0 if end == signal.SIGTERM else -9)
+        assert file.exists() == (end == signal.SIGKILL)
         wait_until(lambda: not psutil.pid_exists(pid))
     finally:
         process.kill()
