@@ -100,7 +100,7 @@ class Place:
 
     def __init__(self, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
         options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
-        self._actor = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
+        self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float) -> str:
         """Start the worker; returns its address. Waits for as long as the cluster has no room. Raise what keeps it
