@@ -24,7 +24,7 @@ test-gpu: .venv/.dev
 		tests/gpu/test_push.py
 
 test-integrations: .venv-integrations/.done .venv-verl/.done
-	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl -k "not aborted"
+	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
 	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
 
 test-verl: .venv-verl/.done

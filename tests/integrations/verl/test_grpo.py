@@ -61,5 +61,5 @@ def test_rewards_are_of_the_samples_and_differ(in_turn: Run) -> None:
 def test_an_aborted_sample_goes_on_with_other_weights(partial: Run) -> None:
     assert max(step["training/off_policy/trajectory_spans/max"] for step in partial.metrics) > 1
     stale = [step for step in partial.metrics if step["training/off_policy/trajectory_staleness_worst/max"] > 0]
-    # Not in each: verl counts one that was aborted before its first token as begun in that step.
-    assert max(step["training/rollout_probs_diff_max"] for step in stale) > STALE
+    assert stale
+    assert all(step["training/rollout_probs_diff_max"] > STALE for step in stale)
