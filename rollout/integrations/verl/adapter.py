@@ -1,7 +1,7 @@
-"""What verl calls a server adapter: in each process that has weights, the one who pushes them to a worker.
+"""What verl calls a server adapter: in each process that has weights, the one who pushes them to a worker or a fleet.
 
-Owns the publisher. Does not own the worker, which the server's actor does. Promises: `update_weights` returns when the
-worker serves the new weights, under a version that it never had before.
+Owns the publisher. Does not own the workers, which the server's actor does. Promises: `update_weights` returns when they
+serve the new weights, under a version that they never had before.
 """
 
 # pyright: reportMissingImports=false
@@ -19,6 +19,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from trueroll.errors import ConfigError
 
+from ...client.membership import is_fleet
 from ...publisher.publisher import WeightPublisher
 from .replica import server_name
 
@@ -67,7 +68,11 @@ class TruerollAdapter(BaseRollout):
         """verl makes its servers after its adapters."""
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
-            self._publisher.connect([await server.address.remote()])
+            address = await server.address.remote()
+            if is_fleet(address):
+                self._publisher.connect_fleet(address)
+            else:
+                self._publisher.connect([address])
             self._found = server
         return self._found
 

@@ -1,6 +1,6 @@
-"""What verl calls a server: a Ray actor that owns one worker process, and passes verl's requests to it.
+"""What verl calls a server: a Ray actor that owns one worker process, or a fleet, and passes verl's requests to it.
 
-Owns the worker, its client, and the gate that is closed between abort and resume. Does not own the weights: the
+Owns the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own the weights: the
 adapter, in the trainer's process, pushes them past this actor and says so afterwards. Promises: no token comes from
 weights older than the last that were pushed when its request began; what an abort ends returns what it has.
 """
@@ -9,6 +9,7 @@ weights older than the last that were pushed when its request began; what an abo
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from trueroll.errors import InvalidRequestError, TruerollError
 from ....engine.request import Tag, derive_seed, seed_of
 from ...client.client import AsyncRolloutClient
 from ...client.local_worker import launch_worker
+from ...fleet.client import AsyncFleetClient
+from ...fleet.fleet import Fleet
 from .settings import sampling_params, worker_settings
 
 
@@ -34,8 +37,16 @@ class TruerollServer:
     def __init__(self, config: Any, model_config: Any, device: str, can_sleep: bool) -> None:
         self._config, self._can_sleep = config, can_sleep
         folder = copy_to_local(model_config.path, use_shm=model_config.get("use_shm", False))
-        self._worker = launch_worker(folder, **worker_settings(config, device))
-        self._client = AsyncRolloutClient(self._worker.address)
+        settings = worker_settings(config, device)
+        num_workers = settings.pop("num_workers")
+        if num_workers == 1:
+            self._worker = launch_worker(folder, **settings)
+            self._address, self._client = self._worker.address, AsyncRolloutClient(self._worker.address)
+        else:
+            self._file = tempfile.TemporaryDirectory(prefix="trueroll-verl-")
+            self._address = f"{self._file.name}/fleet.json"
+            self._worker = Fleet(folder, num_workers, cpus=0.0, file=self._address, **settings)
+            self._client = AsyncFleetClient(self._worker)
         self._version = 0
         self._asked: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._gate = asyncio.Event()
@@ -43,8 +54,8 @@ class TruerollServer:
         self._rejects = False
 
     def address(self) -> str:
-        """Of the worker. What answers there speaks trueroll's protocol, not HTTP."""
-        return self._worker.address
+        """Of the worker, or the file of the fleet. What answers there speaks trueroll's protocol, not HTTP."""
+        return self._address
 
     def version(self) -> int:
         """Of the weights that were pushed last; 0: those of the checkpoint."""

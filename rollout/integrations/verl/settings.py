@@ -37,8 +37,10 @@ def check_rollout(config: Any) -> None:
 
 
 def worker_settings(config: Any, device: str) -> dict[str, Any]:
-    """For `launch_worker`, from a `rollout` section. Its `engine_kwargs.trueroll`, which holds settings of EngineConfig
-    and of WorkerConfig, overrides the others.
+    """For `launch_worker`, from a `rollout` section, and `num_workers`: how many of them the replica has. Its
+    `engine_kwargs.trueroll`, which holds settings of EngineConfig and of WorkerConfig, overrides the others.
+
+    Raise ConfigError for a number of workers that the device cannot have.
     """
     own = dict(config.engine_kwargs.get(NAME) or {})
     settings = {
@@ -52,7 +54,13 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     }
     if not any(name in own for name in KV_SETTINGS):
         settings["kv_memory_fraction"] = config.gpu_memory_utilization
-    return settings | own
+    num_workers = own.pop("num_workers", 1)
+    if type(num_workers) is not int or num_workers < 1 or (num_workers > 1 and device != "cpu"):
+        raise ConfigError(
+            f"engine_kwargs.{NAME}.num_workers: expected an integer from 1 on, and 1 where a replica has an accelerator, "
+            f"found {num_workers!r} on {device}; correct it"
+        )
+    return settings | own | {"num_workers": num_workers}
 
 
 def max_model_len(config: Any) -> int:

@@ -26,7 +26,12 @@ def train(folder: Path, *changes: str) -> Run:
 
 @pytest.fixture(scope="module")
 def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(tmp_path_factory.mktemp("sync"), "actor_rollout_ref.rollout.full_determinism=True")
+    """With a fleet of two workers."""
+    return train(
+        tmp_path_factory.mktemp("sync"),
+        "actor_rollout_ref.rollout.full_determinism=True",
+        "+actor_rollout_ref.rollout.engine_kwargs.trueroll.num_workers=2",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -39,14 +39,24 @@ def section(**changes: Any) -> SimpleNamespace:
 
 def test_the_defaults_of_verl_are_settings_of_a_worker() -> None:
     check_rollout(section())
-    config = EngineConfig(model="m", **worker_settings(section(), "cpu"))
+    settings = worker_settings(section(), "cpu")
+    assert settings.pop("num_workers") == 1
+    config = EngineConfig(model="m", **settings)
     assert (config.max_model_len, config.kv_memory_fraction, config.cuda_graphs) == (1024, 0.5, True)
 
 
 def test_what_is_meant_for_trueroll_overrides_the_rest() -> None:
-    settings = worker_settings(section(engine_kwargs={"trueroll": {"num_blocks": 8, "max_num_seqs": 4}}), "cpu")
+    of_trueroll = {"num_blocks": 8, "max_num_seqs": 4, "num_workers": 2}
+    settings = worker_settings(section(engine_kwargs={"trueroll": of_trueroll}), "cpu")
+    assert settings.pop("num_workers") == 2
     config = EngineConfig(model="m", **settings)
     assert (config.num_blocks, config.kv_memory_fraction, config.max_num_seqs) == (8, None, 4)
+
+
+@pytest.mark.parametrize(("number", "device"), [(0, "cpu"), (True, "cpu"), ("2", "cpu"), (2, "cuda")])
+def test_workers_that_a_replica_cannot_have_are_refused(number: Any, device: str) -> None:
+    with pytest.raises(ConfigError, match="num_workers: expected an integer from 1 on, and 1 where"):
+        worker_settings(section(engine_kwargs={"trueroll": {"num_workers": number}}), device)
 
 
 @pytest.mark.parametrize(
