@@ -124,7 +124,7 @@ ROLLOUT = {
     "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
     "tools": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "worker", "text", "http"}
     | {"tools"},
-    "integrations": {"client", "publisher", "integrations"},
+    "integrations": {"client", "fleet", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 

@@ -1,7 +1,7 @@
 """What verl calls a server adapter: in each process that has weights, the one who pushes them to a worker or a fleet.
 
-Owns the publisher. Does not own the workers, which the server's actor does. Promises: `update_weights` returns when they
-serve the new weights, under a version that they never had before.
+Owns the publisher. Does not own the workers, which the server's actor does. Promises: `update_weights` returns when
+they serve the new weights, under a version that they never had before.
 """
 
 # pyright: reportMissingImports=false

@@ -1,8 +1,8 @@
 """What verl calls a server: a Ray actor that owns one worker process, or a fleet, and passes verl's requests to it.
 
-Owns the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own the weights: the
-adapter, in the trainer's process, pushes them past this actor and says so afterwards. Promises: no token comes from
-weights older than the last that were pushed when its request began; what an abort ends returns what it has.
+Owns the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own the
+weights: the adapter, in the trainer's process, pushes them past this actor and says so afterwards. Promises: no token
+comes from weights older than the last that were pushed when its request began; what an abort ends returns what it has.
 """
 
 # pyright: reportMissingImports=false

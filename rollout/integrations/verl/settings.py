@@ -57,8 +57,8 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     num_workers = own.pop("num_workers", 1)
     if type(num_workers) is not int or num_workers < 1 or (num_workers > 1 and device != "cpu"):
         raise ConfigError(
-            f"engine_kwargs.{NAME}.num_workers: expected an integer from 1 on, and 1 where a replica has an accelerator, "
-            f"found {num_workers!r} on {device}; correct it"
+            f"engine_kwargs.{NAME}.num_workers: expected an integer from 1 on, and 1 where a replica has an "
+            f"accelerator, found {num_workers!r} on {device}; correct it"
         )
     return settings | own | {"num_workers": num_workers}
 
