@@ -100,7 +100,7 @@ class WeightSender:
 
     @property
     def _may_lend(self) -> bool:
-        """Whether workers may share memory. Not where elements are changed at the commit, which then would copy pages."""
+        """Whether workers may share memory. Not where a later push changes elements of it: each would copy its page."""
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
