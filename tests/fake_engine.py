@@ -125,6 +125,7 @@ class FakeWeights:
         self.shapes = dict(shapes)
         self.dtype = dtype
         self.parts: dict[str, tuple[str, ...]] = {}
+        self.kin: str | None = None
         self.tied = dict(tied or {})
         self.ignored = frozenset(ignored)
         self.live = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}

@@ -79,6 +79,7 @@ ENGINE = {
     "outputs.draw_records": {"request"},
     "outputs.open_requests": OUTPUTS,
     "cache.memory": set(),
+    "cache.lending": {"cache.memory"},
     "cache.pool": set(),
     "cache.prefix_cache": {"cache.pool"},
     "cache.states": {"cache.prefix_cache"},
@@ -95,7 +96,7 @@ ENGINE = {
     "running.model_runner": {"cache.memory", "models", "running.step"},
     "running.experts": {"outputs.routes"},
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
-    "running.weights": {"cache.memory", "models"},
+    "running.weights": {"cache.lending", "cache.memory", "models"},
     "running.planner": {"config"},
     "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}

@@ -14,13 +14,15 @@ import mmap
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-_HUGE_PAGE = 2 * 2**20
+HUGE_PAGE = 2 * 2**20
+_FIXED = 16  # MAP_FIXED
 _MOVE_FLAGS = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP
 _CANNOT_MOVE = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
@@ -101,24 +103,31 @@ class Arena(ABC):
 
 
 class HostArena(Arena):
-    """Pages of the host. Kept content simply stays where it is."""
+    """Pages of the host. Kept content simply stays where it is.
+
+    They may come from a file that was mapped there (`map_file`), also by the arena whose content was moved here.
+    """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:
         try:
-            self._mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"expected {num_bytes} bytes of memory: {error}") from None
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         # Huge pages begin at multiples of their size, and pages move whole only if both ends do.
-        self._start = -whole.data_ptr() % _HUGE_PAGE
-        super().__init__(whole[self._start : self._start + num_bytes])
-        if huge_pages:
-            with suppress(OSError):  # a system without them
-                self._advise(mmap.MADV_HUGEPAGE)
+        start = -whole.data_ptr() % HUGE_PAGE
+        super().__init__(whole[start : start + num_bytes])
+        self._huge_pages = huge_pages
+        self._advise()
+
+    def map_file(self, file: int, flags: int) -> None:
+        """Has the file's content from now on. `flags`: of mmap, MAP_SHARED or MAP_PRIVATE."""
+        _map(self._memory, flags, file)
 
     def drop(self, keep: bool) -> None:
         if not keep:
-            self._advise(mmap.MADV_DONTNEED)
+            _map(self._memory, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            self._advise()
             self._is_held = False
 
     def restore(self) -> None:
@@ -129,8 +138,9 @@ class HostArena(Arena):
             other._memory.data_ptr(), self._memory.data_ptr(), self._memory.nbytes
         )
 
-    def _advise(self, advice: int) -> None:
-        self._mapping.madvise(advice, self._start, self._memory.nbytes)
+    def _advise(self) -> None:
+        if self._huge_pages:
+            advise(self._memory.data_ptr(), self._memory.nbytes, mmap.MADV_HUGEPAGE)
 
 
 class DeviceArena(Arena):
@@ -162,18 +172,40 @@ class DeviceArena(Arena):
             self._kept = None
 
 
+def advise(address: int, num_bytes: int, advice: int) -> bool:
+    """Advises the system of memory; False if it does not take the advice."""
+    return _system().madvise(address, num_bytes, advice) == 0
+
+
+def _map(memory: Tensor, flags: int, file: int) -> None:
+    """Puts new pages in the place of those of an arena's `memory`. Raise OSError if that failed: then nothing may be
+    mapped there.
+    """
+    access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
+    if _system().mmap(address, max(1, memory.nbytes), access, flags | _FIXED, file, 0) != address:
+        raise OSError(ctypes.get_errno(), "mmap: cannot map the pages of an arena")
+
+
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
     """Puts the source's pages in the destination's place; the source stays mapped, empty. False if that is not known
     here: then nothing changed. Raise OSError if it failed: then nothing may be mapped at the destination.
     """
-    mremap = ctypes.CDLL(None, use_errno=True).mremap
-    mremap.restype = ctypes.c_void_p
-    mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    if mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
+    if _system().mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
         return True
     if ctypes.get_errno() in _CANNOT_MOVE:
         return False
     raise OSError(ctypes.get_errno(), "mremap: cannot move the pages of an arena")
+
+
+@cache
+def _system() -> Any:
+    """The calls of the system that Python does not have."""
+    system, number = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
+    system.mmap.restype, system.mremap.restype = ctypes.c_void_p, ctypes.c_void_p
+    system.mmap.argtypes = [ctypes.c_void_p, number, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    system.mremap.argtypes = [ctypes.c_void_p, number, number, ctypes.c_int, ctypes.c_void_p]
+    system.madvise.argtypes = [ctypes.c_void_p, number, ctypes.c_int]
+    return system
 
 
 def _aligned(num_bytes: int) -> int:

@@ -3,6 +3,8 @@
 Owns the arena of the weights, and through it the arenas of stagings. Does not know where new weights come from, which
 version they are, or what becomes of requests and of the KV cache: that is the engine's part.
 
+Workers of one `kin` may share the memory of a staging, from which one commit gives all of them their live weights.
+
 Promises: addresses of live weights never change on a host; until the commit nothing is written to them, unless the
 staging is in place; a commit that raises has changed nothing. `new_staging` may be called, and a staging be filled,
 from another thread while the engine steps; everything else belongs to the engine's thread.
@@ -10,9 +12,11 @@ from another thread while the engine steps; everything else belongs to the engin
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
+from importlib.metadata import version
 from typing import cast
 
 import torch
@@ -22,6 +26,7 @@ from ...kernels.contract import Weight
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
+from ..cache.lending import BorrowedArena, LendableArena, Lent, place_to_lend
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
 
@@ -38,7 +43,8 @@ class WeightStore:
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
         self._build, self._dtype, self._device = build, dtype, device
         self._num_bytes = bytes_needed(build, dtype)
-        self._arena, self.model = self.new_model()
+        self._arena = self.new_arena()
+        self.model = self.model_in(self._arena)
         self.tensors: Mapping[str, Weight] = self.model.checkpoint_tensors()
         self.dtype = str(dtype).removeprefix("torch.")
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
@@ -53,14 +59,40 @@ class WeightStore:
         """Bytes of the live weights' device that they hold now."""
         return self._arena.num_held
 
-    def new_model(self) -> tuple[Arena, Decoder]:
-        """A model with uninitialized weights in an arena of its own, laid out like the live ones."""
-        arena = new_arena(self._num_bytes, self._device, huge_pages=True)
-        return arena, self._build(partial(arena.empty, self._dtype))
+    @cached_property
+    def kin(self) -> str | None:
+        """Equal for processes that may share the memory of their weights: each can lend it to the others, and has the
+        same weights in the same places. None where there is nobody to lend it to.
+        """
+        if self._device.type != "cpu" or (place := place_to_lend()) is None:
+            return None
+        ops = type(self.model.ops)
+        kinds = [(name, type(weight).__name__) for name, weight in self.tensors.items()]
+        words = place, version("trueroll"), ops.__module__, ops.__name__, self.model.spec, kinds, self.dtype
+        return hashlib.sha256(repr((*words, self._num_bytes)).encode()).hexdigest()
+
+    def new_arena(self) -> Arena:
+        """Memory for a set of weights."""
+        return new_arena(self._num_bytes, self._device, huge_pages=True)
+
+    def model_in(self, arena: Arena) -> Decoder:
+        """A model with weights in an arena, laid out like the live ones, with whatever values they have there."""
+        return self._build(partial(arena.empty, self._dtype))
 
     def new_staging(self, in_place: bool) -> WeightStaging:
         """A place for new weights: the live ones themselves if `in_place`, for want of memory for others."""
         return WeightStaging(self, in_place)
+
+    def new_lendable(self) -> LendableStaging:
+        """A place for new weights whose memory others may use as well, once all weights are there."""
+        return LendableStaging(self, LendableArena(self._num_bytes))
+
+    def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
+        """The weights that a process of this `kin` lends (`Lent`), all of them. Raise OSError if they are not there."""
+        arena = BorrowedArena(Lent(*lent))
+        if arena.num_held != self._num_bytes:
+            raise FileNotFoundError(f"expected {self._num_bytes} bytes of weights, found {arena.num_held}")
+        return BorrowedStaging(self, arena)
 
     def commit(self, staging: WeightStaging) -> None:
         """Makes what was staged the live weights, waits for the device to have it, and frees the staging.
@@ -152,8 +184,8 @@ class WeightStaging:
         if self.in_place:
             self._store.is_whole = False
         elif self.arena is None:
-            self.arena, model = self._store.new_model()
-            self.tensors = model.checkpoint_tensors()
+            self.arena = self._store.new_arena()
+            self.tensors = self._store.model_in(self.arena).checkpoint_tensors()
         part = self._store.rows(self.tensors, name, start, length)
         self._staged_rows[name] += length
         return part
@@ -201,3 +233,27 @@ class WeightStaging:
             return name, 0
         rows, columns = self._store.shapes[part.stack][1:]
         return part.stack, (part.expert * rows + part.start) * columns
+
+
+class LendableStaging(WeightStaging):
+    """New weights in `lendable`, which others use as well."""
+
+    def __init__(self, store: WeightStore, lendable: LendableArena) -> None:
+        super().__init__(store, in_place=False)
+        self.arena, self._lendable = lendable, lendable
+        self.tensors = store.model_in(lendable).checkpoint_tensors()
+
+    def lend(self) -> Lent:
+        """Let others map the weights, all of which are there, until this is committed or dropped. Nothing more is
+        written here.
+        """
+        return self._lendable.lend()
+
+
+class BorrowedStaging(WeightStaging):
+    """All weights, as somebody else has staged them."""
+
+    def __init__(self, store: WeightStore, arena: BorrowedArena) -> None:
+        super().__init__(store, in_place=False)
+        self.arena, self.tensors = arena, store.model_in(arena).checkpoint_tensors()
+        self._staged_rows.update({name: shape[0] for name, shape in store.shapes.items()})

@@ -85,7 +85,8 @@ class Workers:
             for task in tasks:
                 task.cancel()
         await asyncio.wait(tasks)
-        errors = {i: task.exception() for i, task in enumerate(tasks) if not task.cancelled() and task.exception()}
+        asked = zip(self.addresses, tasks, strict=True)
+        errors = {address: task.exception() for address, task in asked if not task.cancelled() and task.exception()}
         if errors:
             raise WorkerFailure(what, errors)  # type: ignore[arg-type]
         return [task.result() for task in tasks]

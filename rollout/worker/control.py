@@ -40,6 +40,7 @@ from .engine_thread import Ran, Run, ServedEngine
 from .lifecycle import Lifecycle, Standing
 
 if TYPE_CHECKING:
+    from ...weight_sync.payload.manifest import LentSource
     from ...weight_sync.worker.assembly import Destination, StagingArea
     from ...weight_sync.worker.receiver import Receiver
 
@@ -281,6 +282,7 @@ class Control:
             weight_version=self._host.weight_version(),
             push_id=self._served_push,
             gpu=self._gpu,
+            kin=self._weights.kin,
             instance=self._host.instance,
         )
 
@@ -590,18 +592,25 @@ class Control:
         match news.event:
             case Broken(error):
                 self._break_push(error)
-            case Reached(id, phase):
+            case Reached(id, phase, lent):
                 if phase == "verified":
                     self._push.staging = self._push.receiver.staging
                     self._timings.stage.observe(time.monotonic() - self._push.receiver.progress.started)
-                self._answer_push(id, phase)
+                self._answer_push(id, phase, lent)
 
-    def _answer_push(self, id: str, phase: protocol.PushPhase) -> None:
+    def _answer_push(self, id: str, phase: protocol.PushPhase, lent: LentSource | None) -> None:
         assert self._push is not None
         del self._push.calls[id]
-        self._reply_push(id, self._push.begin.push_id, phase)
+        self._reply_push(id, self._push.begin.push_id, phase, lent=lent)
 
-    def _reply_push(self, id: str, push_id: str, phase: protocol.PushPhase, pause_seconds: float | None = None) -> None:
+    def _reply_push(
+        self,
+        id: str,
+        push_id: str,
+        phase: protocol.PushPhase,
+        pause_seconds: float | None = None,
+        lent: LentSource | None = None,
+    ) -> None:
         version = self._host.weight_version()
         reply = protocol.PushStatus(
             id=id,
@@ -610,6 +619,7 @@ class Control:
             state=self.lifecycle.state,
             weight_version=version,
             pause_seconds=pause_seconds,
+            lent=lent,
         )
         self._calls.answer(id, reply)
 

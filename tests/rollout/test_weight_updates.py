@@ -4,7 +4,9 @@ pushed checkpoint, whatever was cached before.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tiny import make_tiny_model
+from trueroll.engine.cache.lending import place_to_lend
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
 PROMPTS = [[*range(3, 90), 200 + i] for i in range(4)]
@@ -80,6 +83,32 @@ def test_after_a_push_a_worker_is_one_that_was_started_with_these_weights(
         assert result.is_sparse == ("sparse" in settings)
         after, versions, cached = generate(client)
         assert after == expected and versions == {2} and cached == cold
+
+
+def test_workers_of_one_machine_share_pushed_weights_and_each_outlives_the_others(
+    old: Path, new: Path, expected: Bits
+) -> None:
+    with ExitStack() as stack:
+        workers = [stack.enter_context(launch_worker(str(old), **SETTINGS)) for _ in range(3)]
+        clients = [stack.enter_context(RolloutClient(worker.address)) for worker in workers]
+        publisher = stack.enter_context(WeightPublisher())
+        publisher.connect([worker.address for worker in workers])
+        if place_to_lend() is None:
+            pytest.skip("the system has no huge pages that can be lent")
+        for version, folder in ((1, old), (2, new)):
+            publisher.push(load_file(folder / "model.safetensors"), version)
+            shared = [shared_memory(worker) for worker in workers]
+            assert len(shared[0]) == 1 and shared == [shared[0]] * 3, "the old version's is gone"
+        workers[0].kill()
+        assert [generate(client)[0] for client in clients[1:]] == [expected] * 2
+        assert clients[1].sleep(level=2).state == "asleep" and not shared_memory(workers[1])
+        assert generate(clients[2])[0] == expected and shared_memory(workers[2]) == shared[0]
+
+
+def shared_memory(worker: WorkerProcess) -> set[str]:
+    """The numbers of the files without a name that its weights lie in."""
+    maps = Path(f"/proc/{worker.pid}/maps").read_text()
+    return set(re.findall(r"(\d+) +/memfd:trueroll-weights", maps))
 
 
 def test_a_sleep_returns_memory_and_a_push_brings_the_weights_back(

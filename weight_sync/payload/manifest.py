@@ -31,6 +31,8 @@ Shape: TypeAlias = Annotated[tuple[Count, ...], FailFast(), Field(min_length=1, 
 PushId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Gpu = Annotated[str, Field(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 """The UUID of a GPU, the same in every process that uses it."""
+Kin = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""Equal for workers that may share the memory of their weights."""
 IPC_HANDLE_BYTES = 64
 SlotBytes = Annotated[int, Field(ge=1, lt=2**40, multiple_of=ALIGNMENT)]
 NumSlots = Annotated[int, Field(ge=1, le=2**16)]
@@ -132,7 +134,22 @@ class DiskSource(_Part):
     folder: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
 
 
-Source: TypeAlias = Annotated[CollectiveSource | SharedSource | CudaIpcSource | DiskSource, Field(discriminator="kind")]
+class LentSource(_Part):
+    """The staged weights of another worker of the same `kin`, which lends them as they lie in its memory: `num_bytes`
+    in a file without a name, number `inode`, that its process `pid` has as descriptor `fd`. It has no buckets.
+    """
+
+    kind: Literal["lent"] = "lent"
+    kin: Kin
+    pid: Count
+    fd: Count
+    inode: Count
+    num_bytes: Count
+
+
+Source: TypeAlias = Annotated[
+    CollectiveSource | SharedSource | CudaIpcSource | DiskSource | LentSource, Field(discriminator="kind")
+]
 
 MODEL_FILE = "model.safetensors"
 MANIFEST_FILE = "trueroll_push.json"

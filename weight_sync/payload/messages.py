@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...engine.request import InFlight
-from .manifest import Bucket, Gpu, PushId, Source
+from .manifest import Bucket, Gpu, Kin, LentSource, PushId, Source
 
 MAX_ID_CHARS = 128
 
@@ -41,8 +41,8 @@ class BeginPush(Message):
     `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
     whole. `allow_older`: also if the version is not later than the one that is served. `in_place`: write into the live
     weights, for want of memory: nothing is generated from now until the commit, and `in_flight` says what becomes of
-    running requests; `drain` takes at most `drain_timeout` seconds. `timeout`: seconds that each other wait of this
-    push may take.
+    running requests; `drain` takes at most `drain_timeout` seconds. `lends`: put the weights where workers of the same
+    kin can map them, too. `timeout`: seconds that each other wait of this push may take.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -57,6 +57,7 @@ class BeginPush(Message):
     in_flight: InFlight = "recompute"
     drain_timeout: Seconds = 600.0
     reject_nonfinite: bool = True
+    lends: bool = False
     timeout: Seconds = 60.0
 
 
@@ -108,8 +109,8 @@ class Weights(Message):
     expert, and may come in parts instead: what the parts of one matrix are called, in the order of their rows, of which
     each has as many, with the expert's number in place of `{}`. `tied`: names that are copies of a parameter, and of
     which; `ignored`: further names that may be left out. `push_id`: the push that is served, None for the model's own
-    checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU. `instance`: see
-    `Health`.
+    checkpoint or while no complete weights are there. `gpu`: the GPU that they are on, None for a CPU. `kin`: equal for
+    workers that may share the memory of their weights, None for one that cannot. `instance`: see `Health`.
     """
 
     type: Literal["weights"] = "weights"
@@ -122,6 +123,7 @@ class Weights(Message):
     weight_version: Count
     push_id: PushId | None
     gpu: Gpu | None
+    kin: Kin | None
     instance: str
 
 
@@ -129,7 +131,7 @@ class PushStatus(Message):
     """Ends a begin_push, stage_bucket, verify_push, commit_push or abort_push: how far the push has come.
 
     `state` and `weight_version` are the worker's. `pause_seconds`: how long the commit kept the engine from stepping;
-    None before it.
+    None before it. `lent`: where to find the weights, of a worker that has verified and `lends`.
     """
 
     type: Literal["push_status"] = "push_status"
@@ -139,6 +141,7 @@ class PushStatus(Message):
     state: State
     weight_version: Count
     pause_seconds: float | None = None
+    lent: LentSource | None = None
 
 
 class PushProgress(Message):

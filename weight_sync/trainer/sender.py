@@ -65,12 +65,13 @@ class WeightSender:
         self, workers: Workers, replies: Sequence[Weights], tensors: TrainerTensors, version: int, allow_older: bool
     ) -> PushResult:
         """Make these workers, which want what they have replied, serve the tensors. Raise PushError."""
-        transaction = Transaction(workers, self._settings, version, allow_older)
         wanted = _common(workers, replies)
+        gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
+        borrowers = _borrowers(replies) if self._may_lend and gpu is None else {}
+        transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
         checklist = Checklist(wanted, tensors.mapping)
         if self._transport == "disk":
             return self._push_by_folder(transaction, wanted, checklist, tensors)
-        gpu = self._gpu_for_buckets(tensors, workers, replies)
         return self._push_by_slots(transaction, wanted, checklist, tensors, gpu)
 
     def send_folder(
@@ -96,6 +97,11 @@ class WeightSender:
     def close(self) -> None:
         """Free what is held."""
         self._buffers, self._base, self._committed = [], None, None
+
+    @property
+    def _may_lend(self) -> bool:
+        """Whether workers may share memory. Not where a later push changes elements of it: each would copy its page."""
+        return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
         self, tensors: TrainerTensors, workers: Workers, replies: Sequence[Weights]
@@ -143,7 +149,7 @@ class WeightSender:
         if gpu is not None or not buffers or len(buffers[0]) < size:
             buffers = [torch.empty(size, dtype=torch.uint8, device=gpu) for _ in range(MOST_UNDER_WAY)]
         backend, limits = "gloo" if gpu is None else "nccl", (self._settings.timeout, self._settings.begin_timeout)
-        return GroupSlots(backend, buffers, self._host, transaction.num_workers, transaction.push_id, *limits)
+        return GroupSlots(backend, buffers, self._host, transaction.num_receivers, transaction.push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
         """Once nothing is under way from them any more."""
@@ -223,6 +229,14 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
         pause_seconds=pause_seconds,
         is_sparse=is_sparse,
     )
+
+
+def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
+    """Who maps the memory of whom: the workers of a kin that of the first of them."""
+    first: dict[str | None, int] = {}
+    lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
+    found = enumerate(zip(lenders, replies, strict=True))
+    return {position: lender for position, (lender, reply) in found if reply.kin is not None and lender != position}
 
 
 def _common(workers: Workers, replies: Sequence[Weights]) -> Weights:

@@ -8,7 +8,7 @@ worker has verified, and that a push that fails before that is aborted everywher
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from trueroll.errors import (
 )
 
 from ...engine.request import InFlight
-from ..payload.manifest import Bucket, Source
+from ..payload.manifest import Bucket, LentSource, Source
 from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush, new_id
 from .workers import WorkerFailure, Workers
 
@@ -60,11 +60,18 @@ class PushSettings:
 class Transaction:
     """A push of version `version` to `workers`, also if it is not later than theirs and `allow_older`.
 
-    `seconds`: how long each phase took.
+    `borrowers`: positions of workers that get no buckets, each with that of the worker whose memory it maps once that
+    has verified. `seconds`: how long each phase took.
     """
 
     def __init__(
-        self, workers: Workers, settings: PushSettings, version: int, allow_older: bool, push_id: str | None = None
+        self,
+        workers: Workers,
+        settings: PushSettings,
+        version: int,
+        allow_older: bool,
+        push_id: str | None = None,
+        borrowers: Mapping[int, int] | None = None,
     ) -> None:
         self.push_id = push_id or new_id()
         self.version = version
@@ -72,12 +79,17 @@ class Transaction:
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
         self._workers = workers
+        self._borrowers = dict(borrowers or {})
+        self._receiving = [i for i in range(len(workers.addresses)) if i not in self._borrowers]
+        self._receivers = workers.at(self._receiving)
         self._settings = settings
         self._num_buckets = 0
+        self._dtype = ""
 
     @property
-    def num_workers(self) -> int:
-        return len(self._workers.addresses)
+    def num_receivers(self) -> int:
+        """How many workers get the buckets."""
+        return len(self._receiving)
 
     @property
     def total_seconds(self) -> float:
@@ -93,42 +105,66 @@ class Transaction:
         except WorkerFailure as failure:
             raise self._abort(failure) from None
         except TruerollError as error:
-            raise PushError(f"push of version {self.version}: {error}. Now {self._abort_everywhere()}") from None
+            now = self._describe(self._abort_everywhere())
+            raise PushError(f"push of version {self.version}: {error}. Now {now}") from None
         except BaseException:
             self._abort_everywhere()
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def begin(self, dtype: str, source: Callable[[int], Source], base: str | None = None) -> Future[list[PushStatus]]:
-        """Announce the push. `source`: of the worker at each position. `base`: see `BeginPush`."""
+        """Announce the push to those that get buckets. `source`: of each of them, by its number. `base`: see
+        `BeginPush`.
+        """
+        self._dtype, lenders = dtype, set(self._borrowers.values())
+        calls = [self._begin(dtype, source(i), base, at in lenders) for i, at in enumerate(self._receiving)]
+        return self._receivers.ask("begin", calls, self._settings.begin_timeout)
+
+    def _begin(self, dtype: str, source: Source, base: str | None, lends: bool) -> BeginPush:
         settings = self._settings
-        fields: dict[str, Any] = dict(
+        return BeginPush(
+            id=new_id(),
             push_id=self.push_id,
             weight_version=self.version,
             base=base,
             allow_older=self.allow_older,
             dtype=dtype,
+            source=source,
             in_place=settings.in_place,
             in_flight=settings.in_flight,
             drain_timeout=settings.drain_timeout,
             reject_nonfinite=settings.reject_nonfinite,
+            lends=lends,
             timeout=settings.timeout,
         )
-        positions = range(len(self._workers.addresses))
-        calls = [BeginPush(id=new_id(), source=source(position), **fields) for position in positions]
-        return self._workers.ask("begin", calls, settings.begin_timeout)
 
     def stage(self, bucket: Bucket) -> Future[list[PushStatus]]:
         """Announce a bucket. The future ends when every worker has copied it."""
         self._num_buckets += 1
         call = StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
-        return self._workers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
+        return self._receivers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
 
     def verify(self) -> None:
-        """Let every worker say that all is there."""
-        call = VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=self._num_buckets)
+        """Let every worker say that all is there: first those that got the buckets, then those that map it there."""
         with self.phase("verify"):
-            self._workers.ask("verify", call, self._settings.timeout).result()
+            replies = self._verify(self._receivers, self._num_buckets)
+            if self._borrowers:
+                self._lend({at: reply.lent for at, reply in zip(self._receiving, replies, strict=True)})
+
+    def _lend(self, lent: Mapping[int, LentSource | None]) -> None:
+        borrowers, calls = self._workers.at(self._borrowers), []
+        for lender in self._borrowers.values():
+            if (source := lent[lender]) is None:
+                raise PushError(
+                    f"worker {self._workers.addresses[lender]}: expected it to lend its weights, found none"
+                )
+            calls.append(self._begin(self._dtype, source, None, lends=False))
+        borrowers.ask("begin", calls, self._settings.begin_timeout).result()
+        self._verify(borrowers, 0)
+
+    def _verify(self, workers: Workers, num_buckets: int) -> list[PushStatus]:
+        call = VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=num_buckets)
+        return workers.ask("verify", call, self._settings.timeout).result()
 
     def commit(self) -> float:
         """Let every worker serve the new weights. Returns the longest pause that this meant for one of them."""
@@ -139,7 +175,11 @@ class Transaction:
         start = time.perf_counter()
         replies = self._workers.ask_all(call, settings.commit_timeout)
         committed = [reply for reply in replies if isinstance(reply, PushStatus)]
-        errors: dict[int, Any] = {i: reply for i, reply in enumerate(replies) if reply not in committed}
+        errors: dict[str, Any] = {
+            address: reply
+            for address, reply in zip(self._workers.addresses, replies, strict=True)
+            if reply not in committed
+        }
         if errors:
             raise self._abort(WorkerFailure("commit", errors))
         self.seconds["commit"] = time.perf_counter() - start
@@ -147,20 +187,22 @@ class Transaction:
 
     def _abort(self, failure: WorkerFailure) -> PushError:
         """Abort everywhere, and tell what became of every worker."""
-        failed = [f"worker {self._workers.addresses[i]} failed: {error}" for i, error in failure.errors.items()]
-        now = self._abort_everywhere()
+        failed = [f"worker {address} failed: {error}" for address, error in failure.errors.items()]
+        replies = self._abort_everywhere()
         is_gap = all(isinstance(error, VersionGapError) for error in failure.errors.values())
-        text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {now}"
+        text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {self._describe(replies)}"
         error = (VersionGapError if is_gap else PushError)(text)
-        error.lost = tuple(
-            self._workers.addresses[i] for i, error in failure.errors.items() if isinstance(error, _OF_LOST_WORKERS)
-        )
+        # A worker may fail since another one is lost, whose memory it was to map.
+        found = [*failure.errors.items(), *zip(self._workers.addresses, replies, strict=True)]
+        error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, _OF_LOST_WORKERS)))
         return error
 
-    def _abort_everywhere(self) -> str:
-        """What each worker serves then."""
+    def _abort_everywhere(self) -> Sequence[PushStatus | TruerollError]:
         call = AbortPush(id=new_id(), push_id=self.push_id)
-        replies = self._workers.ask_all(call, min(ABORT_SECONDS, self._settings.timeout))
+        return self._workers.ask_all(call, min(ABORT_SECONDS, self._settings.timeout))
+
+    def _describe(self, replies: Sequence[PushStatus | TruerollError]) -> str:
+        """What each worker serves now."""
         return "; ".join(map(_describe, self._workers.addresses, replies))
 
 

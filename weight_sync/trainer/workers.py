@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -12,9 +12,9 @@ from ..payload.messages import PushCall, PushStatus
 
 
 class WorkerFailure(Exception):
-    """Some workers could not do what they were asked to: what went wrong, by position."""
+    """Some workers could not do what they were asked to: what went wrong, by address."""
 
-    def __init__(self, what: str, errors: dict[int, TruerollError]) -> None:
+    def __init__(self, what: str, errors: dict[str, TruerollError]) -> None:
         super().__init__(what, errors)
         self.what = what
         self.errors = errors
@@ -25,6 +25,10 @@ class Workers(Protocol):
 
     @property
     def addresses(self) -> Sequence[str]: ...
+
+    def at(self, positions: Iterable[int]) -> Workers:
+        """Those at these positions."""
+        ...
 
     def ask(self, what: str, calls: PushCall | Sequence[PushCall], timeout: float) -> Future[list[PushStatus]]:
         """Send each worker its call, or all the same one. The result: all replies, in order; or WorkerFailure as soon

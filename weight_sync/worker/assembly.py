@@ -42,10 +42,27 @@ class StagingArea(Protocol):
         ...
 
 
+class LendableArea(StagingArea, Protocol):
+    """One that others can use as well, once all is there."""
+
+    def lend(self) -> tuple[int, int, int, int]:
+        """Where: `pid`, `fd`, `inode` and `num_bytes` of `LentSource`. Nothing more is written to it."""
+        ...
+
+
 class Destination(Parameters, Protocol):
-    """The parameters of a worker, and how to make a place for new ones."""
+    """The parameters of a worker, and how to make a place for new ones. `kin`: see `Weights`."""
+
+    @property
+    def kin(self) -> str | None: ...
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
+
+    def new_lendable(self) -> LendableArea: ...
+
+    def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
+        """What another worker of this kin lends, all of it. Raise OSError if it is not there."""
+        ...
 
     def dense(self, name: str) -> torch.Tensor:
         """A parameter that is served, as a checkpoint has it."""

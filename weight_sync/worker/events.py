@@ -7,15 +7,19 @@ from typing import TypeAlias
 
 from trueroll.errors import DeadlineError, PushError
 
+from ..payload.manifest import LentSource
 from ..payload.messages import PushPhase
 
 
 @dataclass(frozen=True)
 class Reached:
-    """The call `id` was done, and with it the push has come to `phase`: begun, staged or verified."""
+    """The call `id` was done, and with it the push has come to `phase`: begun, staged or verified. `lent`: where others
+    find the weights, once they are verified, if they are lent.
+    """
 
     id: str
     phase: PushPhase
+    lent: LentSource | None = None
 
 
 @dataclass(frozen=True)

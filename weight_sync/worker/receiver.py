@@ -21,7 +21,7 @@ import torch
 
 from trueroll.errors import DeadlineError, PushError, TruerollError
 
-from ..payload.manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, SharedSource
+from ..payload.manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, LentSource, SharedSource
 from ..payload.messages import BeginPush, PushPhase, StageBucket, VerifyPush
 from ..payload.parameters import spellings_of
 from ..transports.collective import NcclReader
@@ -32,7 +32,7 @@ from ..transports.gloo_reader import GlooReader
 from ..transports.gpu import stream_beside, wait_for_stream
 from ..transports.policy import PushPolicy
 from ..transports.shared import SharedReader
-from .assembly import Assembly, Destination, StagingArea, content_of
+from .assembly import Assembly, Destination, LendableArea, StagingArea, content_of
 from .events import Broken, Progress, PushEvent, Reached
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Receiver(threading.Thread):
     def run(self) -> None:
         try:
             with stream_beside(self._device):
-                self._receive()
+                self._borrow(self._begin.source) if isinstance(self._begin.source, LentSource) else self._receive()
         except _Closed:
             pass
         except (PushError, DeadlineError) as error:
@@ -119,7 +119,8 @@ class Receiver(threading.Thread):
         most = spellings_of(self._weights).most
         reader = _open_source(begin, most, self._device, self._policy, lambda: self._is_closed)
         try:
-            self.staging = self._weights.new_staging(begin.in_place)
+            lendable = self._new_lendable() if begin.lends else None
+            self.staging = lendable or self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
             while not self._is_closed and (call := self._next_call()) is not None:
@@ -130,9 +131,46 @@ class Receiver(threading.Thread):
                 else:
                     self._verify(call.num_buckets, reader, assembly)
                     reader.close()  # before the trainer frees what it reads
-                    self._answer(call.id, "verified")
+                    self._answer(call.id, "verified", lendable and self._lend(lendable))
         finally:
             reader.close()
+
+    def _new_lendable(self) -> LendableArea:
+        begin = self._begin
+        if self._weights.kin is None or begin.in_place or begin.base is not None:
+            raise PushError(
+                "begin_push: expected lends for whole tensors beside the live ones, of a worker that has a kin, found "
+                "another push; push without lends"
+            )
+        return self._weights.new_lendable()
+
+    def _lend(self, staging: LendableArea) -> LentSource:
+        assert self._weights.kin is not None
+        pid, fd, inode, num_bytes = staging.lend()
+        return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
+
+    def _borrow(self, source: LentSource) -> None:
+        """Take what another worker has verified: that it lies where it should is all that is left to check."""
+        if source.kin != self._weights.kin or self._begin.in_place or self._begin.base is not None:
+            raise PushError(
+                "lent: expected whole weights of a worker of the same kin, beside the live ones, found another push; "
+                "push without lent memory"
+            )
+        try:
+            self.staging = self._weights.borrow((source.pid, source.fd, source.inode, source.num_bytes))
+        except (OSError, OverflowError) as error:
+            log.warning("weights that process %d lends: not taken, for %s", source.pid, error)
+            raise PushError(
+                f"lent: expected weights that process {source.pid} lends, found none; see whether that worker still "
+                "runs, and push again; this worker's log says more"
+            ) from None
+        self._answer(self._begin.id, "begun")
+        while not self._is_closed and (call := self._next_call()) is not None:
+            if not isinstance(call, VerifyPush) or call.num_buckets or self._is_verified:
+                raise PushError(f"{call.type}: expected one verify_push of no buckets for lent weights, found another")
+            self._is_verified = True
+            self._advance("verified", 0)
+            self._answer(call.id, "verified")
 
     def _next_call(self) -> Call | None:
         if self._ahead is not None:
@@ -205,10 +243,10 @@ class Receiver(threading.Thread):
     def _advance(self, phase: PushPhase, num_bytes: int) -> None:
         self.progress = replace(self.progress, phase=phase, bytes_staged=self.progress.bytes_staged + num_bytes)
 
-    def _answer(self, id: str, phase: PushPhase) -> None:
+    def _answer(self, id: str, phase: PushPhase, lent: LentSource | None = None) -> None:
         if self._is_closed:
             raise _Closed
-        self._publish(Reached(id, phase))
+        self._publish(Reached(id, phase, lent))
 
 
 def begin_seconds(begin: BeginPush) -> float:

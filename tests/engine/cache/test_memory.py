@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trueroll.engine.cache import memory
+from trueroll.engine.cache.lending import LendableArena
 from trueroll.engine.cache.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
 from trueroll.kernels.cpu.weight import PackedWeight
 
@@ -24,6 +25,7 @@ KINDS: dict[str, Callable[[int], Arena]] = {
     "huge pages": partial(HostArena, huge_pages=True),
     "small pages": partial(HostArena, huge_pages=False),
     "device": partial(DeviceArena, device=CPU),
+    "to lend": LendableArena,
 }
 
 

@@ -108,6 +108,41 @@ def test_weights_that_were_never_committed_leave_no_trace(tiny_model: Path, newe
     assert engine.weight_version == 0
 
 
+def test_weights_that_one_engine_lends_are_as_good_as_its_own(tiny_model: Path, newer: Path, backend: str) -> None:
+    engines = [make_engine(tiny_model, backend=backend) for _ in range(3)]
+    lender, *others = engines
+    if lender.weights.kin is None:
+        pytest.skip("the system has no huge pages that can be lent")
+    assert {engine.weights.kin for engine in engines} == {lender.weights.kin}
+    assert make_engine(tiny_model, backend=backend, dtype="bfloat16").weights.kin != lender.weights.kin
+    old, expected, places = all_bits(lender), all_bits(make_engine(newer, backend=backend)), addresses(others[0])
+
+    staging = lender.weights.new_lendable()
+    stage_rows(staging, read_tensors(newer))
+    borrowed = [other.weights.borrow(staging.lend()) for other in others]
+    assert all_bits(others[0]) == old != expected
+    for engine, staged in zip(engines, [staging, *borrowed], strict=True):
+        engine.commit_weights(staged, 7, "recompute")
+    assert [all_bits(engine) for engine in engines] == [expected] * 3 and addresses(others[0]) == places
+
+    lender.commit_weights(stage(lender, read_tensors(tiny_model), in_place=True), 8, "recompute")
+    others[0].commit_weights(stage_changes(others[0], read_tensors(newer), read_tensors(tiny_model)), 8, "recompute")
+    assert [all_bits(engine) for engine in engines] == [old, old, expected]
+    others[1].sleep(2, ["weights"], "recompute")
+    others[1].wake_up(["weights"])
+    others[1].commit_weights(stage(others[1], read_tensors(newer)), 9, "recompute")
+    assert [all_bits(engine) for engine in engines] == [old, old, expected]
+
+
+def test_lent_weights_of_another_size_are_refused(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    if engine.weights.kin is None:
+        pytest.skip("the system has no huge pages that can be lent")
+    arena = weights.LendableArena(engine.weights.num_held - 64)
+    with pytest.raises(FileNotFoundError, match=f"expected {engine.weights.num_held} bytes of weights"):
+        engine.weights.borrow(arena.lend())
+
+
 class LateArena(DeviceArena):
     """As on a GPU: a copy is queued, and memory that is dropped is anybody's at once. `queued`: copies under way."""
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from serving import RawClient
 
 from tiny import make_tiny_model
+from trueroll.engine.cache.lending import place_to_lend
 from trueroll.rollout import Group, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 from trueroll.rollout.protocol import PushProgress
 
@@ -34,7 +35,10 @@ from .trainer_process import BUCKET_BYTES
 
 TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("begin", "stage", "verify", "commit")
-PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "commit": "verified"}
+SHARES = place_to_lend() is not None
+"""Whether by `shared` the second worker maps what the first one has verified, and hears of the push only then."""
+STEPS = [(transport, phase) for transport in TRANSPORTS for phase in PHASES] + [("shared", "lend")] * SHARES
+PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "lend": "verified", "commit": "verified"}
 PATIENT = 60.0
 """For pushes that must succeed, seconds."""
 SHORT = 1.5
@@ -328,9 +332,16 @@ def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: 
         if phase == "commit" and index == 0:
             assert fleet.progress(0) is None and fleet.client(0).health().weight_version == version
             continue
+        borrows = SHARES and transport == "shared" and index == 1
+        if borrows and phase != "commit":
+            assert fleet.progress(1) is None
+            continue
         wait_until(lambda index=index: (push := fleet.progress(index)) is not None and push.phase == expected)
         push = fleet.progress(index)
-        assert push is not None and (push.weight_version, push.transport) == (version, transport)
+        assert push is not None and (push.weight_version, push.transport) == (version, "lent" if borrows else transport)
+        if borrows:
+            assert push.bytes_staged == 0
+            continue
         assert (push.bytes_staged > 0) == (push.phase != "begun")
         assert (push.bytes_staged > size // 2) == (push.phase != "begun" and phase != "stage")
 
@@ -340,9 +351,7 @@ def served_after(fleet: Fleet, phase: str, old: int) -> list[tuple[str, int]]:
     return [("lost", old + 1) if phase == "commit" else ("old", old), ("old", old)]
 
 
-each_phase = pytest.mark.parametrize(
-    ("transport", "phase"), [(transport, phase) for transport in TRANSPORTS for phase in PHASES], scope="module"
-)
+each_phase = pytest.mark.parametrize(("transport", "phase"), STEPS, scope="module")
 """Of module scope, so that the tests of a phase come one after the other, while a killed worker's successor starts."""
 
 
@@ -426,6 +435,33 @@ def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: 
     trainer.connect([survivor])
     trainer.push(fleet.models["new"], old + 2)
     fleet.check(0, "new", old + 2)
+    fleet.version = old + 2
+
+
+@pytest.mark.skipif(not SHARES, reason="the system has no huge pages that can be lent")
+@pytest.mark.parametrize("phase", ["stage", "lend", "commit"])
+def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
+    """In the phase `commit` it has committed, and the other one has its memory, but was not told to commit."""
+    trainer.connect(fleet.addresses, settings_of("shared", SHORT, None))
+    old = fleet.version
+    trainer.push_until(phase, fleet.models["lost"], old + 1)
+    check_phase(fleet, "shared", phase, old + 1, Path())
+    running = Running(fleet.addresses[1])
+    wait_until(lambda: fleet.client(1).health().requests["open"] == 1)
+    dead = fleet.kill(0)
+    outcome = trainer.go_on()
+    fleet.start(0)
+    name, version = ("lost", old + 1) if phase == "commit" else ("old", old)
+    if phase == "commit":
+        assert outcome.get("version") == version, outcome
+    else:
+        assert outcome.get("kind") == "PushError" and f"{dead} does not answer" in outcome["error"], outcome
+        running.end(fleet.expected_long["old"], old)
+    fleet.check(1, name, version)
+    fleet.check_freed(1)
+    trainer.connect([fleet.addresses[1]])
+    trainer.push(fleet.models["new"], old + 2)
+    fleet.check(1, "new", old + 2)
     fleet.version = old + 2
 
 

@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from fake_engine import FakeEngine, FakeWeights
+from fake_engine import FakeEngine, FakeStaging, FakeWeights
 from pushing import ask
 from safetensors.torch import load_file
 from serving import FaultyWorker, RawClient
@@ -309,6 +309,115 @@ def test_a_dead_worker_can_be_left_out(cluster: Cluster) -> None:
         publisher.connect([living.address])
         tensors = trainer_tensors(3)
         assert serves(living, tensors, publisher.push(tensors, 3))
+
+
+# Workers that share memory.
+
+
+class KinStaging(FakeStaging):
+    """One that can be lent, to whoever is in this process."""
+
+    lent: ClassVar[list[KinStaging]] = []
+
+    def lend(self) -> tuple[int, int, int, int]:
+        self.lent.append(self)
+        return 1, len(self.lent), 1, 1
+
+
+class KinWeights(FakeWeights):
+    """`has_lost`: as if the lender had ended."""
+
+    has_lost = False
+
+    def __init__(self, kin: str) -> None:
+        super().__init__(SHAPES, tied=TIED)
+        self.kin = kin * 64
+
+    def new_lendable(self) -> KinStaging:
+        return KinStaging(self.live, in_place=False)
+
+    def borrow(self, lent: tuple[int, int, int, int]) -> KinStaging:
+        if self.has_lost:
+            raise FileNotFoundError
+        return KinStaging.lent[lent[1] - 1]
+
+
+def got(worker: FaultyWorker) -> set[str]:
+    """Which calls of pushes, since this was asked last."""
+    calls, worker.calls = set(worker.calls), []
+    return calls - {"weights"}
+
+
+ALL_CALLS = {"begin_push", "stage_bucket", "verify_push", "commit_push"}
+
+
+def test_one_worker_of_each_kin_gets_the_buckets_for_all_of_them(cluster: Cluster) -> None:
+    *kin, stranger = [cluster.start(weights=KinWeights(kin)) for kin in "aaab"]
+    workers = [*kin, stranger, cluster.start()]
+    with cluster.publisher() as publisher:
+        for version in (1, 2):
+            tensors = trainer_tensors(version)
+            result = publisher.push(tensors, version)
+            assert all(serves(worker, tensors, result) for worker in workers)
+            expected = [ALL_CALLS, *[ALL_CALLS - {"stage_bucket"}] * 2, ALL_CALLS, ALL_CALLS]
+            assert [got(worker) for worker in workers] == expected
+        assert kin[0].engine.weights.live["a.weight"] is kin[2].engine.weights.live["a.weight"]
+    for settings in (dict(in_place=True), dict(sparse=True), dict(transport="collective")):
+        with cluster.publisher(**settings) as publisher:
+            tensors = trainer_tensors(version := version + 1)
+            result = publisher.push(tensors, version)
+            assert all(serves(worker, tensors, result) for worker in workers)
+            assert [got(worker) for worker in workers] == [ALL_CALLS] * 5, settings
+
+
+@pytest.mark.parametrize(
+    ("position", "phase"),
+    [(0, "begin_push"), (0, "stage_bucket"), (0, "verify_push"), (1, "begin_push"), (1, "verify_push")],
+)
+def test_a_worker_that_shares_memory_and_refuses_keeps_all_at_the_old_version(
+    cluster: Cluster, position: int, phase: str
+) -> None:
+    workers = [cluster.start(weights=KinWeights("c")) for _ in range(3)]
+    before, tensors = trainer_tensors(1), trainer_tensors(2)
+    with cluster.publisher() as publisher:
+        first = publisher.push(before, 1)
+        workers[position].refuse[phase] = IllegalStateError("busy")
+        with pytest.raises(PushError, match=f"{workers[position].address} failed: .*busy") as caught:
+            publisher.push(tensors, 2)
+        assert caught.value.lost == (workers[position].address,)
+        assert all(serves(worker, before, first) for worker in workers)
+        result = publisher.push(tensors, 3)
+        assert all(serves(worker, tensors, result) for worker in workers)
+
+
+def test_a_lender_that_ends_before_others_have_its_memory_is_said_to_be_lost(cluster: Cluster) -> None:
+    lender, other = [cluster.start(weights=KinWeights("d")) for _ in range(2)]
+    before = trainer_tensors(1)
+    with cluster.publisher(timeout=2.0) as publisher:
+        first = publisher.push(before, 1)
+        other.engine.weights.has_lost = True
+        lender.mute.add("abort_push")
+        with pytest.raises(PushError, match=f"{other.address} failed: lent: .*{lender.address} does not") as caught:
+            publisher.push(trainer_tensors(2), 2)
+        assert caught.value.lost == (lender.address,) and serves(other, before, first)
+
+
+def test_lent_memory_is_for_whole_weights_of_a_kin(cluster: Cluster) -> None:
+    worker, stranger = cluster.start(weights=KinWeights("e")), cluster.start()
+    source = dict(kind="lent", kin="e" * 64, pid=1, fd=1, inode=1, num_bytes=1)
+    shared = dict(kind="shared", name=f"trueroll-{'0' * 32}", slot_bytes=64, num_slots=1)
+    begin = dict(push_id="1" * 32, weight_version=1, dtype="bfloat16")
+    with RawClient(worker.address) as kin, RawClient(stranger.address) as other:
+        for client, fields in (
+            (other, dict(source=source)),
+            (kin, dict(source=source | {"kin": "f" * 64})),
+            (kin, dict(source=source, in_place=True)),
+            (kin, dict(source=source, base="2" * 32)),
+            (other, dict(source=shared, lends=True)),
+            (kin, dict(source=shared, lends=True, in_place=True)),
+        ):
+            reply = ask(client, "begin_push", **begin, **fields)
+            assert reply["type"] == "error" and reply["code"] in ("push_failed", "version_gap"), fields
 
 
 # Workers that were started anew.

@@ -74,9 +74,10 @@ def cut_connections() -> None:
 def install(hold: Hold) -> None:
     """Wrap the steps of a push. `begin`: the workers were told, and by `collective` wait for this trainer to join;
     `stage`: some buckets were staged, or for `disk` some tensors written; `verify`: all buckets were staged, or for
-    `disk` all workers found the folder; `commit`: all have verified, the first has committed, the others were not told.
+    `disk` all workers found the folder; `lend`: where workers share memory, one has verified, and the others were not
+    told of the push; `commit`: all have verified, the first has committed, the others were not told.
     """
-    begin, stage, verify = Transaction.begin, Transaction.stage, Transaction.verify
+    begin, stage, verify, lend = Transaction.begin, Transaction.stage, Transaction.verify, Transaction._lend
     ask, join, append = Workers._ask, GroupSlots.open, FolderWriter.append
 
     def held_begin(self: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
@@ -109,6 +110,10 @@ def install(hold: Hold) -> None:
         hold.at("verify")
         verify(self)
 
+    def held_lend(self: Transaction, lent: Any) -> None:
+        hold.at("lend")
+        lend(self, lent)
+
     async def held_ask(self: Workers, position: int, call: Any, timeout: float) -> Any:
         if hold.phase != "commit" or not isinstance(call, CommitPush):
             return await ask(self, position, call, timeout)
@@ -121,6 +126,7 @@ def install(hold: Hold) -> None:
             hold.committed.set()
 
     Transaction.begin, Transaction.stage, Transaction.verify = held_begin, held_stage, held_verify
+    Transaction._lend = held_lend
     Workers._ask, GroupSlots.open, FolderWriter.append = held_ask, held_join, held_append
 
 
