@@ -10,7 +10,7 @@ BIN := .venv/bin
 IN_PARALLEL := --numprocesses $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu test-integrations test-verl fuzz lint docs clean
+.PHONY: demo test test-gpu test-integrations test-verl fuzz chaos lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -32,6 +32,9 @@ test-verl: .venv-verl/.done
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
+
+chaos: .venv/.dev
+	@$(BIN)/python -P tests/chaos/run.py --rounds 200
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .

@@ -5,6 +5,8 @@ worker samples a group of answers to each of a few tasks of reasoning-gym; the t
 PPO's clipped objective with advantages relative to the group, and pushes its weights. It prints the largest difference
 between the log-probs of worker and trainer: 0.0, unless `--unaligned` asks for the plain forward pass.
 
+With `--workers 2` there are as many workers, which Ray runs (pip install 'trueroll[ray]'); the metrics stay the same.
+
 With `--staleness 1` the next batch is generated while the trainer computes. Each token tells the version of the weights
 it came from, and its importance ratio is relative to the log-prob that it was sampled with. Ratios are truncated, and
 where they are not all 1, with `--staleness 1` or `--unaligned`, each step tells how far trainer and rollout are apart.
@@ -36,6 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trueroll.kernels.importance import diagnose, truncated_weights
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import (
+    Fleet,
+    FleetClient,
     Group,
     PushError,
     RolloutClient,
@@ -164,15 +168,19 @@ class Trainer:
 
 
 class Rollouts:
-    """Owns the worker process, which serves the weights of `trainer`, and the connections to it.
+    """Owns the worker process, or a fleet of `num_workers`, which serves the weights of `trainer`, and the connections.
 
-    A worker that dies is replaced: a sample depends on weights, prompt and seed alone, not on who computed it.
+    A worker that dies is replaced: a sample depends on weights, prompt and seed alone, not on who computed it. A fleet
+    replaces its own.
     """
 
     max_model_len = 256
 
-    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Any) -> None:
+    def __init__(
+        self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Any, num_workers: int = 1, staleness: int = 0
+    ) -> None:
         self.resources, self.folder, self.trainer, self.tasks = resources, folder, trainer, tasks
+        self.num_workers, self.staleness = num_workers, staleness
         self.is_running, self.background = False, ThreadPoolExecutor(1)
         self.pending: Future[list[Any]] | None = None
 
@@ -212,14 +220,26 @@ class Rollouts:
         raise WorkerLostError("worker: expected one that lives, found three that died in a row; see the logs above")
 
     def _launch(self) -> None:
-        launched = launch_worker(str(self.folder), dtype="bfloat16", max_model_len=self.max_model_len)
-        worker = self.resources.enter_context(launched)
-        self.address = worker.address
-        self.client = self.resources.enter_context(RolloutClient(worker.address, timeout=WORKER_TIMEOUT))
         self.publisher = self.resources.enter_context(WeightPublisher("shared", timeout=WORKER_TIMEOUT))
-        self.publisher.connect([worker.address])
+        self.client = self._start_worker() if self.num_workers == 1 else self._start_fleet()
         self._push()
         self.is_running = True
+
+    def _start_worker(self) -> RolloutClient:
+        worker = self.resources.enter_context(launch_worker(str(self.folder), **self._settings()))
+        self.address = worker.address
+        self.publisher.connect([self.address])
+        return self.resources.enter_context(RolloutClient(self.address, timeout=WORKER_TIMEOUT))
+
+    def _start_fleet(self) -> RolloutClient:
+        fleet = Fleet(str(self.folder), self.num_workers, num_threads=1, **self._settings())
+        self.resources.enter_context(fleet)
+        self.publisher.connect_fleet(fleet)
+        client = FleetClient(fleet, timeout=WORKER_TIMEOUT, max_staleness=self.staleness)
+        return self.resources.enter_context(client)
+
+    def _settings(self) -> dict[str, Any]:
+        return dict(dtype="bfloat16", max_model_len=self.max_model_len)
 
     def _push(self) -> None:
         self.client.wake_up(["weights"])
@@ -316,6 +336,7 @@ def main(
     sleep: Annotated[int, typer.Option(min=0, max=2, help="How deep the worker sleeps while training.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, of one thread each.")] = 1,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
@@ -326,7 +347,7 @@ def main(
     record = Record(out, trainer, settings)
     record.begin(resume)
     with ExitStack() as resources:
-        rollouts = Rollouts(resources, folder, trainer, tasks)
+        rollouts = Rollouts(resources, folder, trainer, tasks, workers, staleness)
         train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)
     record.draw()
 

@@ -54,6 +54,13 @@ if TYPE_CHECKING:
         WorkerProcess,
         launch_worker,
     )
+    from .fleet.client import (
+        AsyncFleetClient,
+        FleetClient,
+    )
+    from .fleet.fleet import (
+        Fleet,
+    )
     from .protocol import (
         Health,
         Stats,
@@ -100,6 +107,8 @@ _NAMES = {
     "..weight_sync.trainer.outcome": ["PushResult"],
     ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".client.local_worker": ["WorkerProcess", "launch_worker"],
+    ".fleet.client": ["AsyncFleetClient", "FleetClient"],
+    ".fleet.fleet": ["Fleet"],
     ".protocol": ["Health", "Stats", "Status"],
     ".publisher.publisher": ["WeightPublisher"],
 }
@@ -107,10 +116,13 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AlignmentError",
+    "AsyncFleetClient",
     "AsyncRolloutClient",
     "ConfigError",
     "DeadlineError",
     "Distribution",
+    "Fleet",
+    "FleetClient",
     "ForbiddenError",
     "Group",
     "Health",

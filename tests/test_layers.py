@@ -43,6 +43,7 @@ FOREIGN_ALLOWED_TO = {
     "rollout.integrations.verl.plugin": {"verl"},
     "rollout.integrations.verl.server": {"verl"},
     **{f"rollout.integrations.verl.{name}": {"ray", "verl"} for name in ("adapter", "replica")},
+    "rollout.fleet.ray_cluster": {"ray"},
 }
 
 # What each module or package of a folder may import from that folder: modules, or whole packages. One that is not here
@@ -110,17 +111,19 @@ WEIGHT_SYNC = {
     "worker": {"payload", "transports", "worker"},
 }
 ROLLOUT = {
-    "__init__": {"protocol", "client", "publisher"},
+    "__init__": {"protocol", "client", "fleet", "publisher"},
     "config": set(),
     "protocol": {"protocol"},
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
     "client": {"config", "protocol", "network", "client"},
+    "fleet": {"config", "protocol", "network", "monitoring", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "text": {"protocol"},
-    "http": {"config", "protocol", "network", "monitoring", "client", "publisher", "text", "http"},
-    "tools": {"config", "protocol", "network", "monitoring", "client", "publisher", "worker", "text", "http", "tools"},
+    "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
+    "tools": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "worker", "text", "http"}
+    | {"tools"},
     "integrations": {"client", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
@@ -137,6 +140,8 @@ LIGHT = (
     "trueroll.errors",
     "trueroll.rollout.client.client",
     "trueroll.rollout.protocol",
+    "trueroll.rollout.fleet.client",
+    "trueroll.rollout.fleet.placement",
     "trueroll.engine.request",
 )
 

@@ -59,6 +59,7 @@ class EngineInfo:
     """What an engine is and what it can take; all of it fixed at start-up.
 
     `isa`: the instruction set of the backend. `backend_note`: why a faster backend is not used, or empty.
+    `torch_version`: of the package.
     `windows`: those of the model's layers in tokens, None for layers without one first; the layers of one window share
     blocks, `num_blocks` of the first one, `window_blocks` of each further one.
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: those of the recurrent states (`MemoryPlan`), 0 for
@@ -74,6 +75,7 @@ class EngineInfo:
     dtype: str
     backend: str
     isa: str
+    torch_version: str
     backend_note: str
     num_threads: int
     vocab_size: int
@@ -174,6 +176,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         dtype=loaded.dtype_name,
         backend=loaded.backend.name,
         isa=loaded.backend.ops.instruction_set(),
+        torch_version=str(torch.__version__),
         backend_note=loaded.backend.note,
         num_threads=torch.get_num_threads(),
         vocab_size=model.spec.vocab_size,

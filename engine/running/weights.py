@@ -95,6 +95,10 @@ class WeightStore:
             return tensors[name].narrow(0, start, length)
         return cast(Stack, tensors[part.stack]).part(part.expert, part.start + start, length)
 
+    def dense(self, name: str) -> Tensor:
+        """A live parameter as a checkpoint has it, perhaps sharing its memory."""
+        return self.tensors[name].to_dense()
+
     def shape(self, name: str) -> tuple[int, ...]:
         """That of a parameter or of a part. Raise ValueError for another name."""
         if (shape := self.spellings.shape(name)) is None:

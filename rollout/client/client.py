@@ -99,6 +99,7 @@ class AsyncRolloutClient:
         *,
         while_connected: bool = False,
     ) -> None:
+        self.address = address
         self._connection = Connection(address, timeout, server_public_key, client_key)
         self._while_connected = while_connected
         self._open: set[str] = set()
@@ -168,7 +169,7 @@ class AsyncRolloutClient:
         groups: list[Any] = list(made)
         requests = {i: each for i, each in enumerate(made) if isinstance(each, protocol.Generate)}
         samples: dict[int, dict[int, SampleOutput]] = {position: {} for position in requests}
-        async with aclosing(self._exchange(requests, "prompts", errors)) as replies:
+        async with aclosing(self.exchange(requests, "prompts", errors, in_groups=True)) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     samples[position][reply.index] = protocol.sample_output(reply)
@@ -224,7 +225,7 @@ class AsyncRolloutClient:
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas)
         made = generate_requests(prompts, params, seed, request_ids, demand)
-        async with aclosing(self._exchange(dict(enumerate(made)), "prompts")) as replies:
+        async with aclosing(self.exchange(dict(enumerate(made)), "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     yield position, protocol.sample_output(reply)
@@ -255,7 +256,7 @@ class AsyncRolloutClient:
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
         whole = list(samples)
-        async with aclosing(self._exchange(requests, "samples")) as replies:
+        async with aclosing(self.exchange(requests, "samples")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
@@ -287,7 +288,7 @@ class AsyncRolloutClient:
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = score_requests(sequences, fields)
         scores: dict[int, Any] = {}
-        async with aclosing(self._exchange(requests, "sequences")) as replies:
+        async with aclosing(self.exchange(requests, "sequences")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Scores):
                     scores[position] = _scored(reply)
@@ -397,13 +398,15 @@ class AsyncRolloutClient:
             raise reply
         return reply
 
-    async def _exchange(
-        self, requests: Mapping[Position, Request], what: str, errors: str = "raise"
+    async def exchange(
+        self, requests: Mapping[Position, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
-        """Submit requests, and yield (position, reply) as replies arrive, each sample once, until all have ended. The
+        """Submit messages, and yield (position, reply) as replies arrive, each sample once, until all have ended. The
         pieces of a sample come before it, if they were asked for.
 
-        An error names its place in `what` the caller gave. With `errors` `return` it is yielded.
+        An error names its place in `what` the caller gave, if that is given. With `errors` `return` it is yielded.
+        `in_groups`: the caller looks at no sample before its group has ended, and at the last one of each index. One
+        worker sends none twice; several may have to begin a group anew.
         """
         self._check_ids([request.id for request in requests.values()])
         inbox = Inbox()
@@ -425,7 +428,7 @@ class AsyncRolloutClient:
                 if isinstance(reply, TruerollError):
                     unfinished.discard(id)
                     is_lost = isinstance(reply, WorkerLostError | UnreadError)
-                    reply = _placed(reply, f"{what}[{positions[id]}]")
+                    reply = reply if what is None else placed(reply, f"{what}[{positions[id]}]")
                     if errors == "raise":
                         raise reply
                 elif not isinstance(reply, protocol.FinishedSample):
@@ -468,7 +471,7 @@ def _blocking(
 
     @wraps(call)
     def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(call(self._client, *args, **kwargs))
+        return self._wait(getattr(self._client, call.__name__)(*args, **kwargs))
 
     return wait
 
@@ -489,9 +492,12 @@ class RolloutClient:
         server_public_key: Key | None = None,
         client_key: Key | None = None,
     ) -> None:
-        self._client = AsyncRolloutClient(address, timeout, server_public_key, client_key)
+        self._begin(AsyncRolloutClient(address, timeout, server_public_key, client_key))
+
+    def _begin(self, client: AsyncRolloutClient) -> None:
+        self._client = client
         self._thread = LoopThread("rollout-client")
-        self._abandon = weakref.finalize(self, _abandon, self._thread, self._client)
+        self._abandon = weakref.finalize(self, _abandon, self._thread, client)
 
     generate = _blocking(AsyncRolloutClient.generate)
     score = _blocking(AsyncRolloutClient.score)
@@ -581,7 +587,7 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
         thread.end(client.close, cancel=True)
 
 
-def _placed(error: TruerollError, where: str) -> TruerollError:
+def placed(error: TruerollError, where: str) -> TruerollError:
     """An error that says which prompt of its call it is about, if it is about one."""
     return type(error)(f"{where}: {error}") if isinstance(error, _OF_ONE_REQUEST) else error
 

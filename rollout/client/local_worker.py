@@ -70,6 +70,10 @@ class WorkerProcess:
         """None while the process runs; negative if a signal ended it."""
         return self._process.poll()
 
+    def wait(self) -> int:
+        """Wait until the process ends; returns its exit code."""
+        return self._process.wait()
+
     def close(self) -> None:
         """Let the worker drain and exit; kill it if it does not within its deadline. Harmless if it has ended."""
         self._process.terminate()

@@ -23,8 +23,9 @@ _MOST_KEY_BYTES = 4096
 class HttpConfig(BaseModel):
     """Settings of the front end. Unknown keys and values out of range raise ConfigError.
 
-    `address`: the worker's. `host`, an IP, and `port`, 0 for any free one: where it listens. `tokenizer`: the model
-    whose tokenizer and chat template are used; None: the one that is served, where that is a folder of this machine.
+    `address`: the worker's, or the file of a fleet. `host`, an IP, and `port`, 0 for any free one: where it listens.
+    `tokenizer`: the model whose tokenizer and chat template are used; None: the one that is served, where that is a
+    folder of this machine.
     `model_name`: what clients call the model; None: as the worker calls it. `api_key_file`: a file with the key that
     clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set. `max_body_bytes`: of a
     request. `max_open_requests`: how many requests for tokens or text may be open at a time. `drain_seconds`: how long

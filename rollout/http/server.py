@@ -22,6 +22,7 @@ import uvicorn
 from trueroll.errors import ConfigError
 
 from ..client.client import AsyncRolloutClient
+from ..fleet.client import client_for
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
 from .app import make_app
@@ -70,7 +71,7 @@ async def run(
 ) -> None:
     """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
     counters = Counters()
-    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys, while_connected=True) as client:
+    async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
         watch = Watch(client)
         app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)

@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
-from trueroll.errors import ConfigError
+from trueroll.errors import ConfigError, TruerollError
 
 from ...engine.request import FinishReason
 from .. import protocol
@@ -56,6 +56,18 @@ class Source(Protocol):
     def timings(self) -> Timings: ...
 
 
+class Healthy(Protocol):
+    """What `/healthz` asks, from any thread, without waiting for anything."""
+
+    def health(self) -> protocol.Health: ...
+
+
+class Collector(Protocol):
+    """What `/metrics` asks, from any thread, without waiting for anything."""
+
+    def collect(self) -> Iterator[Metric]: ...
+
+
 def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
     """Prometheus' page, and its content type before it: as `accepted`, the header of the request, prefers it."""
     try:
@@ -66,14 +78,15 @@ def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
 
 
 class MetricsServer:
-    """Serves what `source` tells on `port` of 127.0.0.1, until closed. Port 0 is any free one; `port` says which.
+    """Serves what `source` and `collector` tell on `port` of 127.0.0.1, until closed. Port 0 is any free one; `port`
+    says which.
 
     Raises ConfigError if it cannot listen there.
     """
 
-    def __init__(self, port: int, source: Source) -> None:
+    def __init__(self, port: int, source: Healthy, collector: Collector) -> None:
         try:
-            self._server = _Server(port, source)
+            self._server = _Server(port, source, collector)
         except OSError as error:
             raise ConfigError(
                 f"metrics_port: cannot listen on {HOST}:{port} ({error.strerror}); give each worker a port of its own"
@@ -98,10 +111,10 @@ class _Server(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 128  # a client that finds no place in the queue tries again only after a second
 
-    def __init__(self, port: int, source: Source) -> None:
+    def __init__(self, port: int, source: Healthy, collector: Collector) -> None:
         self.source = source
         self.registry = CollectorRegistry()
-        self.registry.register(_Collector(source))
+        self.registry.register(collector)  # type: ignore[arg-type]
         self._connections: list[_Connection] = []
         super().__init__((HOST, port), _Handler)
 
@@ -184,7 +197,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST
 
     def _answer_health(self) -> None:
-        health = self.server.source.health()
+        try:
+            health = self.server.source.health()
+        except TruerollError as error:
+            self._answer(503, "text/plain", f"{error}\n".encode())
+            return
         told = health.model_dump(include={"state", "weight_version", "seconds_since_progress"})
         self._answer(503 if health.state == "failed" else 200, "application/json", json.dumps(told).encode())
 
@@ -200,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
 
-class _Collector:
+class SourceMetrics:
     """Asks the source at every scrape. What the worker does not know yet, as while it loads, is left out."""
 
     def __init__(self, source: Source) -> None:

@@ -186,6 +186,16 @@ class Invalidate(Message):
     id: Id
 
 
+class SaveWeights(Message):
+    """Asks to write the weights that are served, if a push brought them, into a new folder in `folder`, from which they
+    can be pushed by disk. Nothing is generated meanwhile.
+    """
+
+    type: Literal["save_weights"] = "save_weights"
+    id: Id
+    folder: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class TopArrays(Message):
     """What `top_logprobs` recorded, of `k` tokens for each one: `entropy` and `logprobs` float32, `token_ids` int32."""
 
@@ -359,7 +369,7 @@ class Stats(Message):
     service: dict[str, Count]
 
 
-LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate
+LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate | SaveWeights
 Call: TypeAlias = Generate | GetScores | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
 FromClient: TypeAlias = Call | Ack
 FromWorker: TypeAlias = (

@@ -22,10 +22,11 @@ from trueroll.errors import ConfigError, DeadlineError, IllegalStateError, PushE
 from ...engine.request import InFlight
 from ...weight_sync.trainer.outcome import PushResult, push_on_all_ranks
 from ...weight_sync.trainer.sender import Transport, WeightSender
-from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors
+from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors, can_be_read_again
 from ...weight_sync.trainer.transaction import PushSettings
 from ...weight_sync.transports.disk import read_manifest
 from .. import protocol
+from ..client.membership import FleetArg, Membership, membership_of
 from .workers import Key, Workers
 
 OnLost: TypeAlias = Literal["raise", "skip"]
@@ -116,12 +117,27 @@ class WeightPublisher:
         """Version and `allow_older` of the last push."""
         self._instances: dict[str, str] = {}
         """By address, the process that was there when a push began last."""
+        self._fleet: Membership | None = None
+        self._taken_out: set[str] = set()
+        """Of the push under way to a fleet: the addresses of workers that were lost."""
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Push to these workers from now on, and to no others. Sends nothing yet."""
         workers = Workers(addresses, self._settings.timeout, self._keys)
         self._disconnect()
         self._workers = workers
+
+    def connect_fleet(self, fleet: FleetArg) -> None:
+        """From now on push to whoever serves in a fleet when a push begins: a `Fleet`, its file, or the addresses of
+        workers. Sends nothing yet.
+
+        A worker that is lost during a push is taken out of it, and the push made again to the others, unless the
+        tensors came from an iterator or are sharded. The fleet itself brings who replaces it to the weights, as well as
+        whoever joins later; a worker that joins while none serves is pushed to.
+        """
+        membership = membership_of(fleet)
+        self._disconnect()
+        self._fleet = membership
 
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
@@ -135,11 +151,19 @@ class WeightPublisher:
         PushError if not all workers have committed; the next push then sends every tensor whole.
         """
         _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
-        result = push_on_all_ranks(
-            tensors, self._workers is not None, partial(self._push, version=version, allow_older=allow_older)
-        )
-        assert result is not None
-        return result
+        self._taken_out.clear()
+        while True:
+            again = bool(self._taken_out)  # some may have committed the version before another one was lost
+            push = partial(self._push, version=version, allow_older=allow_older or again)
+            try:
+                result = push_on_all_ranks(tensors, self._has_workers, push)
+            except PushError as error:
+                if not self._takes_out(error, tensors):
+                    raise
+                log.warning("push of version %d is made again without what was lost: %s", version, error)
+                continue
+            assert result is not None
+            return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
         """The addresses of workers that do not serve what this publisher committed there last, or do not answer."""
@@ -156,7 +180,7 @@ class WeightPublisher:
         push; PushError as `push` does.
         """
         _check(self._transport != "disk", "restore", "a transport that keeps no folder; call push_folder", "disk")
-        return push_on_all_ranks(tensors, self._workers is not None, self._restore)
+        return push_on_all_ranks(tensors, self._has_workers, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
         """Push what an earlier push by `disk` wrote to the workers that do not serve it: thus one that was started anew
@@ -187,7 +211,30 @@ class WeightPublisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def _has_workers(self) -> bool:
+        return self._workers is not None or self._fleet is not None
+
+    def _takes_out(self, error: PushError, tensors: Tensors) -> bool:
+        """Whether to push again to a fleet, without the workers that were lost."""
+        lost = set(error.lost) - self._taken_out
+        if self._fleet is None or not lost or not can_be_read_again(tensors):
+            return False
+        self._taken_out |= lost
+        return len(self._fleet_addresses()) > 0
+
+    def _fleet_addresses(self) -> list[str]:
+        """Of those to push to: who serves, or who joins while nobody does."""
+        assert self._fleet is not None
+        members = self._fleet.members()
+        chosen = [member for member in members if member.standing != "joining"] or members
+        return [member.address for member in chosen if member.address not in self._taken_out]
+
     def _disconnect(self) -> None:
+        self._fleet = None
+        self._disconnect_workers()
+
+    def _disconnect_workers(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -219,7 +266,8 @@ class WeightPublisher:
         replies = workers.greet(self._settings.timeout)
         errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
         are_lost = all(isinstance(error, _LOST) for error in errors.values())
-        if errors and not (self._on_lost == "skip" and are_lost and len(errors) < len(replies)):
+        may_skip = self._on_lost == "skip" or self._fleet is not None
+        if errors and not (may_skip and are_lost and len(errors) < len(replies)):
             failed = "; ".join(f"worker {workers.addresses[i]} failed: {error}" for i, error in errors.items())
             advice = "; start it anew, connect to others, or have it left out with on_lost='skip'" if are_lost else ""
             raise PushError(f"push: at the beginning, {failed}. Nothing was sent to any worker{advice}")
@@ -248,6 +296,11 @@ class WeightPublisher:
         return replace(result, left_out=party.left_out)
 
     def _connected(self) -> Workers:
+        if self._fleet is not None:
+            addresses = self._fleet_addresses()
+            if self._workers is None or list(self._workers.addresses) != addresses:
+                self._disconnect_workers()
+                self._workers = Workers(addresses, self._settings.timeout, self._keys)
         if self._workers is None or not self._workers.addresses:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers

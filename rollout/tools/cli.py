@@ -232,7 +232,9 @@ def generate(
 
 @app.command()
 def http(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker, or the file of a fleet.")
+    ],
     host: Annotated[str, typer.Option(help="The IP to listen on; beyond loopback only with an API key.")] = HTTP[
         "host"
     ],
@@ -274,8 +276,26 @@ def http(
 
 
 @app.command()
+def fleet(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A file in TOML: docs/fleet.md has an example.")],
+) -> None:
+    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when all serve; logs go to stderr.
+
+    Needs pip install 'trueroll[ray]'.
+    """
+    from ..fleet.config import read_config
+    from ..fleet.serve import serve as serve_fleet
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = read_config(config)
+    serve_fleet(*settings, lambda line: print(line, flush=True))
+
+
+@app.command()
 def top(
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
+    address: Annotated[
+        str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker, or the file of a fleet.")
+    ],
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
@@ -287,10 +307,15 @@ def top(
     from rich.console import Console
 
     from ..client.client import RolloutClient
+    from ..client.membership import is_fleet
+    from ..fleet.client import FleetClient
     from .top import SILENCE_SECONDS
     from .top import top as watch
 
-    with RolloutClient(address, SILENCE_SECONDS, server_public_key, client_key_file) as client:
+    keys = server_public_key, client_key_file
+    is_one = not is_fleet(address)
+    client = RolloutClient(address, SILENCE_SECONDS, *keys) if is_one else FleetClient(address, SILENCE_SECONDS, *keys)
+    with client:
         watch(client, interval, Console())
 
 

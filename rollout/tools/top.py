@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -25,6 +25,8 @@ from trueroll.errors import ProtocolError
 from ...engine.request import describe_validation_error
 from .. import protocol
 from ..client.client import RolloutClient
+from ..fleet.client import FleetClient
+from ..fleet.totals import all_healths, all_stats
 from ..monitoring.expert_load import expert_tokens, imbalance
 
 SILENCE_SECONDS = 10.0
@@ -80,17 +82,21 @@ Row: TypeAlias = tuple[str, str | Text]
 
 @dataclass(frozen=True)
 class Look:
-    """What the worker told at `seconds` of the monotonic clock. `model`, `engine`: None while it loads."""
+    """What the worker told at `seconds` of the monotonic clock. `model`, `engine`: None while it loads. `workers`: of a
+    fleet, the same of each.
+    """
 
     seconds: float
     health: protocol.Health
     model: _Model | None
     engine: _Engine | None
     service: _Service
+    workers: dict[str, Look] = field(default_factory=dict)
 
 
 def top(client: RolloutClient, interval: float, console: Console) -> None:
-    """Show the client's worker every `interval` seconds until interrupted; once if the console is no terminal.
+    """Show the client's worker, or all of a fleet, every `interval` seconds until interrupted; once if the console is
+    no terminal.
 
     Raises what the client raises, such as WorkerLostError.
     """
@@ -114,7 +120,15 @@ def _views(client: RolloutClient, interval: float) -> Iterator[RenderableType]:
 
 
 def _look(client: RolloutClient) -> Look:
+    if isinstance(client, FleetClient):
+        return _look_at_fleet(client)
     return look_of(time.monotonic(), client.health(), client.stats())
+
+
+def _look_at_fleet(client: FleetClient) -> Look:
+    seconds, healths, stats = time.monotonic(), client.healths(), client.all_stats()
+    each = {name: look_of(seconds, healths[name], stats[name]) for name in healths if name in stats}
+    return replace(look_of(seconds, all_healths([*healths.values()]), all_stats([*stats.values()])), workers=each)
 
 
 def look_of(seconds: float, health: protocol.Health, stats: protocol.Stats) -> Look:
@@ -159,6 +173,18 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
     yield "memory", _memory(health)
     if health.push is not None:
         yield "push", _push(health.push)
+    for name, look in now.workers.items():
+        yield name, _one_of_many(before.workers.get(name), look)
+
+
+def _one_of_many(before: Look | None, now: Look) -> Text:
+    """A worker of a fleet, in a line."""
+    text = Text(now.health.state, STATE_STYLES.get(now.health.state, "cyan"))
+    text.append(f"  version {now.health.weight_version}  open {now.health.requests['open']:,}", "default")
+    if before and before.engine and now.engine and before.health.instance == now.health.instance:
+        rates = _Rates(before.engine, now.engine, now.seconds - before.seconds)
+        text.append(f"  {rates.per_second('computed_tokens'):,.0f} tokens/s", "default")
+    return text
 
 
 def _engine_rows(engine: _Engine, rates: _Rates) -> Iterator[Row]:

@@ -104,9 +104,12 @@ class DeadlineError(TruerollError):
 
 
 class PushError(TruerollError):
-    """A push of weights was refused or broke off; the text says what was wrong, and with which tensor."""
+    """A push of weights was refused or broke off; the text says what was wrong, and with which tensor. `lost`: the
+    addresses of the workers that were lost, if that is why.
+    """
 
     code = "push_failed"
+    lost: tuple[str, ...] = ()
 
 
 class StaleWeightsError(TruerollError):

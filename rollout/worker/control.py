@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trueroll.errors import (
@@ -85,7 +86,7 @@ class _Operation:
 
     With `in_flight` `drain` it waits until the engine has nothing unfinished, for at most `timeout` seconds. Then the
     push under way ends with `breaks_push`, if that is given, and `action` runs between two steps. `busy` is the state
-    until then, `then` the standing afterwards.
+    until then, `then` the standing afterwards. `error`: what kept the action from its end, if it may fail.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -97,6 +98,7 @@ class _Operation:
     breaks_push: PushError | None = None
     started: float = field(default_factory=time.monotonic)
     run: Run | None = None
+    error: TruerollError | None = None
 
     @property
     def deadline(self) -> float:
@@ -257,6 +259,8 @@ class Control:
                 self._start_wake_up(call)
             case protocol.Invalidate():
                 self._start_invalidate(call)
+            case protocol.SaveWeights():
+                self._start_saving(call)
             case protocol.BeginPush():
                 self._start_push(call)
             case protocol.StageBucket() | protocol.VerifyPush():
@@ -339,6 +343,8 @@ class Control:
                 self._receive(call)
             case protocol.CommitPush() as call:
                 self._finish_commit(call, event.seconds)
+            case protocol.SaveWeights() as call if operation.error is not None:
+                self._calls.refuse(call.id, operation.error)
             case protocol.Sleep() | protocol.WakeUp() as call:
                 getattr(self._timings, call.type).observe(time.monotonic() - operation.started)
                 self._reply_status(call.id)
@@ -386,6 +392,26 @@ class Control:
             return []
 
         self._begin(_Operation(call, None, self.lifecycle.standing, invalidate))
+
+    def _start_saving(self, call: protocol.SaveWeights) -> None:
+        from ...weight_sync.worker.saving import save_weights
+
+        push_id, version, weights = self._served_push, self._host.weight_version(), self._weights
+        if push_id is None:
+            raise PushError(
+                "save_weights: expected weights that a push brought, found those of the model's own checkpoint; load it"
+            )
+        self._policy.check_writable(call.folder)
+
+        def save(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
+            try:
+                save_weights(Path(call.folder), push_id, version, weights)
+            except PushError as error:
+                operation.error = error
+            return []
+
+        operation = _Operation(call, None, self.lifecycle.standing, save)
+        self._begin(operation)
 
     # Pushes.
 

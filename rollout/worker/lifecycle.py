@@ -35,6 +35,7 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "sleep": _STANDING,
     "wake_up": _STANDING,
     "invalidate": _STANDING,
+    "save_weights": frozenset({"ready", "paused"}),
     "weights": _STANDING | _BUSY,
     "begin_push": _STANDING,
     "commit_push": _STANDING,

@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
@@ -23,6 +24,9 @@ from ...engine.config import EngineConfig
 from ..config import WorkerConfig
 from .engine_thread import ServedEngine
 from .worker import Worker
+
+MOST_SECONDS_TO_END = 10.0
+"""Beyond its drain deadline, of a worker whose parent is gone."""
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,7 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
     os.dup2(2, 1)  # whatever a library prints must not look like the outcome
     try:
         worker_config, engine_config = WorkerConfig(**settings["worker"]), EngineConfig(**settings["engine"])
-        threading.Thread(target=_terminate_at_end_of, args=(0,), daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(worker_config.drain_seconds,), daemon=True).start()
         serve(worker_config, lambda: load(engine_config), lambda address, _: _report(report, address=address))
     except TruerollError as error:
         _report(report, code=error.code, message=str(error))
@@ -116,10 +120,13 @@ def _read_line(fd: int) -> bytes:
     return line
 
 
-def _terminate_at_end_of(fd: int) -> None:
-    while os.read(fd, 4096):
+def _end_with_parent(drain_seconds: float) -> None:
+    """Drain and exit once stdin ends; a worker that hangs then exits all the same, as nobody is left to kill it."""
+    while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(drain_seconds + MOST_SECONDS_TO_END)
+    os._exit(1)
 
 
 def _report(stream: TextIO, **outcome: str) -> None:

@@ -41,7 +41,7 @@ from ...engine.request import GenerateRequest, Output, SampleDelta, SampleOutput
 from ...weight_sync.transports.policy import PushPolicy
 from .. import protocol
 from ..config import WorkerConfig
-from ..monitoring.metrics import MetricsServer
+from ..monitoring.metrics import MetricsServer, SourceMetrics
 from ..monitoring.resident import ResidentMemory
 from ..monitoring.timings import Timings
 from ..network.keys import Role
@@ -131,7 +131,7 @@ class Worker:
         self._metrics: MetricsServer | None = None
         if config.metrics_port is not None:
             try:
-                self._metrics = MetricsServer(config.metrics_port, self)
+                self._metrics = MetricsServer(config.metrics_port, self, SourceMetrics(self))
             except BaseException:
                 self._close_system()
                 raise

@@ -118,6 +118,9 @@ class Corpus:
     def invalidate(self) -> list[Message]:
         return [self._call("invalidate")]
 
+    def save(self) -> list[Message]:
+        return [self._call("save_weights", folder="/nowhere")]
+
     def pause(self) -> list[Message]:
         return [self._call("pause"), *self.generate(), self._call("resume")]
 
@@ -202,6 +205,7 @@ _WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
     Corpus.ack: 5,
     Corpus.question: 10,
     Corpus.invalidate: 1,
+    Corpus.save: 1,
     Corpus.pause: 1,
     Corpus.drain: 1,
     Corpus.sleep: 2,

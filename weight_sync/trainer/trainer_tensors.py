@@ -130,6 +130,13 @@ def check_is_tensor(name: object, value: object) -> None:
         raise PushError(f"tensor {name:.80}: expected real numbers in dense memory, found one {kind}; convert it")
 
 
+def can_be_read_again(tensors: Tensors) -> bool:
+    """Whether the tensors can be gone through twice, by this process alone."""
+    if isinstance(tensors, torch.nn.Module):
+        tensors = tensors.state_dict()
+    return isinstance(tensors, Mapping) and not any(is_sharded(tensor) for tensor in tensors.values())
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor; asked this way, torch's module for them need not be loaded."""
     return hasattr(tensor, "full_tensor")

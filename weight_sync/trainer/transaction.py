@@ -14,7 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trueroll.errors import PushError, TruerollError, VersionGapError
+from trueroll.errors import (
+    DeadlineError,
+    IllegalStateError,
+    PushError,
+    TruerollError,
+    UnavailableError,
+    VersionGapError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 
 from ...engine.request import InFlight
 from ..payload.manifest import Bucket, Source
@@ -23,6 +32,8 @@ from .workers import WorkerFailure, Workers
 
 ABORT_SECONDS = 5.0
 """How long the workers may take to answer an abort."""
+_OF_LOST_WORKERS = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
+"""Errors that are about a worker, not about what is pushed."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,11 @@ class Transaction:
         now = self._abort_everywhere()
         is_gap = all(isinstance(error, VersionGapError) for error in failure.errors.values())
         text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {now}"
-        return (VersionGapError if is_gap else PushError)(text)
+        error = (VersionGapError if is_gap else PushError)(text)
+        error.lost = tuple(
+            self._workers.addresses[i] for i, error in failure.errors.items() if isinstance(error, _OF_LOST_WORKERS)
+        )
+        return error
 
     def _abort_everywhere(self) -> str:
         """What each worker serves then."""

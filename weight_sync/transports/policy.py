@@ -53,6 +53,23 @@ class PushPolicy:
                 "and be writable by nobody else, as its files must; the worker's log says more"
             ) from None
 
+    def check_writable(self, folder: str) -> None:
+        """Raise PushError unless the worker may be made to write into a folder: one that it would read a push from."""
+        try:
+            opened = self._open_folder(folder)
+            try:
+                if self.folder is None:
+                    _check_owner(os.fstat(opened), "the folder")
+            finally:
+                os.close(opened)
+        except (OSError, ValueError) as error:
+            log.warning("weights to be written into %r: refused, for %s", folder, error)
+            raise PushError(
+                f"disk: expected a folder that this worker may write into, found none at {folder}; it must lie inside "
+                f"the worker's --push-folder or, without one, belong to the worker's user (uid {os.geteuid()}) and be "
+                "writable by nobody else; the worker's log says more"
+            ) from None
+
     def check_host(self, host: str) -> None:
         """Raise PushError unless a push may make the worker connect to `host`, an IP or a name. Looks nothing up."""
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):

@@ -47,6 +47,10 @@ class Destination(Parameters, Protocol):
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
 
+    def dense(self, name: str) -> torch.Tensor:
+        """A parameter that is served, as a checkpoint has it."""
+        ...
+
 
 @dataclass
 class _Tally:

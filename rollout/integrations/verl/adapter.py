@@ -66,7 +66,7 @@ class TruerollAdapter(BaseRollout):
     async def _server(self) -> Any:
         """verl makes its servers after its adapters."""
         if self._found is None:
-            server = ray.get_actor(server_name(self.replica_rank))
+            server: Any = ray.get_actor(server_name(self.replica_rank))
             self._publisher.connect([await server.address.remote()])
             self._found = server
         return self._found

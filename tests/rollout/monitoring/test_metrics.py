@@ -29,7 +29,14 @@ from trueroll.engine.request import Tag
 from trueroll.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.monitoring.metrics import MAX_CONNECTIONS, POLL_SECONDS, REQUEST_SECONDS, MetricsServer
+from trueroll.rollout.fleet.metrics import FleetMetrics, Told
+from trueroll.rollout.monitoring.metrics import (
+    MAX_CONNECTIONS,
+    POLL_SECONDS,
+    REQUEST_SECONDS,
+    MetricsServer,
+    SourceMetrics,
+)
 from trueroll.rollout.monitoring.timings import BOUNDS, Histogram, Timings
 from trueroll.rollout.worker.ledger import ServiceStats
 
@@ -118,7 +125,7 @@ def source() -> FakeSource:
 @pytest.fixture
 def port(source: FakeSource) -> Iterator[int]:
     """Where the metrics of `source` are served."""
-    server = MetricsServer(0, source)
+    server = MetricsServer(0, source, SourceMetrics(source))
     yield server.port
     server.close()
 
@@ -316,16 +323,16 @@ def test_only_this_machine_is_listened_to(port: int) -> None:
 
 def test_a_port_in_use_is_refused_with_advice(port: int, source: FakeSource) -> None:
     with pytest.raises(ConfigError, match=rf"metrics_port: cannot listen on 127.0.0.1:{port} .*a port of its own"):
-        MetricsServer(port, source)
+        MetricsServer(port, source, SourceMetrics(source))
 
 
 def test_a_closed_server_leaves_its_port(source: FakeSource) -> None:
-    server = MetricsServer(0, source)
+    server = MetricsServer(0, source, SourceMetrics(source))
     assert ask(server.port, "/healthz")[0].status == 200
     server.close()
     with pytest.raises(ConnectionRefusedError):
         ask(server.port, "/healthz")
-    MetricsServer(server.port, source).close()
+    MetricsServer(server.port, source, SourceMetrics(source)).close()
 
 
 HALF, REST = b"GET /healthz HTTP/1.1\r\nConnection: keep-alive\r\n", b"\r\n"
@@ -409,7 +416,7 @@ def test_a_client_that_does_not_read_is_cut(source: FakeSource, port: int, monke
 
 def test_a_closed_server_leaves_no_connection_and_no_thread(source: FakeSource) -> None:
     num_threads = threading.active_count()
-    server = MetricsServer(0, source)
+    server = MetricsServer(0, source, SourceMetrics(source))
     with connections(server.port, 4) as clients:
         clients[0].sendall(HALF)
         wait_until(lambda: open_connections(server.port) == 4)
@@ -419,7 +426,7 @@ def test_a_closed_server_leaves_no_connection_and_no_thread(source: FakeSource) 
 
 def test_a_client_that_goes_away_is_no_warning(source: FakeSource, caplog: pytest.LogCaptureFixture) -> None:
     num_threads = threading.active_count()
-    server = MetricsServer(0, source)
+    server = MetricsServer(0, source, SourceMetrics(source))
     with (
         caplog.at_level(logging.DEBUG, "trueroll.rollout.monitoring.metrics"),
         connections(server.port, 1) as (client,),
@@ -519,8 +526,26 @@ def queries() -> list[str]:
     return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
 
 
+def exported_by_a_fleet() -> dict[str, tuple[str, dict[str, set[str]]]]:
+    """The metrics of its own, as `exported` has them."""
+    told = {"worker-0": Told("serving", None, None, 1)}
+    found: dict[str, tuple[str, dict[str, set[str]]]] = {}
+    for family in FleetMetrics(lambda: told).collect():
+        labels: dict[str, set[str]] = {}
+        for label, value in [pair for sample in family.samples for pair in sample.labels.items()]:
+            labels.setdefault(label, set()).add(value)
+        found[family.name + ("_total" if family.type == "counter" else "")] = family.type, labels
+    return found
+
+
+def test_the_page_on_fleets_names_their_own_metrics() -> None:
+    found = exported_by_a_fleet()
+    assert {*found} == {*re.findall(r"trueroll_fleet_\w+", (DOCS / "fleet.md").read_text())} and len(found) == 2
+    assert found["trueroll_fleet_workers"][1] == {"standing": {"starting", "serving", "joining", "leaving"}}
+
+
 def test_the_dashboard_asks_only_for_what_is_exported(port: int) -> None:
-    table = exported(port)
+    table = exported(port) | exported_by_a_fleet()
     assert len(queries()) > 15
     for query in queries():
         names = re.findall(r"trueroll_\w+", query)
@@ -537,7 +562,11 @@ def _metric_of(series: str, table: dict[str, Any]) -> str:
 
 def test_the_dashboard_shows_every_metric(port: int) -> None:
     text = "\n".join(queries())
-    assert [name for name in exported(port) if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b", text)] == []
+    assert [
+        name
+        for name in [*exported(port), *exported_by_a_fleet()]
+        if not re.search(rf"\b{name}(_bucket|_sum|_count)?\b", text)
+    ] == []
 
 
 def test_the_dashboard_can_be_imported() -> None:

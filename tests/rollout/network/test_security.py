@@ -269,6 +269,7 @@ CONTROL_CALLS: dict[str, dict[str, Any]] = {
     "sleep": {},
     "wake_up": {},
     "invalidate": {},
+    "save_weights": dict(folder="/nowhere"),
     "weights": {},
     "begin_push": dict(
         push_id="0" * 32, weight_version=1, dtype="float32", source={"kind": "disk", "folder": "/nowhere"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from trueroll.errors import DeadlineError, IllegalStateError
 from trueroll.rollout import RolloutClient
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker import control
+from trueroll.weight_sync.transports.disk import read_manifest
 from trueroll.weight_sync.worker.assembly import Assembly
 from trueroll.weight_sync.worker.receiver import Receiver
 
@@ -310,6 +312,23 @@ def test_a_drain_of_a_paused_worker_asks_for_what_is_so(raw: RawClient, engine: 
 
 def test_invalidate(raw: RawClient, engine: FakeEngine) -> None:
     assert ask(raw, "invalidate")["state"] == "ready" and engine.actions == [("invalidate",)]
+
+
+def test_weights_are_written_for_a_push_by_disk(raw: RawClient, engine: FakeEngine, tmp_path: Path) -> None:
+    error = ask(raw, "save_weights", folder=str(tmp_path))
+    assert error["code"] == "push_failed" and "own checkpoint; load it" in error["message"]
+    with HandPush(raw, NEW) as push:
+        push.run()
+    for folder in (tmp_path / "none", tmp_path / "open"):
+        (tmp_path / "open").mkdir(exist_ok=True)
+        (tmp_path / "open").chmod(0o777)
+        error = ask(raw, "save_weights", folder=str(folder))
+        assert error["code"] == "push_failed" and "may write into" in error["message"]
+    assert ask(raw, "save_weights", folder=str(tmp_path))["state"] == "ready"
+    (folder,) = tmp_path.glob("version-*")
+    assert read_manifest(folder).push_id == push.push_id and read_manifest(folder).weight_version == push.version
+    error = ask(raw, "save_weights", folder=str(tmp_path))
+    assert error["code"] == "push_failed" and raw.health()["state"] == "ready", "it is there already"
 
 
 # Pushes.

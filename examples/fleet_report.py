@@ -1,0 +1,120 @@
+"""What a fleet costs: `python examples/fleet_report.py [MODEL]`.
+
+Measures, side by side in turns, the workload `group` of `trueroll bench` through a client of one worker and through a
+fleet's client of that same worker; two workers of one thread each next to one worker of two threads; and a push by
+shared memory to four workers next to one to a single worker, with the pause that the commit means for a worker. Needs
+no Ray: a fleet's client takes addresses as well.
+"""
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from trueroll.rollout import (
+    FleetClient,
+    RolloutClient,
+    SamplingParams,
+    WeightPublisher,
+    WorkerProcess,
+    launch_worker,
+    resolve_model,
+)
+
+ROUNDS = 5
+PROMPTS, PROMPT_TOKENS = 8, 128
+GROUP = SamplingParams(n=8, max_tokens=128, ignore_eos=True)
+KV_MEMORY = 128 * 2**20
+MANY = 4
+VERSIONS = itertools.count(1)
+"""Each push needs a later one than those before."""
+
+
+def prompts(seed: int) -> list[np.ndarray]:
+    """Others each time, so that no cache has them."""
+    return list(np.random.default_rng(seed).integers(100, 1000, (PROMPTS, PROMPT_TOKENS), np.int32))
+
+
+def tokens_per_second(client: RolloutClient, seed: int) -> float:
+    start = time.perf_counter()
+    groups = client.generate(prompts(seed), GROUP, seed=seed)
+    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+    return tokens / (time.perf_counter() - start)
+
+
+def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
+    """What each measures in each round, after one that does not count."""
+    found = [[measure(i) for i, measure in enumerate(measures, len(measures) * turn)] for turn in range(ROUNDS + 1)]
+    return [list(column) for column in zip(*found[1:], strict=True)]
+
+
+def ratio(table: Table, name: str, first: list[float], second: list[float], goal: str) -> None:
+    """A row: both medians, and the median of the ratios of the rounds."""
+    of_each = [b / a for a, b in zip(first, second, strict=True)]
+    medians = [f"{statistics.median(values):,.3g}" for values in (first, second)]
+    table.add_row(name, *medians, f"{statistics.median(of_each):.3f}", goal)
+
+
+def report_clients(table: Table, model: str) -> None:
+    with (
+        launch_worker(model, num_threads=2, kv_memory=KV_MEMORY) as worker,
+        RolloutClient(worker.address) as plain,
+        FleetClient([worker.address]) as fleet,
+    ):
+        first, second = in_turns([lambda i: tokens_per_second(plain, i), lambda i: tokens_per_second(fleet, i)])
+    ratio(table, "tokens/s: one worker, by a plain client and by a fleet's", first, second, "at least 0.98")
+
+
+def report_two_workers(table: Table, model: str) -> None:
+    with ExitStack() as stack:
+        one = stack.enter_context(launch_worker(model, num_threads=2, kv_memory=KV_MEMORY))
+        two = [stack.enter_context(launch_worker(model, num_threads=1, kv_memory=KV_MEMORY)) for _ in range(2)]
+        single = stack.enter_context(RolloutClient(one.address))
+        double = stack.enter_context(FleetClient([worker.address for worker in two]))
+        first, second = in_turns([lambda i: tokens_per_second(single, i), lambda i: tokens_per_second(double, i)])
+    ratio(table, "tokens/s: one worker with two threads, two with one", first, second, "at least 0.80")
+
+
+def report_pushes(table: Table, model: str) -> None:
+    weights = {name: tensor for file in Path(model).glob("*.safetensors") for name, tensor in load_file(file).items()}
+    with ExitStack() as stack:
+        workers = [stack.enter_context(launch_worker(model, num_threads=1, kv_memory=KV_MEMORY)) for _ in range(MANY)]
+        pauses: list[float] = []
+
+        def pusher(some: list[WorkerProcess]) -> Callable[[int], float]:
+            publisher = stack.enter_context(WeightPublisher("shared"))
+            publisher.connect_fleet([worker.address for worker in some])
+
+            def push(_: int) -> float:
+                result = publisher.push(weights, next(VERSIONS))
+                if len(some) > 1:
+                    pauses.append(result.pause_seconds / result.total_seconds)
+                return result.total_seconds
+
+            return push
+
+        first, second = in_turns([pusher(workers[:1]), pusher(workers)])
+    ratio(table, f"seconds of a push: to one worker, to {MANY}", first, second, "at most 1.5")
+    table.add_row("longest pause of a worker, of that push", "", "", f"{statistics.median(pauses):.3f}", "below 0.05")
+
+
+def main(model: str) -> None:
+    folder = resolve_model(model)
+    table = Table("what", "first", "second", "ratio", "goal", title=f"{model}, {torch.get_num_threads()} threads here")
+    report_clients(table, str(folder))
+    report_two_workers(table, str(folder))
+    report_pushes(table, str(folder))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or ["smollm2"])

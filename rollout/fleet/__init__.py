@@ -1,0 +1,1 @@
+"""Many workers as one: which of them a group of samples goes to."""

@@ -1,0 +1,245 @@
+"""The clients of a fleet: the calls of `RolloutClient`, answered by many workers.
+
+Owns: the requests that are under way, and the watch over those that are far behind. Does not own the workers: the
+`roster` knows them, and an `errand` brings each request to its end. Imports neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError, WorkerLostError, brief
+
+from ...engine.request import SampleDelta
+from .. import protocol
+from ..client.client import AsyncRolloutClient, RolloutClient, placed
+from ..client.membership import FleetArg, is_fleet, membership_of
+from ..client.requests import Request
+from ..network.keys import Key
+from .errand import Errand, Reply
+from .roster import Link, Roster
+from .totals import all_healths, all_stats, all_statuses
+
+T = TypeVar("T")
+WATCH_SECONDS = 0.25
+
+
+class AsyncFleetClient(AsyncRolloutClient):
+    """A client of all workers of a fleet, with the calls of `AsyncRolloutClient`.
+
+    `fleet`: a `Fleet`, the file that one writes, or the addresses of workers. A group stays together, and goes where
+    the beginning of its prompt is cached. What a lost worker had is asked of another one: each sample comes once, with
+    the same tokens. Calls like `pause` and `sleep` go to all workers; `health` and `stats` tell of all together,
+    `healths` and `all_stats` of each.
+
+    `timeout`, `server_public_key`, `client_key`: see `RolloutClient`, for each worker. `max_staleness`: by how many
+    versions the weights of a group's tokens may differ, and those of a worker that is asked be older than the newest; a
+    group that a push would mix otherwise is begun anew, or raises StaleWeightsError from `stream` if a part of it was
+    yielded. `mixed_kinds`: take workers that differ in backend, instruction set, dtype or version of torch, so that a
+    sample's bits depend on who was asked; otherwise ConfigError. `straggler_seconds`: a request that takes longer than
+    that, and three times as long for its size as others, is asked of a second worker too; None: never. `patience`:
+    seconds to wait for a worker while there is none; WorkerLostError after them. `while_connected`: see
+    `AsyncRolloutClient`.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetArg,
+        timeout: float = 30.0,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
+        *,
+        max_staleness: int = 0,
+        mixed_kinds: bool = False,
+        straggler_seconds: float | None = 30.0,
+        patience: float = 600.0,
+        while_connected: bool = False,
+    ) -> None:
+        if type(max_staleness) is not int or max_staleness < 0:
+            raise ConfigError(f"max_staleness: expected an integer from 0 on, found {brief(max_staleness)}; correct it")
+
+        def make_client(address: str) -> AsyncRolloutClient:
+            return AsyncRolloutClient(address, timeout, server_public_key, client_key)
+
+        self.address = str(fleet)
+        self._roster = Roster(membership_of(fleet), make_client, max_staleness, mixed_kinds)
+        self._max_staleness, self._patience = max_staleness, patience
+        self._straggler_seconds = straggler_seconds
+        self._while_connected = while_connected
+        self._errands: dict[str, Errand] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self.num_asked_twice = 0
+
+    async def exchange(
+        self, requests: Mapping[int, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
+    ) -> AsyncGenerator[tuple[int, protocol.FromWorker | SampleDelta | TruerollError], None]:
+        """See `AsyncRolloutClient.exchange`."""
+        await self._start()
+        self._check_ids([request.id for request in requests.values()])
+        replies: asyncio.Queue[tuple[int, Reply]] = asyncio.Queue()
+        settings: dict[str, Any] = dict(
+            may_repeat=in_groups, max_staleness=self._max_staleness, patience=self._patience
+        )
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for position, request in requests.items():
+                errand = Errand(self._roster, request, _put(replies, position), **settings)
+                self._errands[request.id] = errand
+                tasks.append(asyncio.create_task(errand.run()))
+            num_unfinished = len(requests)
+            while num_unfinished:
+                position, reply = await replies.get()
+                num_unfinished -= isinstance(reply, TruerollError | protocol.Done | protocol.Scores)
+                if isinstance(reply, TruerollError):
+                    reply = reply if what is None else placed(reply, f"{what}[{position}]")
+                    if errors == "raise":
+                        raise reply
+                yield position, reply
+        finally:
+            for request in requests.values():
+                self._errands.pop(request.id, None)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort(
+        self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
+    ) -> int:
+        """See `AsyncRolloutClient.abort`. Requests that others made are looked for at all workers."""
+        await self._start()
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
+
+    async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
+        if errand := self._errands.get(id):
+            return await errand.abort(index)
+        ended = await self._ask_each(lambda link: link.client.abort(id, index, missing_ok=True))
+        if not sum(ended.values()) and not missing_ok:
+            raise UnknownRequestError(
+                f"abort: expected something unfinished of request {id!r} at one of {len(ended)} workers, found none"
+            )
+        return sum(ended.values())
+
+    async def abort_all(self) -> int:
+        """End all requests of this client, as `abort` does; returns how many samples that ended."""
+        return await self.abort(list(self._errands), missing_ok=True)
+
+    async def health(self) -> protocol.Health:
+        """How the fleet is: sums over the workers that answer; state and weight version of the one that is least ready;
+        `instance` counts them.
+        """
+        return all_healths(list((await self.healths()).values()))
+
+    async def stats(self) -> protocol.Stats:
+        """The lifetime counters of all workers that answer, added up."""
+        return all_stats(list((await self.all_stats()).values()))
+
+    async def healths(self) -> dict[str, protocol.Health]:
+        """How each worker is, by its name; those that do not answer are left out."""
+        return await self._ask_each(lambda link: link.client.health())
+
+    async def all_stats(self) -> dict[str, protocol.Stats]:
+        """The lifetime counters of each worker, by its name; those that do not answer are left out."""
+        return await self._ask_each(lambda link: link.client.stats())
+
+    async def ask(self, message: protocol.Call) -> protocol.FromWorker:
+        """Send a call of the lifecycle to all workers. Returns the status of the one that is least ready. Raises the
+        first error of a worker that is not lost.
+        """
+        copies = lambda: message.model_copy(update={"id": protocol.new_id()})  # noqa: E731
+        found = await self._ask_each(lambda link: link.client.ask(copies()))
+        await asyncio.gather(*map(self._roster.look, self._roster.links))
+        return all_statuses([reply for reply in found.values() if isinstance(reply, protocol.Status)])
+
+    async def close(self) -> None:
+        """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
+        if self._watch is not None:
+            self._watch.cancel()
+        error = TruerollError("client: closed; make a new one")
+        for errand in list(self._errands.values()):
+            errand.end(error)
+        await self._roster.close()
+
+    async def _start(self) -> None:
+        await self._roster.start()
+        if self._watch is None and self._straggler_seconds is not None:
+            self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
+
+    async def _watch_stragglers(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            for errand in [errand for errand in self._errands.values() if errand.is_behind(now, seconds)]:
+                self.num_asked_twice += errand.ask_twice()
+
+    async def _ask_each(self, call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
+        """What each worker that answers says. Raises the first other error; WorkerLostError if none answers."""
+        await self._start()
+        links = [link for link in self._roster.links if not link.is_silent]
+        replies = await asyncio.gather(*(call(link) for link in links), return_exceptions=True)
+        found: dict[str, T] = {}
+        for link, reply in zip(links, replies, strict=True):
+            if not isinstance(reply, BaseException):
+                found[link.member.name] = reply
+            elif not (link.is_gone or isinstance(reply, WorkerLostError)):
+                raise reply
+        if not found:
+            raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")
+        return found
+
+    def _check_ids(self, ids: list[str]) -> None:
+        for id, count in Counter(ids).items():
+            if count > 1 or id in self._errands:
+                raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
+
+
+class FleetClient(RolloutClient):
+    """A client of all workers of a fleet for code without an event loop: `AsyncFleetClient` with the calls of
+    `RolloutClient`. For the arguments see `AsyncFleetClient`.
+    """
+
+    def __init__(
+        self,
+        fleet: FleetArg,
+        timeout: float = 30.0,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
+        *,
+        max_staleness: int = 0,
+        mixed_kinds: bool = False,
+        straggler_seconds: float | None = 30.0,
+        patience: float = 600.0,
+    ) -> None:
+        settings: dict[str, Any] = dict(max_staleness=max_staleness, mixed_kinds=mixed_kinds)
+        settings |= dict(straggler_seconds=straggler_seconds, patience=patience)
+        self._fleet = AsyncFleetClient(fleet, timeout, server_public_key, client_key, **settings)
+        self._begin(self._fleet)
+
+    def healths(self) -> dict[str, protocol.Health]:
+        """See `AsyncFleetClient.healths`."""
+        return self._wait(self._fleet.healths())
+
+    def all_stats(self) -> dict[str, protocol.Stats]:
+        """See `AsyncFleetClient.all_stats`."""
+        return self._wait(self._fleet.all_stats())
+
+    @property
+    def num_asked_twice(self) -> int:
+        """Requests that a second worker was asked for, as they were far behind."""
+        return self._fleet.num_asked_twice
+
+
+def client_for(
+    target: str, timeout: float, keys: tuple[Key | None, Key | None], *, while_connected: bool = False
+) -> AsyncRolloutClient:
+    """The client of a worker by its address, or of a fleet by its file or by several addresses."""
+    kind = AsyncFleetClient if is_fleet(target) else AsyncRolloutClient
+    return kind(target, timeout, *keys, while_connected=while_connected)
+
+
+def _put(replies: asyncio.Queue[tuple[int, Reply]], position: int) -> Callable[[Reply], None]:
+    return lambda reply: replies.put_nowait((position, reply))

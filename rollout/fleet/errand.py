@@ -1,0 +1,413 @@
+"""One request of a fleet's client, from the first worker that is asked to its end.
+
+Owns: which workers are asked for it now, and what of it was delivered. Does not own the workers (`roster`).
+
+Promises: each sample is delivered once, with the tokens that it would have from any of the workers, and the request has
+one end, whatever becomes of the workers that were asked: what a lost one left is asked of another, sample by sample, or
+all of it under the same id if nothing was delivered yet. A sample that a worker ended because it was told to exit goes
+on elsewhere from what it has. All tokens of a request are of versions that differ by no more than is allowed: one that
+would mix others is begun anew, or is an error if a part of it was shown already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from trueroll.errors import (
+    QueueFullError,
+    StaleWeightsError,
+    TruerollError,
+    UnavailableError,
+    UnreadError,
+    WorkerFailedError,
+    WorkerLostError,
+)
+
+from ...engine.request import FinishReason, SampleDelta, SampleOutput, SamplingParams, derive_seed, seed_before, seed_of
+from .. import protocol
+from ..client.continuation import continuation, joined
+from ..client.requests import Request
+from .placement import Placed, beginnings
+from .roster import Link, Roster
+
+Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
+
+MOST_LOSSES = 5
+"""A request whose workers were lost so often is given up: it may be what ends them."""
+SLOWNESS = 3.0
+"""A request is far behind if it takes so many times as long for its size as the slowest of the last ones."""
+_LOST = (WorkerLostError, WorkerFailedError, UnreadError)
+_REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
+
+
+@dataclass(eq=False)
+class _Asking:
+    """A worker that was asked. `messages`: for the whole of a request by None, or for single samples by index; `prior`:
+    what those had before. `since`: when (monotonic seconds).
+    """
+
+    link: Link
+    placed: Placed
+    messages: dict[int | None, Request]
+    prior: dict[int, SampleOutput]
+    since: float = field(default_factory=time.monotonic)
+    num_samples: int = 0
+    is_lost: bool = False
+    refusal: TruerollError | None = None
+
+
+class Errand:
+    """`deliver` gets samples and pieces of them as they come, then one end: Done, Scores or an error. `may_repeat`: it
+    may get a sample again, which then replaces the one before. `max_staleness`: by how many versions the weights of
+    tokens may differ.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        request: Request,
+        deliver: Callable[[Reply], None],
+        *,
+        may_repeat: bool,
+        max_staleness: int,
+        patience: float,
+    ) -> None:
+        self.request = request
+        self._roster = roster
+        self._deliver = deliver
+        self._may_repeat = may_repeat
+        self._max_staleness = max_staleness
+        self._patience = patience
+        self._askings: dict[asyncio.Task[None], _Asking] = {}
+        self._lead: _Asking | None = None
+        self._is_over = False
+        self._losses = 0
+        self._refusals: dict[str, TruerollError] = {}
+        self._to_end: set[int] = set()  # samples that the caller aborted
+        self._begin()
+        prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
+        salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
+        self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt)
+
+    def _begin(self) -> None:
+        self._delivered: dict[int, FinishReason] = {}
+        self._shown: dict[int, tuple[_Asking, int]] = {}  # by sample, whose tokens up to which one
+        self._parts: dict[int, SampleOutput] = {}
+        self._versions: tuple[int, int] | None = None
+
+    @property
+    def n(self) -> int:
+        return self.request.params.n if isinstance(self.request, protocol.Generate) else 1
+
+    async def run(self) -> None:
+        """Until its end was delivered."""
+        try:
+            while not self._is_over:
+                if not self._askings:
+                    await self._ask_somebody()
+                    continue
+                done, _ = await asyncio.wait(self._askings, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    self._end_asking(task)
+        except TruerollError as error:
+            self._finish(error)
+        finally:
+            await self._give_up()
+
+    def is_behind(self, now: float, straggler_seconds: float) -> bool:
+        """Whether it takes so long that another worker may well be done sooner. `now`: monotonic seconds."""
+        pace = self._roster.slowest_pace
+        if self._is_over or len(self._askings) != 1 or pace is None:
+            return False
+        (asking,) = self._askings.values()
+        return now - asking.since > max(straggler_seconds, SLOWNESS * pace * asking.placed.cost)
+
+    def ask_twice(self) -> bool:
+        """Ask a second worker for what is missing, if there is one."""
+        asked = {asking.link.key for asking in self._askings.values()}
+        found = self._roster.try_place(self._beginnings, self._cost(), asked | self._refusals.keys())
+        if found is not None:
+            self._ask(*found)
+        return found is not None
+
+    async def abort(self, index: int | None) -> int:
+        """End it, or one of its samples, with what is there; returns how many samples that ended."""
+        ending = {i for i in range(self.n) if i not in self._delivered and index in (None, i)}
+        self._to_end |= ending
+        askings = list(self._askings.values())
+        if not askings:
+            self._finish_unasked(ending)
+        await asyncio.gather(*(self._abort_at(asking, ending) for asking in askings))
+        return len(ending)
+
+    def end(self, error: TruerollError) -> None:
+        """Expect nothing more."""
+        self._finish(error)
+
+    async def _abort_at(self, asking: _Asking, ending: set[int]) -> None:
+        whole = asking.messages.get(None)
+        targets = [(message.id, None) for index, message in asking.messages.items() if index in ending]
+        if whole is not None:
+            targets = [(whole.id, None)] if len(ending) == self.n else [(whole.id, index) for index in sorted(ending)]
+        try:
+            for id, index in targets:
+                await asking.link.client.abort(id, index, missing_ok=True)
+        except TruerollError:
+            pass  # it is lost; whoever is asked next gives the sample, or `_finish_unasked` does
+
+    async def _ask_somebody(self) -> None:
+        """Ask the worker that the placement chooses. Raise what keeps it from that."""
+        self._finish_unasked(self._to_end - self._delivered.keys())
+        if len(self._delivered) == self.n:
+            self._finish(self._done())
+        if self._is_over:
+            return
+        if self._losses > MOST_LOSSES:
+            raise WorkerLostError(
+                f"request {self.request.id!r}: lost with {self._losses} workers, one after the other; it may be what "
+                "ends them: see their logs"
+            )
+        keys = {link.key for link in self._roster.open_links}
+        if keys and keys <= self._refusals.keys():
+            raise self._refusals[next(iter(keys))]
+        link, placed = await self._roster.place(self._beginnings, self._cost(), {*self._refusals}, self._patience)
+        if self._is_over:  # it was aborted meanwhile
+            self._roster.withdraw(placed)
+        else:
+            self._ask(link, placed)
+
+    def _cost(self) -> float:
+        return float(self.n - len(self._delivered))
+
+    def _ask(self, link: Link, placed: Placed) -> None:
+        asking = _Asking(link, placed, self._messages(), dict(self._parts))
+        task = asyncio.create_task(self._exchange(asking))
+        self._askings[task] = asking
+        if len(self._askings) == 1:
+            self._lead = asking
+
+    def _messages(self) -> dict[int | None, Request]:
+        """What is to be asked for: all of it, as it is, if nothing of it is there yet."""
+        caller = dict(caller=protocol.new_id())
+        if not self._delivered and not self._parts:
+            return {None: self.request.model_copy(update=caller)}
+        missing = [index for index in range(self.n) if index not in self._delivered]
+        return {index: self._message_for(index, caller) for index in missing}
+
+    def _message_for(self, index: int, caller: dict[str, Any]) -> protocol.Generate:
+        """One that asks for a single sample, or for the rest of it."""
+        assert isinstance(self.request, protocol.Generate)
+        request, update = self.request, dict(caller, id=protocol.new_id())
+        if (part := self._parts.get(index)) is None:
+            seed = seed_before(derive_seed(self._seed(), index))
+            params = request.params.model_copy(update=dict(n=1, seed=seed))
+            return request.model_copy(update=dict(update, params=params))
+        prompt = protocol.bytes_to_tokens(request.prompt_token_ids)
+        content = continuation(0, prompt, part, request.params)
+        content["num_prior_tokens"] += request.num_prior_tokens
+        return request.model_copy(update=update | content)
+
+    def _seed(self) -> int:
+        """Of the group, as a worker takes it."""
+        assert isinstance(self.request, protocol.Generate)
+        seed = self.request.params.seed
+        return seed_of(self.request.id, self.request.prompt_token_ids) if seed is None else seed
+
+    async def _exchange(self, asking: _Asking) -> None:
+        """Take what a worker answers, until it has answered all or this request is over."""
+        messages = {-1 if index is None else index: message for index, message in asking.messages.items()}
+        async with aclosing(asking.link.client.exchange(messages, None, "return")) as replies:
+            async for position, reply in replies:
+                await self._take(asking, None if position < 0 else position, reply)
+                if self._is_over:
+                    return
+
+    async def _take(self, asking: _Asking, index: int | None, reply: Reply) -> None:
+        """`index`: of the sample that was asked for alone; None: all were."""
+        if isinstance(reply, TruerollError):
+            await self._take_error(asking, reply)
+        elif isinstance(reply, SampleDelta):
+            self._take_piece(asking, index, reply)
+        elif isinstance(reply, protocol.FinishedSample):
+            await self._take_sample(asking, index, reply)
+        elif isinstance(reply, protocol.Scores):
+            await self._take_scores(asking, reply)
+        elif isinstance(reply, protocol.Done) and len(self._delivered) == self.n:
+            self._finish(reply if index is None else self._done())
+
+    async def _take_error(self, asking: _Asking, error: TruerollError) -> None:
+        if asking.link.is_gone or isinstance(error, _LOST):
+            asking.is_lost = True
+            if not isinstance(error, UnreadError):
+                self._roster.mark_lost(asking.link)
+        elif isinstance(error, _REFUSED):
+            asking.refusal = error
+            if isinstance(error, UnavailableError):
+                await self._roster.look(asking.link)  # one that ends is not asked again
+        else:
+            self._finish(error)
+
+    def _take_piece(self, asking: _Asking, index: int | None, piece: SampleDelta) -> None:
+        """Show a piece, unless another worker's are shown."""
+        own = piece.index if index is None else index
+        if asking is not self._lead or own in self._delivered:
+            return
+        start = piece.start + (len(asking.prior[own].token_ids) if own in asking.prior else 0)
+        self._shown[own] = asking, start + len(piece.token_ids)
+        self._deliver(replace(piece, request_id=self.request.id, index=own, start=start))
+
+    async def _take_sample(self, asking: _Asking, index: int | None, reply: protocol.FinishedSample) -> None:
+        own = reply.index if index is None else index
+        asking.num_samples += 1
+        if own in self._delivered:
+            return
+        if self._mixes(reply.weight_versions, asking.prior.get(own)):
+            self._begin_anew(asking)
+        if own in asking.prior:
+            reply = protocol.sample_message(reply.id, joined(asking.prior[own], protocol.sample_output(reply)))
+        reply = reply.model_copy(update=dict(id=self.request.id, index=own))
+        if reply.finish_reason == "abort" and own not in self._to_end and await self._is_leaving(asking):
+            self._parts[own] = protocol.sample_output(reply)
+            asking.is_lost = True
+        elif not self._is_over and own not in self._delivered:
+            self._deliver_sample(asking, reply)
+            has_all = index is None and asking.num_samples == self.n  # then its end comes next
+            if len(self._delivered) == self.n and not has_all:
+                self._finish(self._done())
+
+    def _deliver_sample(self, asking: _Asking, sample: protocol.FinishedSample) -> None:
+        """And before it, all of it in one piece, where pieces are wanted and what was shown came from elsewhere."""
+        own, count = sample.index, len(sample.token_ids) // 4
+        if own in self._shown and self._shown[own] != (asking, count):
+            self._deliver(protocol.sample_delta(protocol.delta_of(sample)))
+        self._delivered[own] = sample.finish_reason
+        self._parts.pop(own, None)
+        self._deliver(sample)
+
+    async def _take_scores(self, asking: _Asking, reply: protocol.Scores) -> None:
+        if self._mixes(reply.weight_versions):
+            self._begin_anew(asking)
+        if reply.finish_reason == "abort" and not self._to_end and await self._is_leaving(asking):
+            asking.is_lost = True
+        else:
+            self._finish(reply)
+
+    async def _is_leaving(self, asking: _Asking) -> bool:
+        """Whether a worker that ended a sample by itself is about to exit, so that nobody meant the sample to end."""
+        await self._roster.look(asking.link)
+        link = asking.link
+        return (
+            link.is_gone or link.is_silent or (link.health is not None and link.health.state in ("draining", "failed"))
+        )
+
+    def _mixes(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None = None) -> bool:
+        """Whether these versions and those of what was delivered are too far apart."""
+        versions = [version for version, _, _ in spans] + [*(self._versions or ())]
+        versions += [span.version for span in prior.weight_versions] if prior else []
+        if not versions:
+            return False
+        if max(versions) - min(versions) > self._max_staleness:
+            return True
+        self._versions = min(versions), max(versions)
+        return False
+
+    def _begin_anew(self, asking: _Asking) -> NoReturn:
+        """Drop what is there, and ask again, unless a part of it was shown."""
+        if not self._may_repeat and (self._delivered or self._shown):
+            self._finish(
+                StaleWeightsError(
+                    f"request {self.request.id!r}: expected weights whose versions differ by at most max_staleness = "
+                    f"{self._max_staleness}, found others in a part of it, after a push; allow more, or use "
+                    "`generate`, which asks again"
+                )
+            )
+            raise _Mixed
+        self._begin()
+        for task, other in self._askings.items():
+            if other is not asking:
+                task.cancel()
+        raise _Mixed
+
+    def _end_asking(self, task: asyncio.Task[None]) -> None:
+        """See how the asking of a worker ended."""
+        asking = self._askings.pop(task)
+        error = None if task.cancelled() else task.exception()
+        seconds = time.monotonic() - asking.since
+        if self._is_over and not asking.is_lost and error is None and not task.cancelled():
+            self._roster.finish(asking.placed, seconds)
+        else:
+            self._roster.withdraw(asking.placed)
+        self._lead = next(iter(self._askings.values()), None)
+        if error is not None and not isinstance(error, _Mixed):
+            raise error
+        if asking.is_lost:
+            self._losses += 1
+        if asking.refusal is not None:
+            self._refusals[asking.link.key] = asking.refusal
+
+    def _finish_unasked(self, indices: set[int]) -> None:
+        """End samples that were aborted while no worker had them."""
+        if not indices:
+            return
+        if not isinstance(self.request, protocol.Generate):
+            self._finish(protocol.Scores(id=self.request.id, logprobs=b"", finish_reason="abort", weight_versions=()))
+            return
+        for index in sorted(indices):
+            part = self._parts.get(index) or _empty(index, self.request.params, derive_seed(self._seed(), index))
+            self._delivered[index] = "abort"
+            self._deliver(protocol.sample_message(self.request.id, part))
+        if len(self._delivered) == self.n:
+            self._finish(self._done())
+
+    def _done(self) -> protocol.Done:
+        """The end of a group whose samples came from several askings."""
+        request = self.request
+        assert isinstance(request, protocol.Generate)
+        params = request.params.model_copy(update=dict(seed=self._seed()))
+        length = len(request.prompt_token_ids) // 4
+        engines = [link.health.engine for link in self._roster.links if link.health and link.health.engine]
+        if params.max_tokens is None and engines:
+            params = params.with_max_tokens(length, engines[0]["max_model_len"])
+        reasons = dict(Counter(self._delivered.values()))
+        return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=reasons)
+
+    def _finish(self, end: Reply) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._deliver(end)
+            for task in self._askings:
+                if task is not asyncio.current_task():
+                    task.cancel()
+
+    async def _give_up(self) -> None:
+        """Whoever is still asked is told that nobody waits."""
+        self._is_over = True
+        for task in self._askings:
+            task.cancel()
+        await asyncio.gather(*self._askings, return_exceptions=True)
+        for asking in self._askings.values():
+            self._roster.withdraw(asking.placed)
+        self._askings.clear()
+
+
+class _Mixed(Exception):
+    """Ends an asking whose samples are of weights that are too far apart."""
+
+
+def _empty(index: int, params: SamplingParams, seed: int) -> SampleOutput:
+    """A sample that ended before it had a token."""
+    nothing, k = np.zeros(0, np.float32), params.top_logprobs
+    tops: dict[str, Any] = {}
+    if k is not None:
+        tops = dict(
+            entropy=nothing, top_token_ids=np.zeros((0, k), np.int32), top_logprobs=np.zeros((0, k), np.float32)
+        )
+    return SampleOutput("", index, [], None if params.logprobs is None else nothing, "abort", seed, 0, (), **tops)

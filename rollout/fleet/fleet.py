@@ -1,0 +1,405 @@
+"""A fleet: so many workers of one model, kept running on a Ray cluster.
+
+Owns: the workers, by an actor each; the task that keeps each of them running; who is a member; the folder that weights
+for a worker which joins are handed over in. Does not own requests: clients ask the workers themselves.
+
+Promises: a worker that ends, hangs or fails is replaced, elsewhere where there is room, at once the first time and with
+pauses that grow if that fails; it serves only once it has the weights that the others serve; one that is to leave
+finishes what it has; when this process ends, however, the workers end. A cluster that is lost is joined or started
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trueroll.errors import ConfigError, DeadlineError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
+
+from ...engine.config import EngineConfig
+from .. import protocol
+from ..client.client import AsyncRolloutClient
+from ..client.loop_thread import LoopThread
+from ..client.membership import Member, Standing, write_members
+from ..config import WorkerConfig
+from ..monitoring.metrics import MetricsServer
+from ..network.keys import Key
+from .hand_over import WeightFolder, hand_over
+from .metrics import FleetMetrics, Told
+from .totals import all_healths
+
+if TYPE_CHECKING:
+    from .ray_cluster import Cluster, Place
+
+LOOK_SECONDS = 0.5
+ANSWER_SECONDS = 30.0
+"""A worker that does not answer for so long is replaced: it answers while it computes."""
+SETTLE_SECONDS = 0.5
+"""Until clients know who leaves."""
+FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
+STEADY_SECONDS = 60.0
+"""A worker that lived for so long is replaced at once."""
+STOP_SECONDS = 15.0
+_DRAIN_SECONDS = 5.0
+"""Of a worker whose fleet is gone, unless the settings say otherwise."""
+_HOPELESS = (ConfigError, ModelError)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Post:
+    """A place in the fleet, and who has it now. `first_error`: what kept its first worker from running."""
+
+    name: str
+    task: asyncio.Task[None] | None = None
+    place: Place | None = None
+    client: AsyncRolloutClient | None = None
+    member: Member | None = None
+    health: protocol.Health | None = None
+    stats: protocol.Stats | None = None
+    is_leaving: bool = False
+    first_error: TruerollError | None = None
+    starts: int = 0
+    pids: tuple[int, int] | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self.member is not None and self.member.standing == "serving"
+
+
+class Fleet:
+    """Starts `num_workers` workers that serve `model` on a Ray cluster, and returns when all serve. A context manager,
+    and what `FleetClient` and `WeightPublisher.connect_fleet` are given.
+
+    `ray_address`: of a cluster to join, `auto` for the one of this machine; None: a local one is started, or used if
+    this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date
+    with who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that
+    pushes by `disk` write to, if that is how they come: a worker that joins gets its weights from there, otherwise from
+    another worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named
+    clients; the client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for
+    so long is replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where
+    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one. `settings` are
+    those of `launch_worker`. With workers on other machines they need `curve_secret_key_file` and `clients_file`.
+
+    Raise ConfigError or ModelError if a worker cannot run so, WorkerFailedError if one is not ready within
+    `startup_timeout` seconds of being placed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        num_workers: int,
+        *,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        resources: Mapping[str, float] | None = None,
+        ray_address: str | None = None,
+        file: str | Path | None = None,
+        weights_folder: str | Path | None = None,
+        server_public_key: Key | None = None,
+        client_key: Key | None = None,
+        startup_timeout: float = 600.0,
+        hang_seconds: float = 600.0,
+        drain_timeout: float = 600.0,
+        metrics_port: int | None = None,
+        **settings: Any,
+    ) -> None:
+        _check_count(num_workers)
+        if find_spec("ray") is None:
+            raise ConfigError("fleet: expected the package ray, found none; pip install 'trueroll[ray]'")
+        from .ray_cluster import Cluster
+
+        of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
+        worker = WorkerConfig(**{"drain_seconds": _DRAIN_SECONDS} | of_worker)
+        if worker.address is not None:
+            raise ConfigError(f"address: expected none, as each worker has one of its own, found {worker.address!r}")
+        engine = EngineConfig(model=model, **settings)
+        self._settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
+        self._needs = cpus, gpus, dict(resources or {})
+        self._keys = server_public_key, client_key
+        self._file = None if file is None else Path(file)
+        self._startup_timeout, self._hang_seconds = startup_timeout, hang_seconds
+        self._drain_timeout = drain_timeout
+        self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
+        self._weights = WeightFolder(Path(weights_folder or self._folder.name))
+        self._posts: dict[str, _Post] = {}
+        self._members: tuple[Member, ...] = ()
+        self._version = 0
+        self._is_closed = False
+        self._publish()
+        self._cluster: Cluster = Cluster(ray_address)
+        self._thread = LoopThread("fleet")
+        self._metrics: MetricsServer | None = None
+        self._thread.submit(self._watch_cluster())
+        try:
+            if metrics_port is not None:
+                self._metrics = MetricsServer(metrics_port, self, FleetMetrics(self.told))
+            self.scale(num_workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def members(self) -> Sequence[Member]:
+        """Who is there now, also those that join or leave."""
+        return self._members
+
+    @property
+    def num_serving(self) -> int:
+        """How many workers serve now."""
+        return sum(member.standing == "serving" for member in self._members)
+
+    def scale(self, num_workers: int) -> None:
+        """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
+        they had.
+        """
+        _check_count(num_workers)
+        self._thread.submit(self._scale(num_workers)).result()
+
+    def wait_until_whole(self, timeout: float = 600.0) -> None:
+        """Wait until all workers serve that should. Raise DeadlineError after `timeout` seconds."""
+        self._thread.submit(self._wait_until_whole(timeout)).result()
+
+    def pids(self) -> dict[str, tuple[int, int]]:
+        """The processes of each worker that runs, by its name: of its actor, and its own, each on its machine."""
+        return {name: post.pids for name, post in self._posts.items() if post.pids is not None}
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where the metrics are."""
+        return None if self._metrics is None else self._metrics.port
+
+    def health(self) -> protocol.Health:
+        """How the fleet was half a second ago; see `FleetClient.health`. Raise WorkerLostError while no worker runs."""
+        found = [post.health for post in [*self._posts.values()] if post.health is not None]
+        if not found:
+            raise WorkerLostError("fleet: expected a worker that runs, found none yet; see the log")
+        return all_healths(found)
+
+    def told(self) -> dict[str, Told]:
+        """What each worker said of itself last, by its name, also of those that are being replaced."""
+        return {
+            post.name: Told(post.member and post.member.standing, post.health, post.stats, max(0, post.starts - 1))
+            for post in [*self._posts.values()]
+        }
+
+    def close(self) -> None:
+        """End the workers, and the cluster if it was started here. Harmless if that has happened."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._metrics is not None:
+            self._metrics.close()
+        self._thread.end(self._end, cancel=True)
+        self._cluster.close()
+        self._folder.cleanup()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _end(self) -> None:
+        await asyncio.gather(*(self._release(post, STOP_SECONDS) for post in self._posts.values()))
+
+    async def _scale(self, num_workers: int) -> None:
+        posts = [post for post in self._posts.values() if not post.is_leaving]
+        free = (name for i in range(num_workers + len(self._posts)) if (name := f"worker-{i}") not in self._posts)
+        for _ in range(num_workers - len(posts)):
+            post = _Post(next(free))
+            self._posts[post.name] = post
+            post.task = asyncio.create_task(self._keep(post))
+        leaving = posts[num_workers:]
+        for post in leaving:
+            post.is_leaving = True
+        await asyncio.gather(*map(self._dismiss, leaving))
+        await self._wait_until_whole(None)
+
+    async def _wait_until_whole(self, timeout: float | None) -> None:
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while not all(post.is_serving for post in self._posts.values() if not post.is_leaving):
+            for post in self._posts.values():
+                if timeout is None and post.first_error is not None:
+                    raise post.first_error
+            if time.monotonic() >= deadline:
+                missing = [post.name for post in self._posts.values() if not post.is_serving]
+                raise DeadlineError(
+                    f"fleet: expected all workers within {timeout} s, found {missing} missing; see the log"
+                )
+            await asyncio.sleep(0.05)
+
+    async def _dismiss(self, post: _Post) -> None:
+        """Let a worker finish what it has, and end it."""
+        self._stand(post, "leaving")
+        await asyncio.sleep(SETTLE_SECONDS)
+        deadline = time.monotonic() + self._drain_timeout
+        while post.client is not None and time.monotonic() < deadline:
+            with suppress(TruerollError, TimeoutError):
+                if (await self._look(post)).requests["open"] == 0:
+                    break
+            await asyncio.sleep(LOOK_SECONDS)
+        assert post.task is not None
+        post.task.cancel()
+        await asyncio.gather(post.task, return_exceptions=True)
+        del self._posts[post.name]
+        self._publish()
+
+    async def _keep(self, post: _Post) -> None:
+        """Have a worker at this post, and another one whenever it is lost."""
+        pause = FIRST_PAUSE
+        while True:
+            began = time.monotonic()
+            try:
+                await self._serve(post)
+            except TruerollError as error:
+                log.warning("fleet: %s: %s", post.name, error)
+                if post.starts == 1 and isinstance(error, _HOPELESS) and post.member is None:
+                    post.first_error = error
+            except Exception as error:
+                log.exception("fleet: %s: %r", post.name, error)
+            finally:
+                await asyncio.shield(self._release(post, 0.0))
+            if post.is_leaving:
+                return
+            pause = FIRST_PAUSE if time.monotonic() - began > STEADY_SECONDS else min(2 * pause, MOST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _serve(self, post: _Post) -> None:
+        """From the start of a worker to its end, which raises."""
+        from .ray_cluster import Place
+
+        post.starts += 1
+        post.place = Place(*self._needs)
+        address = await post.place.start(self._settings, self._startup_timeout)
+        post.pids = await post.place.pids()
+        post.client = AsyncRolloutClient(address, ANSWER_SECONDS, *self._keys)
+        health = await self._look(post)
+        post.member = Member(post.name, address, health.instance, "joining")
+        log.info("fleet: %s runs at %s", post.name, address)
+        ended = asyncio.ensure_future(post.place.ended())
+        served = asyncio.ensure_future(self._watch_worker(post))
+        try:
+            await asyncio.wait((ended, served), return_when=asyncio.FIRST_COMPLETED)
+            if served.done():
+                served.result()
+            raise WorkerLostError(f"worker: {ended.result() if ended.done() else 'it left'}; it is replaced")
+        finally:
+            for task in (ended, served):
+                task.cancel()
+            await asyncio.gather(ended, served, return_exceptions=True)
+
+    async def _watch_worker(self, post: _Post) -> None:
+        """Let it join, and look at it until it is lost, which raises."""
+        while True:
+            if not post.is_serving and not post.is_leaving:
+                await self._join(post)
+            await asyncio.sleep(LOOK_SECONDS)
+            health = await self._look(post)
+            post.stats = await post.client.stats() if post.client else None
+            if health.state == "failed":
+                raise WorkerFailedError("worker: its engine has failed; it is replaced")
+            if health.state == "ready" and health.requests.get("running"):
+                if (health.seconds_since_progress or 0.0) > self._hang_seconds:
+                    raise WorkerFailedError(f"worker: no progress for {self._hang_seconds} s; it is replaced")
+            if post.is_serving and self._is_behind(post):
+                self._stand(post, "joining")
+
+    async def _look(self, post: _Post) -> protocol.Health:
+        assert post.client is not None
+        async with asyncio.timeout(ANSWER_SECONDS):
+            post.health = await post.client.health()
+        self._version = max(self._version, post.health.weight_version or 0) if post.is_serving else self._version
+        return post.health
+
+    def _is_behind(self, post: _Post) -> bool:
+        """Whether the others serve newer weights, and no push is under way that may just have reached them."""
+        others = [other.health for other in self._posts.values() if other.is_serving and other.health is not None]
+        if post.health is None or any(health.push or health.state == "updating" for health in others):
+            return False
+        newest = max((health.weight_version or 0 for health in others), default=0)
+        return (post.health.weight_version or 0) < newest
+
+    async def _join(self, post: _Post) -> None:
+        """Bring a worker to the weights of the others, and let it serve. While nobody has them it waits for a push."""
+        assert post.client is not None
+        self._stand(post, "joining")
+        while True:
+            peer = self._newest_peer(post)
+            if await hand_over(post.client, peer and peer.client, self._version, self._weights, self._keys):
+                self._stand(post, "serving")
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._look(post)
+
+    def _newest_peer(self, post: _Post) -> _Post | None:
+        peers = [other for other in self._posts.values() if other is not post and other.is_serving and other.health]
+        return max(peers, key=lambda peer: (peer.health and peer.health.weight_version) or 0, default=None)
+
+    async def _release(self, post: _Post, stop_seconds: float) -> None:
+        """End what is at a post."""
+        client, place = post.client, post.place
+        post.client, post.place, post.member, post.health, post.stats, post.pids = None, None, None, None, None, None
+        self._publish()
+        if client is not None:
+            with suppress(TruerollError):
+                await client.close()
+        if place is None:
+            return
+        if stop_seconds or post.is_leaving:
+            await place.stop(STOP_SECONDS)
+        else:
+            place.kill()
+
+    def _stand(self, post: _Post, standing: Standing) -> None:
+        if post.member is not None:
+            post.member = Member(post.member.name, post.member.address, post.member.incarnation, standing)
+            self._publish()
+
+    def _publish(self) -> None:
+        """Tell who is there."""
+        members = tuple(post.member for post in self._posts.values() if post.member is not None)
+        if self._file is not None and (members != self._members or not self._file.exists()):
+            write_members(self._file, members)
+        self._members = members
+
+    async def _watch_cluster(self) -> None:
+        """When the cluster is lost, and with it all workers, join it or start it again."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if await asyncio.to_thread(self._cluster.is_alive):
+                continue
+            log.warning("fleet: the cluster was lost; all workers are replaced")
+            posts = [post for post in self._posts.values() if post.task is not None]
+            for post in posts:
+                assert post.task is not None
+                post.task.cancel()
+            await asyncio.gather(*(post.task for post in posts if post.task), return_exceptions=True)
+            await self._reconnect()
+            for post in posts:
+                post.task = asyncio.create_task(self._keep(post))
+
+    async def _reconnect(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await asyncio.to_thread(self._cluster.reconnect)
+            except TruerollError as error:
+                log.warning("%s", error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MOST_PAUSE)
+
+
+def _check_count(num_workers: int) -> None:
+    if type(num_workers) is not int or num_workers < 1:
+        raise ConfigError(f"num_workers: expected an integer from 1 on, found {num_workers!r}; correct it")

@@ -1,0 +1,115 @@
+"""The weights of a fleet for a worker that joins it: from the folder that a push by disk wrote, or from another worker.
+
+Owns: what it writes, in `joins` in a folder that all workers reach, until it has been handed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trueroll.errors import PushError, TruerollError
+
+from ...weight_sync.payload.manifest import MANIFEST_FILE
+from .. import protocol
+from ..client.client import AsyncRolloutClient
+from ..network.keys import Key
+
+
+@dataclass(frozen=True)
+class WeightFolder:
+    """`path`: where pushes by disk are, and where workers may write."""
+
+    path: Path
+
+    def pushes(self) -> Iterator[Path]:
+        """The whole pushes in it."""
+        if self.path.is_dir():
+            yield from (path for path in self.path.glob("version-*") if (path / MANIFEST_FILE).is_file())
+
+    def new(self) -> Path:
+        """A folder of its own for one worker's weights."""
+        folder = self.path / "joins" / secrets.token_hex(8)
+        folder.mkdir(mode=0o755, parents=True)
+        return folder
+
+
+async def hand_over(
+    client: AsyncRolloutClient,
+    peer: AsyncRolloutClient | None,
+    oldest: int,
+    folder: WeightFolder,
+    keys: tuple[Key | None, Key | None],
+) -> bool:
+    """Bring the worker of `client` to the weights of `peer`'s, or without one to some of version `oldest` or later.
+    Returns whether it serves them now. Raise what the worker that joins raises.
+    """
+    own = await _weights(client)
+    if peer is None:
+        if own.weight_version >= oldest:
+            return True
+        return await _push_newest(client, oldest, folder, keys)
+    try:
+        theirs = await _weights(peer)
+        if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
+            return True
+        if theirs.push_id is None:  # asleep without weights, until a push brings others
+            return False
+        await _push_of(client, peer, theirs, folder, keys)
+    except TruerollError:
+        if (await client.health()).state == "failed":
+            raise
+        return False  # the peer was lost, or got newer weights meanwhile
+    return (await _weights(peer)).push_id == (await _weights(client)).push_id
+
+
+async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
+    reply = await client.ask(protocol.GetWeights(id=protocol.new_id()))
+    assert isinstance(reply, protocol.Weights)
+    return reply
+
+
+async def _push_of(
+    client: AsyncRolloutClient,
+    peer: AsyncRolloutClient,
+    theirs: protocol.Weights,
+    folder: WeightFolder,
+    keys: tuple[Key | None, Key | None],
+) -> None:
+    assert theirs.push_id is not None
+    for path in folder.pushes():
+        if path.name.endswith(theirs.push_id[:8]):
+            with suppress(PushError):  # a newer push has taken its place
+                return await asyncio.to_thread(_push, client.address, path, keys)
+    new = folder.new()
+    try:
+        await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
+        (path,) = new.iterdir()
+        await asyncio.to_thread(_push, client.address, path, keys)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+async def _push_newest(
+    client: AsyncRolloutClient, oldest: int, folder: WeightFolder, keys: tuple[Key | None, Key | None]
+) -> bool:
+    found = [(int(path.name.split("-")[1]), path) for path in folder.pushes()]
+    version, path = max(found, default=(-1, None))
+    if path is None or version < oldest:
+        return False
+    await asyncio.to_thread(_push, client.address, path, keys)
+    return True
+
+
+def _push(address: str, path: Path, keys: tuple[Key | None, Key | None]) -> None:
+    """On a thread: the publisher blocks, and imports torch."""
+    from ..publisher.publisher import WeightPublisher
+
+    with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
+        publisher.connect([address])
+        publisher.push_folder(path, allow_older=True)

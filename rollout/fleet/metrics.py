@@ -1,0 +1,66 @@
+"""The metrics of a whole fleet in one scrape: those of each worker, with the label `worker`, and the fleet's own.
+
+docs/operations.md describes every metric; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from .. import protocol
+from ..client.membership import Standing
+from ..monitoring.metrics import WorkerMetrics
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is known of a worker. `health`, `stats`: None before it told. `restarts`: how often it was replaced."""
+
+    standing: Standing | None
+    health: protocol.Health | None
+    stats: protocol.Stats | None
+    restarts: int
+
+
+class FleetMetrics:
+    """`told`: what is known of each worker now, by its name."""
+
+    def __init__(self, told: Callable[[], Mapping[str, Told]]) -> None:
+        self._told = told
+
+    def collect(self) -> Iterator[Metric]:
+        """Each metric, as it is now."""
+        told = self._told()
+        standings = Counter(worker.standing or "starting" for worker in told.values())
+        workers = GaugeMetricFamily("trueroll_fleet_workers", "Workers of the fleet.", labels=["standing"])
+        for standing in ("starting", *get_args(Standing)):
+            workers.add_metric([standing], standings[standing])
+        yield workers
+        restarts = CounterMetricFamily("trueroll_fleet_restarts", "Workers that were replaced.", labels=["worker"])
+        for name, worker in told.items():
+            restarts.add_metric([name], worker.restarts)
+        yield restarts
+        yield from _labelled(told)
+
+
+def _labelled(told: Mapping[str, Told]) -> Iterator[Metric]:
+    """The metrics of all workers, each series with the name of its worker."""
+    families: dict[str, Metric] = {}
+    for name, worker in told.items():
+        if worker.health is None or worker.stats is None:
+            continue
+        for metric in WorkerMetrics(worker.health, worker.stats).collect():
+            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            family.samples += [_with_label(sample, name) for sample in metric.samples]
+    yield from families.values()
+
+
+def _with_label(sample: Sample, worker: str) -> Sample:
+    return sample._replace(labels={"worker": worker, **sample.labels})

@@ -1,0 +1,185 @@
+"""What of Ray a fleet uses: a cluster to run on, and one actor for each worker, which runs the worker's process.
+
+Owns: the connection to the cluster, and the cluster itself if it started it. Through Ray pass the settings of a worker
+and its address, nothing else. A worker ends with its actor, however that ends: it reads from a pipe of the actor's.
+The one module that imports ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+from trueroll.errors import ConfigError, TruerollError, WorkerLostError
+
+from ..client.local_worker import WorkerProcess
+from ..config import WorkerConfig
+from ..protocol.error_codes import error_from_code
+
+OBJECT_STORE_BYTES = 80 * 2**20
+"""The least that Ray takes: nothing passes through its store."""
+LOCAL_CPUS = 1024
+"""Of a local cluster, on which nobody else runs: how many workers share its CPUs is up to whoever starts them."""
+STARTS = 4
+"""How often a local cluster is started before that is given up: Ray gives a busy machine 30 seconds each time."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
+    unless this process is connected to one already.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._is_own = not ray.is_initialized()
+        if self._is_own:
+            self._connect()
+
+    def _connect(self) -> None:
+        fields: dict[str, Any] = dict(configure_logging=False, log_to_driver=True)
+        if self._address is not None:
+            fields |= dict(address=self._address)
+        else:
+            fields |= dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
+            fields |= dict(object_store_memory=OBJECT_STORE_BYTES)
+        for attempt in range(STARTS):
+            try:
+                ray.init(**fields)
+                return
+            except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
+                ray.shutdown()
+                if self._address is not None or attempt == STARTS - 1:
+                    where = self._address or "this machine"
+                    raise ConfigError(
+                        f"fleet: expected a Ray cluster at {where}, found {error}; start one, or leave the address out"
+                    ) from None
+                log.warning("fleet: Ray did not start (%s); starting it again", error)
+
+    def is_alive(self) -> bool:
+        """Whether the raylet of this process's node is there. May wait."""
+        if self._is_own and self._address is None:
+            return any(child.name() == "raylet" and _runs(child) for child in psutil.Process().children())
+        try:
+            own = ray.get_runtime_context().get_node_id()
+            return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())
+        except (RayError, RuntimeError):
+            return False
+
+    def reconnect(self) -> None:
+        """After the node was lost: join again, or start another one. Raise ConfigError."""
+        ray.shutdown()
+        self._is_own = True
+        self._connect()
+
+    def close(self) -> None:
+        """Leave the cluster, or end it, if that was begun here."""
+        if self._is_own:
+            ray.shutdown()
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+class Place:
+    """An actor and the worker process in it, on whichever machine Ray chooses."""
+
+    def __init__(self, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
+        options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
+        self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
+
+    async def start(self, settings: Mapping[str, Any], startup_timeout: float) -> str:
+        """Start the worker; returns its address. Waits for as long as the cluster has no room. Raise what keeps it
+        from running, and WorkerLostError if the actor dies.
+        """
+        boot_id = _BOOT_ID.read_text()
+        outcome = await self._result(self._actor.start.remote(dict(settings), startup_timeout, boot_id))
+        if "address" not in outcome:
+            raise error_from_code(outcome["code"], outcome["message"])
+        return outcome["address"]
+
+    async def ended(self) -> str:
+        """Wait until the worker or the actor has ended; returns how."""
+        try:
+            return f"ended with exit code {await self._result(self._actor.wait.remote())}"
+        except WorkerLostError as error:
+            return str(error)
+
+    async def pids(self) -> tuple[int, int]:
+        """Of the actor's process and of the worker's."""
+        return await self._result(self._actor.pids.remote())
+
+    async def stop(self, seconds: float) -> None:
+        """End the worker and the actor: at once after that many seconds."""
+        with suppress(TruerollError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._result(self._actor.stop.remote())
+        self.kill()
+
+    def kill(self) -> None:
+        """End the actor at once; its worker notices."""
+        with suppress(RayError, RuntimeError, ValueError):
+            ray.kill(self._actor, no_restart=True)
+
+    async def _result(self, reference: Any) -> Any:
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except RayError as error:
+            raise WorkerLostError(f"the actor of the worker was lost: {str(error).splitlines()[0]:.200}") from None
+
+
+class _Runner:
+    """What runs in an actor. Its methods run on threads of their own."""
+
+    def __init__(self) -> None:
+        self._process: WorkerProcess | None = None
+
+    def start(self, settings: dict[str, Any], startup_timeout: float, boot_id: str) -> dict[str, str]:
+        from ...engine.config import EngineConfig
+
+        try:
+            worker = _with_address(settings["worker"], is_here=_BOOT_ID.read_text() == boot_id)
+            self._process = WorkerProcess(WorkerConfig(**worker), EngineConfig(**settings["engine"]), startup_timeout)
+        except TruerollError as error:
+            return {"code": error.code, "message": str(error)}
+        return {"address": self._process.address}
+
+    def wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait()
+
+    def pids(self) -> tuple[int, int]:
+        assert self._process is not None
+        return os.getpid(), self._process.pid
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+
+def _with_address(worker: dict[str, Any], is_here: bool) -> dict[str, Any]:
+    """The settings of a worker, listening where its clients can reach it: with keys by this machine's IP."""
+    if worker.get("address") is not None:
+        return worker
+    if worker.get("curve_secret_key_file") is not None:
+        return worker | {"address": f"tcp://{ray.util.get_node_ip_address()}:*"}
+    if is_here:
+        return worker
+    raise ConfigError(
+        f"fleet: expected keys for workers on other machines, found none for the one at "
+        f"{ray.util.get_node_ip_address()}; give curve_secret_key_file and clients_file"
+    )

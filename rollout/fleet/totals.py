@@ -1,0 +1,78 @@
+"""What several workers tell, as if one told it: sums, and of states the one that is least ready."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from .. import protocol
+
+_LEAST_READY_LAST: tuple[protocol.State, ...] = (
+    "ready", "updating", "draining", "paused", "waking", "asleep", "dirty", "loading", "failed"
+)  # fmt: skip
+assert {*_LEAST_READY_LAST} == {*get_args(protocol.State)}
+
+
+def all_healths(healths: Sequence[protocol.Health]) -> protocol.Health:
+    """Of at least one worker. `limits`: the narrowest. `engine`: that of the first."""
+    worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
+    versions = [health.weight_version for health in healths if health.weight_version is not None]
+    waits = [health.seconds_since_progress for health in healths if health.seconds_since_progress is not None]
+    return worst.model_copy(
+        update=dict(
+            instance=f"{len(healths)} workers",
+            seconds_since_progress=max(waits, default=None),
+            weight_version=min(versions, default=None),
+            requests=_added(health.requests for health in healths),
+            memory=_added(health.memory for health in healths),
+            limits={name: min(health.limits[name] for health in healths) for name in worst.limits},
+            engine=next((health.engine for health in healths if health.engine), None),
+            sleeping=tuple(tag for tag in protocol.ALL_TAGS if any(tag in health.sleeping for health in healths)),
+            push=next((health.push for health in healths if health.push), None),
+        )
+    )
+
+
+def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:
+    """Of at least one worker; those that load count with their service alone."""
+    engines = [each.engine for each in stats if each.engine]
+    engine = _merged(engines) if engines else {}
+    return stats[0].model_copy(update=dict(engine=engine, service=_added(each.service for each in stats)))
+
+
+def all_statuses(statuses: Sequence[protocol.Status]) -> protocol.Status:
+    """Of at least one worker."""
+    worst = max(statuses, key=lambda status: _LEAST_READY_LAST.index(status.state))
+    return worst.model_copy(update={"weight_version": min(status.weight_version for status in statuses)})
+
+
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
+
+
+def _merged(values: Sequence[Any]) -> Any:
+    """Numbers are added up, in maps and lists too; arrays of int64 in bytes by element; the rest is the first one's."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: _merged([value[key] for value in values if key in value]) for key in keys}
+    if isinstance(first, list | tuple):
+        return type(first)(_merged_named(each) for each in zip(*values, strict=False))
+    if isinstance(first, bytes):
+        same = [np.frombuffer(value, "<i8") for value in values if len(value) == len(first)]
+        return np.sum(same, axis=0).astype("<i8").tobytes() if first else first
+    return sum(values) if isinstance(first, int | float) and not isinstance(first, bool) else first
+
+
+def _merged_named(values: Sequence[Any]) -> Any:
+    """One pool of each worker, by its window, which is a name and no count."""
+    merged = _merged(values)
+    if isinstance(merged, dict) and "window" in merged:
+        merged["window"] = values[0]["window"]
+    return merged

@@ -1,0 +1,374 @@
+"""The clients of a fleet: one request, many workers, the same samples, each once, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_engine import FakeEngine, FakeInfo, expected_tokens
+from serving import WorkerOnThread, fake_process, serving
+
+from trueroll.engine.request import Output
+from trueroll.errors import (
+    ConfigError,
+    InvalidRequestError,
+    RequestAbortedError,
+    StaleWeightsError,
+    UnknownRequestError,
+    WorkerLostError,
+)
+from trueroll.rollout import AsyncFleetClient, FleetClient, Group, SampleDelta, SamplingParams, WorkerProcess
+from trueroll.rollout.client.membership import Member, write_members
+
+PARAMS = SamplingParams(n=3, max_tokens=6)
+
+
+@dataclass
+class Running:
+    """Workers on threads with an engine each, and the addresses of all."""
+
+    engines: list[FakeEngine]
+    workers: list[WorkerOnThread]
+
+    @property
+    def addresses(self) -> list[str]:
+        return [worker.address for worker in self.workers]
+
+    def asked(self) -> list[int]:
+        """How many requests each has got."""
+        return [len(engine.requests) for engine in self.engines]
+
+
+@contextmanager
+def running_with(*engines: FakeEngine) -> Iterator[Running]:
+    with ExitStack() as stack:
+        yield Running([*engines], [stack.enter_context(serving(engine)) for engine in engines])
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    with running_with(FakeEngine(), FakeEngine()) as running:
+        yield running
+
+
+def engine_of(version: int) -> FakeEngine:
+    engine = FakeEngine()
+    engine.weight_version = version
+    return engine
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[FleetClient]:
+    with FleetClient(running.addresses) as client:
+        yield client
+
+
+@pytest.fixture
+def processes() -> Iterator[list[WorkerProcess]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_process()) for _ in range(2)]
+
+
+class Members:
+    """A membership that a test changes."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.now = [Member(f"worker-{i}", address) for i, address in enumerate(addresses)]
+
+    def members(self) -> list[Member]:
+        return self.now
+
+
+def assert_whole(groups: list[Group], params: SamplingParams, seeds: list[int]) -> None:
+    """Each sample there once, in order, with the tokens that the seed gives."""
+    for group, seed in zip(groups, seeds, strict=True):
+        assert [sample.index for sample in group.samples] == list(range(params.n))
+        for sample in group.samples:
+            assert sample.token_ids == expected_tokens(seed, sample.index, params.max_tokens - sample.index)
+            assert len(sample.logprobs) == len(sample.token_ids) and sample.request_id == group.id
+
+
+def seeded(count: int) -> tuple[list[SamplingParams], list[int]]:
+    seeds = list(range(100, 100 + count))
+    return [PARAMS.model_copy(update=dict(seed=seed)) for seed in seeds], seeds
+
+
+def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """What it returns, or the exception, is put into the list."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(action())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def stop_after_a_sample(engine: FakeEngine) -> None:
+    """Let the engine add no more tokens once it has ended a sample."""
+    step = engine.step
+
+    def step_once() -> list[Output]:
+        outputs = step()
+        if outputs:
+            engine.flow.clear()
+        return outputs
+
+    engine.step = step_once
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_groups_are_spread_and_stay_together(running: Running, client: FleetClient) -> None:
+    params, seeds = seeded(8)
+    groups = client.generate([[i, 2, 3] for i in range(8)], params)
+    assert_whole(groups, PARAMS, seeds)
+    assert min(running.asked()) > 0 and sum(running.asked()) == 8
+    assert groups[0].num_prompt_tokens == 3 and groups[0].params == params[0]
+
+
+def test_the_calls_are_those_of_one_worker(running: Running, client: FleetClient) -> None:
+    one = client.generate([[1, 2, 3]], PARAMS, seed=7, request_ids=["mine"])[0]
+    streamed = {sample.index: sample for _, sample in client.stream([[1, 2, 3]], PARAMS, seed=7)}
+    assert [streamed[i].token_ids for i in range(3)] == [sample.token_ids for sample in one.samples]
+    pieces = [item for _, item in client.stream([[1, 2, 3]], PARAMS, seed=7, deltas=True)]
+    grown = {
+        i: [t for p in pieces if isinstance(p, SampleDelta) and p.index == i for t in p.token_ids] for i in range(3)
+    }
+    assert grown == {i: sample.token_ids for i, sample in enumerate(one.samples)}
+    (score,) = client.score([[1, 2, 4]], temperature=2.0)
+    assert np.array_equal(score.logprobs, np.float32([-1, -2]))
+    short = client.generate([[1, 2, 3]], PARAMS.model_copy(update=dict(n=1, max_tokens=2)), seed=7)[0].samples[0]
+    (whole,) = client.continue_samples([[1, 2, 3]], [short], PARAMS)
+    assert len(whole.token_ids) == 6
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: .*found 0"):
+        client.generate([[1], []], PARAMS, seed=1)
+    with pytest.raises(InvalidRequestError, match="found 'a' twice"):
+        client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "a"])
+
+
+def test_lifecycle_calls_and_what_is_told_are_of_all_workers(running: Running, client: FleetClient) -> None:
+    assert client.pause().state == "paused" and {health.state for health in client.healths().values()} == {"paused"}
+    assert client.resume().state == "ready"
+    assert client.sleep().state == "asleep" and client.health().sleeping == ("weights", "kv_cache")
+    assert client.wake_up().state == "ready" and client.drain().state == "paused"
+    assert client.resume().state == "ready" and client.invalidate_prefix_cache().state == "ready"
+    client.generate([[i] for i in range(6)], PARAMS, seed=1)
+    each = client.all_stats()
+    assert {*each} == {*running.addresses} and min(stats.service["accepted"] for stats in each.values()) > 0
+    assert client.stats().service["accepted"] == 6 and client.stats().engine["samples_finished"] == {"length": 18}
+    assert client.health().weight_version == 3 and client.health().memory["kv_cache"] == 4000
+
+
+def test_what_a_lost_worker_had_is_asked_of_another(processes: list[WorkerProcess]) -> None:
+    members = Members(*(process.address for process in processes))
+    params, seeds = seeded(8)
+    slow = [each.model_copy(update=dict(max_tokens=300)) for each in params]
+    with FleetClient(members) as client:
+        expected = client.generate([[i, 904] for i in range(8)], params)
+        assert_whole(expected, PARAMS, seeds)
+        thread, found = in_background(lambda: client.generate([[i] for i in range(8)], slow))
+        wait_until(lambda: all(stats.service["accepted"] > 4 for stats in client.all_stats().values()))
+        processes[0].kill()
+        members.now = members.now[1:]
+        thread.join()
+        assert isinstance(found[0], list), found
+        assert_whole(found[0], slow[0], seeds)
+
+
+def test_a_lost_worker_is_noticed_without_being_told(processes: list[WorkerProcess]) -> None:
+    params, seeds = seeded(6)
+    slow = [each.model_copy(update=dict(max_tokens=300)) for each in params]
+    with FleetClient([process.address for process in processes], timeout=1.0) as client:
+        thread, found = in_background(lambda: client.generate([[i] for i in range(6)], slow))
+        wait_until(lambda: all(stats.service["accepted"] > 1 for stats in client.all_stats().values()))
+        processes[1].kill()
+        thread.join()
+        assert isinstance(found[0], list), found
+        assert_whole(found[0], slow[0], seeds)
+
+
+def test_of_a_group_that_was_begun_only_what_is_missing_is_asked_again(running: Running) -> None:
+    members = Members(*running.addresses)
+    for engine in running.engines:
+        stop_after_a_sample(engine)
+    with FleetClient(members, patience=20.0) as client:
+        stream = client.stream([[1, 2, 3]], SamplingParams(n=3, max_tokens=3, seed=5))
+        first = next(stream)[1]
+        had = running.asked().index(1)
+        thread, found = in_background(lambda: [first, *(sample for _, sample in stream)])
+        members.now = [member for member in members.now if member.address != running.addresses[had]]
+        other = running.engines[1 - had]
+        wait_until(lambda: other.stats().samples_finished != {})
+        other.flow.set()
+        thread.join()
+        assert first.index == 2 and sorted(sample.index for sample in found[0]) == [0, 1, 2]
+        for sample in found[0]:  # how long one is depends on the engine's own index, of which all rest have 0
+            assert sample.token_ids == expected_tokens(5, sample.index, 1 if sample.index == 2 else 3)
+        assert [request.params.n for request in other.requests] == [1, 1], "each of the two that were missing"
+
+
+def test_samples_that_an_ending_worker_cut_go_on_elsewhere(running: Running) -> None:
+    with FleetClient(running.addresses) as client:
+        for engine in running.engines:
+            engine.flow.clear()
+        thread, found = in_background(lambda: client.generate([[1, 2, 3]], PARAMS, seed=5))
+        wait_until(lambda: sum(running.asked()) == 1)
+        had = running.asked().index(1)
+        running.workers[had].worker.drain()
+        running.workers[had].worker.drain()
+        running.engines[1 - had].flow.set()
+        thread.join()
+        assert isinstance(found[0], list), found
+        for sample in found[0][
+            0
+        ].samples:  # how long one is depends on the engine's own index, of which all rest have 0
+            assert sample.token_ids == expected_tokens(found[0][0].params.seed, sample.index, 6)
+
+
+def test_an_abort_ends_what_the_caller_names(running: Running, client: FleetClient) -> None:
+    for engine in running.engines:
+        engine.flow.clear()
+    thread, found = in_background(lambda: client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "b"]))
+    wait_until(lambda: sum(running.asked()) == 2)
+    assert client.abort("a", 1) == 1 and client.abort("a") == 2 and client.abort_all() == 3
+    thread.join()
+    assert [[sample.finish_reason for sample in group.samples] for group in found[0]] == [["abort"] * 3] * 2
+    with pytest.raises(UnknownRequestError, match="found none"):
+        client.abort("a")
+    assert client.abort("a", missing_ok=True) == 0
+
+
+def test_what_no_worker_has_can_be_aborted() -> None:
+    members = Members()
+    with FleetClient(members) as client:
+        thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1, request_ids=["a"]))
+        wait_until(lambda: "a" in client._fleet._errands)
+        assert client.abort("a") == 3
+        thread.join()
+        assert [sample.finish_reason for sample in found[0][0].samples] == ["abort"] * 3
+        scoring, scored = in_background(lambda: client.score([[1, 2]]))
+        wait_until(lambda: bool(client._fleet._errands))
+        assert client.abort_all() == 1
+        scoring.join()
+        assert isinstance(scored[0], RequestAbortedError)
+
+
+def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
+    members = Members()
+    with FleetClient(members, patience=0.2) as client, pytest.raises(WorkerLostError, match="found no member"):
+        client.generate([[1]], PARAMS, seed=1)
+    with FleetClient(members) as client:
+        thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
+        time.sleep(0.1)
+        members.now = Members(*running.addresses).now
+        thread.join()
+        assert isinstance(found[0], list)
+
+
+def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
+    with FleetClient(running.addresses, straggler_seconds=0.2) as client:
+        client.generate([[i] for i in range(8)], PARAMS, seed=1)
+        running.engines[0].flow.clear()
+        groups = client.generate([[i] for i in range(8)], *_repeated(8))
+        assert_whole(groups, PARAMS, list(range(100, 108)))
+        assert client.num_asked_twice > 0
+        wait_until(lambda: client.health().requests["open"] == 0)
+        running.engines[0].flow.set()
+
+
+def _repeated(count: int) -> tuple[list[SamplingParams]]:
+    return (seeded(count)[0],)
+
+
+def test_workers_of_other_kinds_are_refused_unless_told_so() -> None:
+    other = FakeEngine()
+    other.info = replace(FakeInfo(), backend="other")
+    with running_with(FakeEngine(), other) as running:
+        with (
+            FleetClient(running.addresses) as client,
+            pytest.raises(ConfigError, match="backend fake.*found backend other"),
+        ):
+            client.generate([[1]], PARAMS, seed=1)
+        with FleetClient(running.addresses, mixed_kinds=True) as client:
+            client.generate([[i] for i in range(4)], PARAMS, seed=1)
+        assert min(running.asked()) > 0
+
+
+def test_weights_older_than_the_newest_are_not_asked() -> None:
+    with running_with(engine_of(4), engine_of(3)) as running:
+        with FleetClient(running.addresses) as client:
+            client.generate([[i] for i in range(4)], PARAMS, seed=1)
+            assert running.asked() == [4, 0] and client.health().weight_version == 3
+        with FleetClient(running.addresses, max_staleness=1) as client:
+            client.generate([[i] for i in range(4)], PARAMS, seed=1)
+            assert running.asked()[1] > 0
+            with pytest.raises(StaleWeightsError):
+                client.generate([[1]], PARAMS, seed=1, min_weight_version=5)
+            groups = client.generate([[i] for i in range(4)], PARAMS, seed=1, min_weight_version=4)
+            assert {span.version for g in groups for s in g.samples for span in s.weight_versions} == {4}
+
+
+def test_a_group_that_a_push_would_mix_is_begun_anew(running: Running) -> None:
+    (engine, _), address = running.engines, running.addresses[0]
+    step = engine.step
+
+    def push_after_one() -> list[object]:
+        outputs = step()
+        if outputs and engine.weight_version == 3:
+            engine.weight_version = 4
+        return outputs
+
+    engine.step = push_after_one
+    with FleetClient([address]) as client:
+        (group,) = client.generate([[1, 2]], PARAMS, seed=5)
+        assert {span.version for sample in group.samples for span in sample.weight_versions} == {4}
+        assert [request.id for request in engine.requests] == [group.id] * 2
+    engine.weight_version = 3
+    with FleetClient([address]) as client, pytest.raises(StaleWeightsError, match="max_staleness = 0"):
+        list(client.stream([[1, 2]], PARAMS, seed=5))
+    engine.weight_version = 3
+    with FleetClient([address], max_staleness=1) as client:
+        samples = [sample for _, sample in client.stream([[1, 2]], PARAMS, seed=5)]
+        assert {span.version for sample in samples for span in sample.weight_versions} == {3, 4}
+
+
+def test_a_file_tells_who_is_there(running: Running, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    with pytest.raises(ConfigError, match="expected the file of a fleet"):
+        FleetClient(file)
+    write_members(file, [Member("worker-0", running.addresses[0])])
+    with FleetClient(str(file)) as client:
+        client.generate([[i] for i in range(4)], PARAMS, seed=1)
+        assert running.asked() == [4, 0] and {*client.healths()} == {"worker-0"}
+        write_members(file, [Member("worker-1", running.addresses[1])])
+        wait_until(lambda: {*client.healths()} == {"worker-1"})
+        client.generate([[i] for i in range(4)], PARAMS, seed=1)
+        assert running.asked() == [4, 4]
+
+
+def test_the_asynchronous_client_has_the_same_calls(running: Running) -> None:
+    async def generate() -> list[Group]:
+        async with AsyncFleetClient(running.addresses) as client:
+            calls = (client.generate([[i, 2]], PARAMS, seed=i) for i in range(6))
+            return [group for groups in await asyncio.gather(*calls) for group in groups]
+
+    groups = asyncio.run(generate())
+    assert_whole(groups, PARAMS, [group.params.seed for group in groups])
+    assert min(running.asked()) > 0

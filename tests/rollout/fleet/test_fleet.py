@@ -1,0 +1,230 @@
+"""A fleet on a real Ray cluster, of which there is one for all tests here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from chaos.campaign import BrokenPromise, Campaign
+from prometheus_client.parser import text_string_to_metric_families
+
+from tiny import make_tiny_model
+from trueroll.errors import ConfigError, ModelError
+from trueroll.rollout import Fleet, FleetClient, SamplingParams
+from trueroll.rollout.fleet.config import read_config
+from trueroll.rollout.fleet.ray_cluster import Cluster
+
+SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
+PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
+PROMPTS = [[i, 5, 6] for i in range(1, 7)]
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CLI = "from trueroll.rollout.tools.cli import main; main()"
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file by which the campaign knows its workers."""
+    file = tmp_path_factory.mktemp("chaos") / "fleet.json"
+    os.environ["TRUEROLL_CHAOS"] = str(file)  # what Ray starts inherits it
+    local = Cluster(None)  # every fleet of this process uses it
+    yield file
+    local.close()
+    del os.environ["TRUEROLL_CHAOS"]
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster: Path, tiny_llama: Path) -> Iterator[Fleet]:
+    with Fleet(str(tiny_llama), 2, metrics_port=0, **SETTINGS) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def client(fleet: Fleet) -> Iterator[FleetClient]:
+    with FleetClient(fleet) as client:
+        yield client
+
+
+def load_example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def tokens(client: FleetClient) -> list[list[list[int]]]:
+    return [[s.token_ids for s in group.samples] for group in client.generate(PROMPTS, PARAMS, seed=3)]
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_all_workers_serve_and_the_driver_has_started_none(fleet: Fleet, client: FleetClient) -> None:
+    tokens(client)
+    assert fleet.num_serving == 2 and {*client.healths()} == {"worker-0", "worker-1"} == {*fleet.pids()}
+    assert all(stats.service["finished"] > 0 for stats in client.all_stats().values())
+    for actor, worker in fleet.pids().values():
+        assert psutil.Process(worker).ppid() == actor != os.getpid()
+
+
+@pytest.mark.parametrize("victim", ["actor", "worker"])
+def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, victim: str) -> None:
+    expected, before = tokens(client), fleet.members()
+    actor, worker = fleet.pids()["worker-0"]
+    os.kill(actor if victim == "actor" else worker, signal.SIGKILL)
+    assert tokens(client) == expected
+    wait_until(lambda: fleet.num_serving == 2 and fleet.members() != before)
+    assert tokens(client) == expected
+    wait_until(lambda: not psutil.pid_exists(actor) and not psutil.pid_exists(worker))
+    assert fleet.told()["worker-0"].restarts > 0
+
+
+def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient) -> None:
+    fleet.scale(3)
+    wait_until(lambda: len(client.healths()) == 3)
+    long = SamplingParams(n=2, max_tokens=400, ignore_eos=True)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(client.generate(PROMPTS, long, seed=3)), daemon=True)
+    thread.start()
+    wait_until(lambda: sum(health.requests["open"] > 0 for health in client.healths().values()) == 3)
+    fleet.scale(2)
+    thread.join()
+    assert [len(sample.token_ids) for group in found[0] for sample in group.samples] == [400] * 12
+    assert [member.name for member in fleet.members()] == ["worker-0", "worker-1"]
+    assert fleet.told()["worker-1"].standing == "serving"
+
+
+def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetClient) -> None:
+    url = f"http://127.0.0.1:{fleet.metrics_port}"
+    wait_until(lambda: all(told.stats is not None for told in fleet.told().values()))
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    workers = {sample.labels["worker"] for sample in families["trueroll_requests_finished"].samples}
+    assert workers == {"worker-0", "worker-1"}
+    serving = {sample.labels["standing"]: sample.value for sample in families["trueroll_fleet_workers"].samples}
+    assert serving == {"starting": 0, "joining": 0, "serving": 2, "leaving": 0}
+    assert {sample.labels["worker"] for sample in families["trueroll_fleet_restarts"].samples} == workers
+    assert b'"state": "ready"' in urllib.request.urlopen(f"{url}/healthz").read()
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
+    cluster: Path, tiny_llama: Path, tmp_path: Path, end: signal.Signals
+) -> None:
+    file, config = tmp_path / "fleet.json", tmp_path / "fleet.toml"
+    address = ray.get_runtime_context().gcs_address
+    config.write_text(
+        f'model = "{tiny_llama}"\nnum_workers = 1\nray_address = "{address}"\nfile = "{file}"\n'
+        'device = "cpu"\nnum_blocks = 64\nnum_threads = 1\n'
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", CLI, "fleet", str(config)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"ready workers=1 fleet={file}\n".encode()
+        with FleetClient(file) as client:
+            worker = client.healths()["worker-0"]
+            assert worker.state == "ready"
+            pid = next(p.pid for p in psutil.process_iter() if _has_socket(p, file))
+        shown = subprocess.run([sys.executable, "-P", "-c", CLI, "top", str(file)], capture_output=True, text=True)
+        assert "1 workers" in shown.stdout and re.search(r"^worker-0 +ready +version 0 ", shown.stdout, re.M)
+        process.send_signal(end)
+        assert process.wait(60) == (0 if end == signal.SIGTERM else -9)
+        assert file.exists() == (end == signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(pid))
+    finally:
+        process.kill()
+        process.stdout.close()
+
+
+def _has_socket(process: psutil.Process, file: Path) -> bool:
+    """Whether it is the worker that the file names."""
+    try:
+        path = file.read_text().split("ipc://")[1].split('"')[0]
+        is_worker = "trueroll.rollout.worker.process" in process.cmdline()
+        return is_worker and any(connection.laddr == path for connection in process.net_connections("unix"))
+    except (psutil.Error, IndexError, OSError):
+        return False
+
+
+def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        Fleet(str(tmp_path / "nowhere"), 1, **SETTINGS)
+    with pytest.raises(ConfigError, match="block_size"):
+        Fleet(str(tiny_llama), 1, block_size=3, **SETTINGS)
+    with pytest.raises(ConfigError, match="num_workers: expected an integer from 1 on, found 0"):
+        Fleet(str(tiny_llama), 0, **SETTINGS)
+    with pytest.raises(ConfigError, match="address: expected none"):
+        Fleet(str(tiny_llama), 1, address="tcp://127.0.0.1:*", **SETTINGS)
+    config = tmp_path / "fleet.toml"
+    for text, found in (("model = 1", "model"), ("mode = 'x'", "mode"), ("=", "TOML")):
+        config.write_text(text)
+        with pytest.raises(ConfigError, match=found):
+            read_config(config)
+
+
+def test_a_few_rounds_in_which_something_is_killed(cluster: Path, tiny_llama: Path) -> None:
+    """`make chaos` runs 200, and kills raylets too."""
+    campaign = Campaign(tiny_llama, cluster, seed=1, with_raylet=False)
+    try:
+        campaign.run(4)
+        campaign.close()
+    finally:
+        campaign.fleet.close()
+    assert campaign.numbers.rounds == 4 and len(campaign.numbers.killed) > 1
+
+
+def test_the_rounds_notice_a_sample_that_differs(tiny_llama: Path) -> None:
+    campaign = Campaign.__new__(Campaign)
+    campaign.version = 1
+    with pytest.raises(BrokenPromise, match="expected version 1, found"):
+        campaign._check([])
+
+
+def test_the_example_trainer_survives_a_loss_with_the_same_metrics(
+    cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a run with one worker, which nothing disturbs."""
+    model = make_tiny_model("llama", tmp_path / "tiny", dtype="bfloat16")
+    grpo = load_example("grpo")
+    fields: dict[str, Any] = dict(steps=3, seed=1, prompts=2, model=str(model), checkpoint_every=3)
+    fields |= dict(unaligned=False, staleness=0, sleep=0, resume=False)
+    grpo.main(tmp_path / "one", **fields)
+    killed: list[int] = []
+
+    class Disturbed(FleetClient):
+        """Kills a worker when it has samples to compute, and again."""
+
+        def __init__(self, fleet: Fleet, **settings: Any) -> None:
+            super().__init__(fleet, **settings)
+            self.fleet = fleet
+
+        def generate(self, *args: Any, **settings: Any) -> Any:
+            if self.fleet.num_serving == 2:
+                name = f"worker-{len(killed) % 2}"
+                killed.append(self.fleet.pids()[name][1])
+                threading.Timer(0.005, os.kill, (killed[-1], signal.SIGKILL)).start()
+            return super().generate(*args, **settings)
+
+    monkeypatch.setattr(grpo, "FleetClient", Disturbed)
+    grpo.main(tmp_path / "two", workers=2, **fields)
+    assert killed
+    assert (tmp_path / "two" / "metrics.csv").read_bytes() == (tmp_path / "one" / "metrics.csv").read_bytes()

@@ -1,0 +1,166 @@
+"""Pushes to a fleet: to whoever serves, without who is lost; and how a worker that joins gets the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from fake_engine import SHAPES, FakeEngine
+from serving import FaultyWorker
+
+from trueroll.errors import ConfigError, IllegalStateError, PushError, WorkerFailedError
+from trueroll.rollout import AsyncRolloutClient, WeightPublisher
+from trueroll.rollout.client.membership import Member
+from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
+
+ANY_KEYS = (None, None)
+
+
+class Members:
+    """A membership that a test changes."""
+
+    def __init__(self, *workers: FaultyWorker) -> None:
+        self.now = [Member(f"worker-{i}", worker.address) for i, worker in enumerate(workers)]
+
+    def members(self) -> list[Member]:
+        return self.now
+
+    def stand(self, index: int, standing: str) -> None:
+        self.now[index] = Member(self.now[index].name, self.now[index].address, "", standing)
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+
+
+@contextmanager
+def worker() -> Iterator[FaultyWorker]:
+    engine = FakeEngine()
+    engine.weight_version = 0
+    faulty = FaultyWorker(WorkerConfig(), engine)
+    thread = threading.Thread(target=faulty.run)
+    thread.start()
+    assert faulty.ready.wait(30)
+    try:
+        yield faulty
+    finally:
+        faulty.drain()
+        thread.join()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[FaultyWorker]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(worker()) for _ in range(3)]
+
+
+@pytest.fixture
+def publisher() -> Iterator[WeightPublisher]:
+    with WeightPublisher("shared", timeout=20.0) as publisher:
+        yield publisher
+
+
+def versions(workers: list[FaultyWorker]) -> list[int]:
+    return [worker.engine.weight_version for worker in workers]
+
+
+def test_a_push_goes_to_whoever_serves_when_it_begins(workers: list[FaultyWorker], publisher: WeightPublisher) -> None:
+    members = Members(*workers[:2])
+    publisher.connect_fleet(members)
+    assert publisher.push(tensors(1.0), 1).left_out == [] and versions(workers) == [1, 1, 0]
+    members.now = Members(*workers).now
+    members.stand(2, "joining")
+    publisher.push(tensors(2.0), 2)
+    assert versions(workers) == [2, 2, 0], "the fleet brings it to the weights"
+    members.stand(2, "serving")
+    members.stand(1, "leaving")
+    publisher.push(tensors(3.0), 3)
+    assert versions(workers) == [3, 3, 3], "one that leaves finishes under the new weights"
+    assert publisher.stale_workers() == []
+
+
+def test_while_nobody_serves_those_that_join_are_pushed_to(
+    workers: list[FaultyWorker], publisher: WeightPublisher
+) -> None:
+    members = Members(*workers)
+    publisher.connect_fleet(members)
+    for index in range(3):
+        members.stand(index, "joining")
+    publisher.push(tensors(1.0), 1)
+    assert versions(workers) == [1, 1, 1]
+    members.now = []
+    with pytest.raises(ConfigError, match="expected some, found none"):
+        publisher.push(tensors(1.0), 2)
+
+
+@pytest.mark.parametrize("phase", ["begin_push", "stage_bucket", "verify_push", "commit_push"])
+def test_a_worker_that_is_lost_is_taken_out_of_the_push(
+    workers: list[FaultyWorker], publisher: WeightPublisher, phase: str
+) -> None:
+    publisher.connect_fleet(Members(*workers))
+    workers[1].refuse[phase] = WorkerFailedError("worker: gone")
+    result = publisher.push(tensors(1.0), 1)
+    assert result.left_out == [workers[1].address] and versions(workers) == [1, 0, 1]
+    assert phase in workers[1].calls, "it was there when the push began"
+    publisher.push(tensors(2.0), 2)
+    assert versions(workers) == [2, 2, 2], "it is taken in again if it is still a member"
+
+
+def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher: WeightPublisher) -> None:
+    publisher.connect_fleet(Members(*workers))
+    with pytest.raises(PushError, match="NaN"):
+        publisher.push(tensors(float("nan")), 1)
+    assert versions(workers) == [0, 0, 0]
+    workers[0].refuse["verify_push"] = IllegalStateError("worker: gone")
+    with pytest.raises(PushError, match="gone"):
+        publisher.push(iter(tensors(1.0).items()), 1)
+    assert versions(workers) == [0, 0, 0], "an iterator cannot be gone through again"
+
+
+def join(joining: FaultyWorker, peer: FaultyWorker | None, folder: Path, oldest: int = 0) -> bool:
+    """Whether it serves the weights then."""
+
+    async def run() -> bool:
+        async with AsyncRolloutClient(joining.address) as client:
+            if peer is None:
+                return await hand_over(client, None, oldest, WeightFolder(folder), ANY_KEYS)
+            async with AsyncRolloutClient(peer.address) as other:
+                return await hand_over(client, other, oldest, WeightFolder(folder), ANY_KEYS)
+
+    return asyncio.run(run())
+
+
+def test_a_worker_that_joins_gets_the_weights_of_another(
+    workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
+) -> None:
+    first, second, _ = workers
+    assert join(second, first, tmp_path) and second.calls == ["weights"], "both serve their checkpoint"
+    publisher.connect([first.address])
+    publisher.push(tensors(5.0), 7)
+    assert join(second, first, tmp_path) and "save_weights" in first.calls
+    assert versions(workers) == [7, 7, 0]
+    assert second.engine.weights.checksums() == first.engine.weights.checksums()
+    assert list((tmp_path / "joins").iterdir()) == []
+    publisher.connect_fleet(Members(first, second))
+    assert publisher.stale_workers() == [second.address], "this publisher did not push there"
+
+
+def test_a_worker_that_joins_gets_the_weights_of_a_push_by_disk(workers: list[FaultyWorker], tmp_path: Path) -> None:
+    first, second, third = workers
+    with WeightPublisher("disk", folder=tmp_path) as publisher:
+        publisher.connect([first.address])
+        publisher.push(tensors(5.0), 7)
+    assert join(second, first, tmp_path) and "save_weights" not in first.calls
+    assert not join(third, None, tmp_path, oldest=8), "these weights are too old"
+    assert join(third, None, tmp_path, oldest=7)
+    assert versions(workers) == [7, 7, 7]
+
+
+def test_without_anybody_who_has_the_weights_a_worker_waits(workers: list[FaultyWorker], tmp_path: Path) -> None:
+    assert not join(workers[0], None, tmp_path, oldest=1) and join(workers[0], None, tmp_path, oldest=0)

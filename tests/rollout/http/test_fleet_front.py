@@ -1,0 +1,45 @@
+"""The front end in front of a fleet: the same answers as of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from http_fronts import front_end
+
+from trueroll.rollout import FleetClient, WorkerProcess, launch_worker
+from trueroll.rollout.client.membership import Member, write_members
+
+BODY = {"prompt": [5, 6, 7], "n": 3, "max_tokens": 6, "seed": 5, "temperature": 1.0, "logprobs": 1}
+
+
+@pytest.fixture
+def workers(tiny_llama: Path) -> Iterator[list[WorkerProcess]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(launch_worker(str(tiny_llama), device="cpu", num_blocks=64)) for _ in range(2)]
+
+
+def test_completions_and_the_lifecycle_go_to_all_workers(
+    workers: list[WorkerProcess], tiny_llama: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.json"
+    write_members(file, [Member(f"worker-{i}", worker.address) for i, worker in enumerate(workers)])
+    with (
+        front_end(workers[0].address, tokenizer=str(tiny_llama)) as one,
+        front_end(str(file), tokenizer=str(tiny_llama)) as many,
+        FleetClient(file) as client,
+    ):
+        first, second = (front.post("/v1/completions", {"model": front.model, **BODY}).json() for front in (one, many))
+        assert first["choices"] == second["choices"] and len(first["choices"]) == 3
+        for _ in range(4):
+            many.post("/v1/completions", {"model": many.model, **BODY, "prompt": [9, 9]})
+        assert many.post("/sleep?mode=keep").status_code == 200
+        assert {health.state for health in client.healths().values()} == {"asleep"}
+        assert many.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert many.post("/wake_up").json()["state"] == "ready"
+        update = many.post("/update_weights", {"weight_dir": str(tiny_llama), "weight_version": 7})
+        assert update.json()["weight_version"] == 7, update.text
+        assert [health.weight_version for health in client.healths().values()] == [7, 7]
+        assert many.metric("trueroll_weight_version") == 7
