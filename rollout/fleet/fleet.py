@@ -336,7 +336,7 @@ class Fleet:
         self._stand(post, "joining")
         while True:
             peer = self._newest_peer(post)
-            if await hand_over(post.client, peer and peer.client, self._version, self._weights, self._keys):
+            if await hand_over(post.client, peer and peer.client, self._version, self._weights, self, self._keys):
                 self._stand(post, "serving")
                 return
             await asyncio.sleep(LOOK_SECONDS)

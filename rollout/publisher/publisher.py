@@ -298,9 +298,10 @@ class WeightPublisher:
     def _connected(self) -> Workers:
         if self._fleet is not None:
             addresses = self._fleet_addresses()
-            if self._workers is None or list(self._workers.addresses) != addresses:
+            known = self._workers
+            if known is None or list(known.addresses) != addresses or not known.are_members:
                 self._disconnect_workers()
-                self._workers = Workers(addresses, self._settings.timeout, self._keys)
+                self._workers = Workers(addresses, self._settings.timeout, self._keys, self._fleet)
         if self._workers is None or not self._workers.addresses:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers
