@@ -149,15 +149,16 @@ class Connection:
             self._notices.append(protocol.encode(message))
 
     async def close(self) -> None:
-        """End what still waits, and disconnect."""
+        """End what still waits, and disconnect. Harmless if that has happened."""
         self._check_home()
         self._end = TruerollError("client: closed; make a new one")
         self._fail(self._end)
-        if not self._tasks:
+        tasks, self._tasks = self._tasks, {}
+        if not tasks:
             return
-        for task in self._tasks.values():
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         self._socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
 

@@ -146,4 +146,4 @@ class Workers:
             for address, client in zip(self.addresses, self._clients, strict=True):
                 if address not in there | self._gone:
                     self._gone.add(address)
-                    await client.close()
+                    await asyncio.shield(client.close())  # `_close` may cancel this task

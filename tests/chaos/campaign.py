@@ -353,7 +353,7 @@ class Campaign:
 
     def _files_left(self) -> list[Path]:
         there = {member.address for member in self.fleet.members()}
-        sockets = [Path(address.removeprefix("ipc://")).parent for address in self._addresses - there]
+        sockets = [Path(address.removeprefix("ipc://")) for address in self._addresses - there]
         files = [*sockets, *(Path("/dev/shm") / name for name in self._memory)]
         return [file for file in files if file.exists()] + list(self._folder.glob("joins/*"))
 
