@@ -32,6 +32,7 @@ NUM_WORKERS = 2
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
+TICK_SECONDS = 0.05
 VICTIMS = ("worker", "actor", "client", "raylet")
 RAYLETS = 4
 """How many are killed in a lap, in which all else is killed at each moment once."""
@@ -226,11 +227,17 @@ class Campaign:
 
     def _wait_for(self, moment: str) -> bool:
         """Wait until some time in the moment; returns whether it lasts."""
-        while (found := self._moments.get(timeout=WHOLE_SECONDS)) != moment:
+        while (found := self._next_moment()) != moment:
             if found is None:
                 return False
         time.sleep(self._random.random() * SECONDS.get(moment, PHASE_SECONDS))
         return self._now == moment
+
+    def _next_moment(self) -> str | None:
+        for _ in _ticks(WHOLE_SECONDS):
+            with suppress(queue.Empty):
+                return self._moments.get_nowait()
+        raise BrokenPromise("expected a moment to begin, found none")
 
     def _kill(self, victim: str, other: _Other | None) -> list[int]:
         """Returns the processes of workers and actors that are to be replaced."""
@@ -287,14 +294,13 @@ class Campaign:
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
         """Again, where all workers were killed: then nobody was there."""
-        deadline = time.monotonic() + WHOLE_SECONDS
-        while True:
+        for _ in _ticks(WHOLE_SECONDS):
             try:
                 return action()
             except errors:
-                if self._victim != "raylet" or time.monotonic() > deadline:
+                if self._victim != "raylet":
                     raise
-                time.sleep(0.5)
+        raise BrokenPromise("expected workers that are there again, found none")
 
     def _restore(self) -> None:
         """If all that had the weights were killed, the trainer brings them again."""
@@ -309,12 +315,12 @@ class Campaign:
 
     def _settle(self, lost: list[int], meanwhile: _Errand | None) -> None:
         """The fleet comes back, with all weights, and everything works."""
-        deadline = time.monotonic() + WHOLE_SECONDS
-        while not self._is_whole(lost):
+        for _ in _ticks(WHOLE_SECONDS):
+            if self._is_whole(lost):
+                break
             self._restore()
-            if time.monotonic() > deadline:
-                raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
-            time.sleep(0.2)
+        else:
+            raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
         if meanwhile is not None:
             meanwhile.wait()
         self._generate()
@@ -345,17 +351,23 @@ class Campaign:
 
     def _check_left(self, processes: Counter[str]) -> None:
         """As many processes as there should be, and nothing on disk of those that have ended."""
-        deadline = time.monotonic() + LEFT_SECONDS
-        while (found := _processes(self._file)) != processes or self._files_left():
-            if time.monotonic() > deadline:
-                raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
-            time.sleep(0.5)
+        for _ in _ticks(LEFT_SECONDS):
+            if (found := _processes(self._file)) == processes and not self._files_left():
+                return
+        raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
 
     def _files_left(self) -> list[Path]:
         there = {member.address for member in self.fleet.members()}
         sockets = [Path(address.removeprefix("ipc://")) for address in self._addresses - there]
         files = [*sockets, *(Path("/dev/shm") / name for name in self._memory)]
         return [file for file in files if file.exists()] + list(self._folder.glob("joins/*"))
+
+
+def _ticks(seconds: float) -> Iterator[None]:
+    """So many of `TICK_SECONDS`: they count no time in which this process was stopped."""
+    for _ in range(int(seconds / TICK_SECONDS)):
+        yield
+        time.sleep(TICK_SECONDS)
 
 
 def _processes(file: Path) -> Counter[str]:
