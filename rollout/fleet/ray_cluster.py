@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,14 @@ class Cluster:
         else:
             fields |= dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
             fields |= dict(object_store_memory=OBJECT_STORE_BYTES)
+        before = _children_of_ray()
         for attempt in range(STARTS):
             try:
                 ray.init(**fields)
                 return
             except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
                 ray.shutdown()
+                _end(_children_of_ray() - before)  # which it forgets where its node did not come up
                 if self._address is not None or attempt == STARTS - 1:
                     where = self._address or "this machine"
                     raise ConfigError(
@@ -101,6 +103,23 @@ def _runs(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def _children_of_ray() -> set[psutil.Process]:
+    """What Ray has started in this process."""
+    folder, found = str(Path(ray.__file__).parent), set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if any(folder in argument for argument in child.cmdline()):
+                found.add(child)
+    return found
+
+
+def _end(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes)
 
 
 class Place:

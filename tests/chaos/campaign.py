@@ -36,9 +36,11 @@ TICK_SECONDS = 0.05
 VICTIMS = ("worker", "actor", "client", "raylet")
 RAYLETS = 4
 """How many are killed in a lap, in which all else is killed at each moment once."""
-SECONDS = dict(generate=1.0, stream=1.0, score=0.5, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
-"""About how long a moment lasts; what is not here, a phase of a push, `PHASE_SECONDS`."""
+SECONDS = dict(generate=0.5, stream=0.5, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
+"""About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
 PHASE_SECONDS = 0.02
+SHORTER, LONGER = 0.7, 1.2
+"""What becomes of that where something was killed too late, or in time."""
 STEADY_SECONDS = 3.0
 """After which a worker is replaced at once: here they are killed more often than anywhere else."""
 
@@ -159,6 +161,7 @@ class Campaign:
         self._addresses: set[str] = set()
         self._moments: queue.Queue[str | None] = queue.Queue()
         self._now: str | None = None
+        self._seconds = {moment: SECONDS.get(moment, PHASE_SECONDS) for moment in MOMENTS}
         tell_memory(self._memory.add)
         fleet_module.STEADY_SECONDS = STEADY_SECONDS
         self.fleet = Fleet(str(model), NUM_WORKERS, file=file, weights_folder=self._folder, **SETTINGS)
@@ -230,8 +233,10 @@ class Campaign:
         while (found := self._next_moment()) != moment:
             if found is None:
                 return False
-        time.sleep(self._random.random() * SECONDS.get(moment, PHASE_SECONDS))
-        return self._now == moment
+        time.sleep(self._random.random() * self._seconds[moment])
+        was_hit = self._now == moment
+        self._seconds[moment] *= LONGER if was_hit else SHORTER
+        return was_hit
 
     def _next_moment(self) -> str | None:
         for _ in _ticks(WHOLE_SECONDS):

@@ -189,6 +189,23 @@ def _has_socket(process: psutil.Process, file: Path) -> bool:
         return False
 
 
+def test_a_start_of_ray_that_fails_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**fields: Any) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()", ray.__file__], stdin=subprocess.PIPE))
+        if len(started) == 1:
+            raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    Cluster(None)
+    failed, there = started
+    assert not psutil.pid_exists(failed.pid) and there.poll() is None
+    there.communicate(b"\n")
+
+
 def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere"):
         Fleet(str(tmp_path / "nowhere"), 1, **SETTINGS)
