@@ -444,6 +444,11 @@ class AsyncRolloutClient:
         finally:
             self._open -= set(positions)
             known = self._connection.give_up(unfinished)
+            known |= {
+                id
+                for id, reply in inbox.rest()
+                if id in unfinished and isinstance(reply, protocol.Done | protocol.Scores)
+            }
             if not is_lost:
                 self._settle(requests.values(), known, finished)
 

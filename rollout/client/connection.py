@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -79,6 +79,11 @@ class Inbox:
     async def get(self) -> tuple[str, Reply | Received]:
         """The next reply; `Received` where a sample has got something."""
         return await self._queue.get()
+
+    def rest(self) -> Iterator[tuple[str, Reply | Received]]:
+        """What has come and was not taken."""
+        while not self._queue.empty():
+            yield self._queue.get_nowait()
 
 
 @dataclass

@@ -36,7 +36,7 @@ TICK_SECONDS = 0.05
 VICTIMS = ("worker", "actor", "client", "raylet")
 RAYLETS = 4
 """How many are killed in a lap, in which all else is killed at each moment once."""
-SECONDS = dict(generate=0.5, stream=0.5, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
+SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
 """About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
 PHASE_SECONDS = 0.02
 SHORTER, LONGER = 0.7, 1.2
@@ -77,6 +77,8 @@ class Expected:
         (self._samples, self._scores) = zip(*found, strict=True)
         if self._samples[0] == self._samples[1] or self._scores[0] == self._scores[1]:
             raise BrokenPromise("premise: expected other samples from other weights, found the same")
+        if any(len({len(tokens) for tokens, _ in group}) == 1 for group in self._samples[0]):
+            raise BrokenPromise("premise: expected samples of several lengths in a group, found one")
 
     def samples(self, version: int) -> Bits:
         return self._samples[version % 2]

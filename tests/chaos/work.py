@@ -26,8 +26,9 @@ from trueroll.weight_sync.transports.shared import SharedSlots
 Bits = list[list[tuple[tuple[int, ...], bytes]]]
 
 SEED = 11
-PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 7)]
-PARAMS = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
+PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 17)]
+PARAMS = SamplingParams(n=4, max_tokens=900, ignore_eos=True, stop_token_ids=[3, 4], temperature=1.5)
+"""So that the samples of a group end one after the other."""
 SEQUENCES = [[(7 * i + 3 * j) % 500 + 3 for j in range(600)] for i in range(16)]
 MOMENTS = dict(
     generate="generate",
