@@ -32,7 +32,6 @@ NUM_WORKERS = 2
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
-TICK_SECONDS = 0.05
 VICTIMS = ("worker", "actor", "client", "raylet")
 RAYLETS = 4
 """How many are killed in a lap, in which all else is killed at each moment once."""
@@ -301,7 +300,7 @@ class Campaign:
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
         """Again, where all workers were killed: then nobody was there."""
-        for _ in _ticks(WHOLE_SECONDS):
+        for _ in _ticks(WHOLE_SECONDS, 0.5):
             try:
                 return action()
             except errors:
@@ -322,7 +321,7 @@ class Campaign:
 
     def _settle(self, lost: list[int], meanwhile: _Errand | None) -> None:
         """The fleet comes back, with all weights, and everything works."""
-        for _ in _ticks(WHOLE_SECONDS):
+        for _ in _ticks(WHOLE_SECONDS, 0.2):
             if self._is_whole(lost):
                 break
             self._restore()
@@ -358,7 +357,7 @@ class Campaign:
 
     def _check_left(self, processes: Counter[str]) -> None:
         """As many processes as there should be, and nothing on disk of those that have ended."""
-        for _ in _ticks(LEFT_SECONDS):
+        for _ in _ticks(LEFT_SECONDS, 0.5):
             if (found := _processes(self._file)) == processes and not self._files_left():
                 return
         raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
@@ -370,11 +369,11 @@ class Campaign:
         return [file for file in files if file.exists()] + list(self._folder.glob("joins/*"))
 
 
-def _ticks(seconds: float) -> Iterator[None]:
-    """So many of `TICK_SECONDS`: they count no time in which this process was stopped."""
-    for _ in range(int(seconds / TICK_SECONDS)):
+def _ticks(seconds: float, tick: float = 0.05) -> Iterator[None]:
+    """Ends after so many seconds, in which no time counts that this process was stopped."""
+    for _ in range(int(seconds / tick)):
         yield
-        time.sleep(TICK_SECONDS)
+        time.sleep(tick)
 
 
 def _processes(file: Path) -> Counter[str]:
