@@ -445,6 +445,11 @@ class AsyncRolloutClient:
             for id in positions:
                 self._open.pop(id, None)
             known = self._connection.give_up(unfinished)
+            known |= {
+                id
+                for id, reply in inbox.rest()
+                if id in unfinished and isinstance(reply, protocol.Done | protocol.Scores)
+            }
             if not is_lost:
                 self._settle(requests.values(), known, finished)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -79,6 +79,11 @@ class Inbox:
     async def get(self) -> tuple[str, Reply | Received]:
         """The next reply; `Received` where a sample has got something."""
         return await self._queue.get()
+
+    def rest(self) -> Iterator[tuple[str, Reply | Received]]:
+        """What has come and was not taken."""
+        while not self._queue.empty():
+            yield self._queue.get_nowait()
 
 
 @dataclass
@@ -149,15 +154,16 @@ class Connection:
             self._notices.append(protocol.encode(message))
 
     async def close(self) -> None:
-        """End what still waits, and disconnect."""
+        """End what still waits, and disconnect. Harmless if that has happened."""
         self._check_home()
         self._end = TruerollError("client: closed; make a new one")
         self._fail(self._end)
-        if not self._tasks:
+        tasks, self._tasks = self._tasks, {}
+        if not tasks:
             return
-        for task in self._tasks.values():
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         self._socket.disable_monitor()
         self._context.destroy(linger=LINGER_MS)
 

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from trueroll.errors import ConfigError, brief
 
@@ -42,6 +42,15 @@ class Membership(Protocol):
 
     def members(self) -> Sequence[Member]:
         """Each name once. Called often, from any thread: it must not wait."""
+        ...
+
+
+@runtime_checkable
+class KeepsVersion(Protocol):
+    """Whoever replaces workers, and has to know which weights they must not serve any more."""
+
+    def note_version(self, version: int) -> None:
+        """All serve a push of that version now. It may be lost with all of them before anybody has looked at them."""
         ...
 
 
@@ -84,6 +93,15 @@ class FleetFile:
                 raise
         return self._members
 
+    def note_version(self, version: int) -> None:
+        """For the process that keeps the fleet, which looks for it beside its file. Raise ConfigError."""
+        try:
+            _replace(version_file(self._path), str(version))
+        except OSError as error:
+            raise ConfigError(
+                f"fleet: expected a folder that trainers may write to around {self._path}, found {error}; allow it"
+            ) from None
+
     def _read(self) -> None:
         try:
             with open(self._path, encoding="utf-8") as file:
@@ -102,8 +120,25 @@ class FleetFile:
 
 def write_members(path: Path, members: Sequence[Member]) -> None:
     """Replace the file as a whole. It holds addresses alone, no key."""
+    _replace(path, json.dumps({"members": [asdict(member) for member in members]}))
+
+
+def version_file(path: Path) -> Path:
+    """Where a trainer in another process notes what it has pushed to the fleet with the file `path`."""
+    return path.with_name(f"{path.name}.version")
+
+
+def noted_version(path: Path) -> int:
+    """The version that was noted there; 0 if none was."""
+    try:
+        return int(version_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    draft.write_text(json.dumps({"members": [asdict(member) for member in members]}), encoding="utf-8")
+    draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 
 

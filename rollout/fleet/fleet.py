@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from ...engine.config import EngineConfig
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import LoopThread
-from ..client.membership import Member, Standing, write_members
+from ..client.membership import Member, Standing, noted_version, version_file, write_members
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer
 from ..network.keys import Key
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.5
 ANSWER_SECONDS = 30.0
-"""A worker that does not answer for so long is replaced: it answers while it computes."""
+"""A worker that does not answer for so long is replaced: it answers while it computes. Clients measure it, and count no
+time in which this process was stopped.
+"""
 SETTLE_SECONDS = 0.5
 """Until clients know who leaves."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
@@ -57,11 +60,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Post:
-    """A place in the fleet, and who has it now. `first_error`: what kept its first worker from running."""
+    """A place in the fleet, and who has it now. `socket`: of its worker, which may be killed and leave it behind.
+    `first_error`: what kept its first worker from running.
+    """
 
     name: str
     task: asyncio.Task[None] | None = None
     place: Place | None = None
+    socket: Path | None = None
     client: AsyncRolloutClient | None = None
     member: Member | None = None
     health: protocol.Health | None = None
@@ -134,7 +140,12 @@ class Fleet:
         self._posts: dict[str, _Post] = {}
         self._members: tuple[Member, ...] = ()
         self._version = 0
+        """What a worker must serve at least that joins while no other one serves."""
+        self._num_notes = self._noted_in_file = 0
         self._is_closed = False
+        self._has_cluster = asyncio.Event()
+        self._has_cluster.set()
+        self._remove_version_file()
         self._publish()
         self._cluster: Cluster = Cluster(ray_address)
         self._thread = LoopThread("fleet")
@@ -177,6 +188,10 @@ class Fleet:
         """Where the metrics are."""
         return None if self._metrics is None else self._metrics.port
 
+    def note_version(self, version: int) -> None:
+        """All serve a push of that version now; see `KeepsVersion`. Publishers that are connected call it."""
+        self._version, self._num_notes = version, self._num_notes + 1
+
     def health(self) -> protocol.Health:
         """How the fleet was half a second ago; see `FleetClient.health`. Raise WorkerLostError while no worker runs."""
         found = [post.health for post in [*self._posts.values()] if post.health is not None]
@@ -203,6 +218,7 @@ class Fleet:
         self._folder.cleanup()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+        self._remove_version_file()
 
     def __enter__(self) -> Fleet:
         return self
@@ -259,6 +275,7 @@ class Fleet:
         """Have a worker at this post, and another one whenever it is lost."""
         pause = FIRST_PAUSE
         while True:
+            await self._has_cluster.wait()
             began = time.monotonic()
             try:
                 await self._serve(post)
@@ -281,7 +298,8 @@ class Fleet:
 
         post.starts += 1
         post.place = Place(*self._needs)
-        address = await post.place.start(self._settings, self._startup_timeout)
+        post.socket = Path(self._folder.name) / f"{post.name}-{secrets.token_hex(4)}.sock"
+        address = await post.place.start(self._settings, self._startup_timeout, post.socket)
         post.pids = await post.place.pids()
         post.client = AsyncRolloutClient(address, ANSWER_SECONDS, *self._keys)
         health = await self._look(post)
@@ -317,10 +335,19 @@ class Fleet:
 
     async def _look(self, post: _Post) -> protocol.Health:
         assert post.client is not None
-        async with asyncio.timeout(ANSWER_SECONDS):
-            post.health = await post.client.health()
-        self._version = max(self._version, post.health.weight_version or 0) if post.is_serving else self._version
+        self._read_note()
+        num_notes = self._num_notes
+        post.health = await post.client.health()
+        if post.is_serving and num_notes == self._num_notes:
+            self._version = max(self._version, post.health.weight_version or 0)
         return post.health
+
+    def _read_note(self) -> None:
+        """What a trainer in another process has pushed."""
+        noted = 0 if self._file is None else noted_version(self._file)
+        if noted != self._noted_in_file:
+            self._noted_in_file = noted
+            self.note_version(noted)
 
     def _is_behind(self, post: _Post) -> bool:
         """Whether the others serve newer weights, and no push is under way that may just have reached them."""
@@ -336,11 +363,16 @@ class Fleet:
         self._stand(post, "joining")
         while True:
             peer = self._newest_peer(post)
-            if await hand_over(post.client, peer and peer.client, self._version, self._weights, self._keys):
+            self._read_note()
+            if await hand_over(post.client, peer and peer.client, self._version, self._weights, self, self._keys):
                 self._stand(post, "serving")
                 return
             await asyncio.sleep(LOOK_SECONDS)
             await self._look(post)
+
+    def _remove_version_file(self) -> None:
+        if self._file is not None:
+            version_file(self._file).unlink(missing_ok=True)
 
     def _newest_peer(self, post: _Post) -> _Post | None:
         peers = [other for other in self._posts.values() if other is not post and other.is_serving and other.health]
@@ -348,7 +380,7 @@ class Fleet:
 
     async def _release(self, post: _Post, stop_seconds: float) -> None:
         """End what is at a post."""
-        client, place = post.client, post.place
+        client, place, socket = post.client, post.place, post.socket
         post.client, post.place, post.member, post.health, post.stats, post.pids = None, None, None, None, None, None
         self._publish()
         if client is not None:
@@ -360,6 +392,8 @@ class Fleet:
             await place.stop(STOP_SECONDS)
         else:
             place.kill()
+        if socket is not None:
+            socket.unlink(missing_ok=True)
 
     def _stand(self, post: _Post, standing: Standing) -> None:
         if post.member is not None:
@@ -380,14 +414,16 @@ class Fleet:
             if await asyncio.to_thread(self._cluster.is_alive):
                 continue
             log.warning("fleet: the cluster was lost; all workers are replaced")
-            posts = [post for post in self._posts.values() if post.task is not None]
-            for post in posts:
-                assert post.task is not None
-                post.task.cancel()
-            await asyncio.gather(*(post.task for post in posts if post.task), return_exceptions=True)
+            self._has_cluster.clear()
+            lost = {post: post.task for post in self._posts.values() if post.task is not None}
+            for task in lost.values():
+                task.cancel()
+            await asyncio.gather(*lost.values(), return_exceptions=True)
             await self._reconnect()
-            for post in posts:
-                post.task = asyncio.create_task(self._keep(post))
+            self._has_cluster.set()
+            for post in lost:
+                if not post.is_leaving:
+                    post.task = asyncio.create_task(self._keep(post))
 
     async def _reconnect(self) -> None:
         pause = FIRST_PAUSE

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from trueroll.errors import PushError, TruerollError
 from ...weight_sync.payload.manifest import MANIFEST_FILE
 from .. import protocol
 from ..client.client import AsyncRolloutClient
+from ..client.membership import Member, Membership
 from ..network.keys import Key
 
 
@@ -39,28 +40,41 @@ class WeightFolder:
         return folder
 
 
+@dataclass(frozen=True)
+class _Only:
+    """Of the members of `fleet` the one at `address`, while it is there."""
+
+    fleet: Membership
+    address: str
+
+    def members(self) -> Sequence[Member]:
+        return [member for member in self.fleet.members() if member.address == self.address]
+
+
 async def hand_over(
     client: AsyncRolloutClient,
     peer: AsyncRolloutClient | None,
     oldest: int,
     folder: WeightFolder,
+    fleet: Membership,
     keys: tuple[Key | None, Key | None],
 ) -> bool:
-    """Bring the worker of `client` to the weights of `peer`'s, or without one to some of version `oldest` or later.
-    Returns whether it serves them now. Raise what the worker that joins raises.
+    """Bring the worker of `client`, a member of `fleet`, to the weights of `peer`'s, or without one to some of version
+    `oldest` or later. Returns whether it serves them now. Raise what the worker that joins raises.
     """
+    joining = _Only(fleet, client.address)
     own = await _weights(client)
     if peer is None:
         if own.weight_version >= oldest:
             return True
-        return await _push_newest(client, oldest, folder, keys)
+        return await _push_newest(joining, oldest, folder, keys)
     try:
         theirs = await _weights(peer)
         if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
             return True
         if theirs.push_id is None:  # asleep without weights, until a push brings others
             return False
-        await _push_of(client, peer, theirs, folder, keys)
+        await _push_of(joining, peer, theirs, folder, keys)
     except TruerollError:
         if (await client.health()).state == "failed":
             raise
@@ -75,7 +89,7 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 async def _push_of(
-    client: AsyncRolloutClient,
+    joining: _Only,
     peer: AsyncRolloutClient,
     theirs: protocol.Weights,
     folder: WeightFolder,
@@ -85,31 +99,29 @@ async def _push_of(
     for path in folder.pushes():
         if path.name.endswith(theirs.push_id[:8]):
             with suppress(PushError):  # a newer push has taken its place
-                return await asyncio.to_thread(_push, client.address, path, keys)
+                return await asyncio.to_thread(_push, joining, path, keys)
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
         (path,) = new.iterdir()
-        await asyncio.to_thread(_push, client.address, path, keys)
+        await asyncio.to_thread(_push, joining, path, keys)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-async def _push_newest(
-    client: AsyncRolloutClient, oldest: int, folder: WeightFolder, keys: tuple[Key | None, Key | None]
-) -> bool:
+async def _push_newest(joining: _Only, oldest: int, folder: WeightFolder, keys: tuple[Key | None, Key | None]) -> bool:
     found = [(int(path.name.split("-")[1]), path) for path in folder.pushes()]
     version, path = max(found, default=(-1, None))
     if path is None or version < oldest:
         return False
-    await asyncio.to_thread(_push, client.address, path, keys)
+    await asyncio.to_thread(_push, joining, path, keys)
     return True
 
 
-def _push(address: str, path: Path, keys: tuple[Key | None, Key | None]) -> None:
+def _push(joining: _Only, path: Path, keys: tuple[Key | None, Key | None]) -> None:
     """On a thread: the publisher blocks, and imports torch."""
     from ..publisher.publisher import WeightPublisher
 
     with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
-        publisher.connect([address])
+        publisher.connect_fleet(joining)
         publisher.push_folder(path, allow_older=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ class Cluster:
 
     def __init__(self, address: str | None) -> None:
         self._address = address
+        self._is_closed = False
+        self._lock = threading.Lock()
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._connect()
@@ -54,12 +57,14 @@ class Cluster:
         else:
             fields |= dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
             fields |= dict(object_store_memory=OBJECT_STORE_BYTES)
+        before = _children_of_ray()
         for attempt in range(STARTS):
             try:
                 ray.init(**fields)
                 return
             except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
                 ray.shutdown()
+                _end(_children_of_ray() - before)  # which it forgets where its node did not come up
                 if self._address is not None or attempt == STARTS - 1:
                     where = self._address or "this machine"
                     raise ConfigError(
@@ -79,20 +84,42 @@ class Cluster:
 
     def reconnect(self) -> None:
         """After the node was lost: join again, or start another one. Raise ConfigError."""
-        ray.shutdown()
-        self._is_own = True
-        self._connect()
+        with self._lock:
+            if self._is_closed:
+                return
+            ray.shutdown()
+            self._is_own = True
+            self._connect()
 
     def close(self) -> None:
         """Leave the cluster, or end it, if that was begun here."""
-        if self._is_own:
-            ray.shutdown()
+        with self._lock:
+            self._is_closed = True
+            if self._is_own:
+                ray.shutdown()
 
 
 def _runs(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def _children_of_ray() -> set[psutil.Process]:
+    """What Ray has started in this process."""
+    folder, found = str(Path(ray.__file__).parent), set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if any(folder in argument for argument in child.cmdline()):
+                found.add(child)
+    return found
+
+
+def _end(processes: Collection[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes)
 
 
 class Place:
@@ -102,12 +129,12 @@ class Place:
         options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
-    async def start(self, settings: Mapping[str, Any], startup_timeout: float) -> str:
-        """Start the worker; returns its address. Waits for as long as the cluster has no room. Raise what keeps it
-        from running, and WorkerLostError if the actor dies.
+    async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
+        """Start the worker; returns its address, which without keys is `socket`. Waits for as long as the cluster has
+        no room. Raise what keeps it from running, and WorkerLostError if the actor dies.
         """
-        boot_id = _BOOT_ID.read_text()
-        outcome = await self._result(self._actor.start.remote(dict(settings), startup_timeout, boot_id))
+        here = _BOOT_ID.read_text(), str(socket)
+        outcome = await self._result(self._actor.start.remote(dict(settings), startup_timeout, *here))
         if "address" not in outcome:
             raise error_from_code(outcome["code"], outcome["message"])
         return outcome["address"]
@@ -148,11 +175,11 @@ class _Runner:
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
 
-    def start(self, settings: dict[str, Any], startup_timeout: float, boot_id: str) -> dict[str, str]:
+    def start(self, settings: dict[str, Any], startup_timeout: float, boot_id: str, socket: str) -> dict[str, str]:
         from ...engine.config import EngineConfig
 
         try:
-            worker = _with_address(settings["worker"], is_here=_BOOT_ID.read_text() == boot_id)
+            worker = _with_address(settings["worker"], socket if _BOOT_ID.read_text() == boot_id else None)
             self._process = WorkerProcess(WorkerConfig(**worker), EngineConfig(**settings["engine"]), startup_timeout)
         except TruerollError as error:
             return {"code": error.code, "message": str(error)}
@@ -171,14 +198,14 @@ class _Runner:
             self._process.close()
 
 
-def _with_address(worker: dict[str, Any], is_here: bool) -> dict[str, Any]:
-    """The settings of a worker, listening where its clients can reach it: with keys by this machine's IP."""
-    if worker.get("address") is not None:
-        return worker
+def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
+    """The settings of a worker, listening where its clients can reach it: with keys by this machine's IP, otherwise at
+    `socket`, which is None on other machines than the fleet's.
+    """
     if worker.get("curve_secret_key_file") is not None:
         return worker | {"address": f"tcp://{ray.util.get_node_ip_address()}:*"}
-    if is_here:
-        return worker
+    if socket is not None:
+        return worker | {"address": f"ipc://{socket}"}
     raise ConfigError(
         f"fleet: expected keys for workers on other machines, found none for the one at "
         f"{ray.util.get_node_ip_address()}; give curve_secret_key_file and clients_file"

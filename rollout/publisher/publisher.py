@@ -26,7 +26,7 @@ from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors, can_
 from ...weight_sync.trainer.transaction import PushSettings
 from ...weight_sync.transports.disk import read_manifest
 from .. import protocol
-from ..client.membership import FleetArg, Membership, membership_of
+from ..client.membership import FleetArg, KeepsVersion, Membership, membership_of
 from .workers import Key, Workers
 
 OnLost: TypeAlias = Literal["raise", "skip"]
@@ -163,6 +163,7 @@ class WeightPublisher:
                 log.warning("push of version %d is made again without what was lost: %s", version, error)
                 continue
             assert result is not None
+            self._tell_fleet(version)
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
@@ -198,6 +199,7 @@ class WeightPublisher:
             result = replace(result, left_out=party.left_out)
         self._latest = dict.fromkeys(party.workers.addresses, manifest.push_id)
         self._terms = manifest.weight_version, allow_older
+        self._tell_fleet(manifest.weight_version)
         return result
 
     def close(self) -> None:
@@ -222,6 +224,15 @@ class WeightPublisher:
             return False
         self._taken_out |= lost
         return len(self._fleet_addresses()) > 0
+
+    def _tell_fleet(self, version: int) -> None:
+        """So that a fleet which loses all its workers now serves nothing older."""
+        if not isinstance(self._fleet, KeepsVersion):
+            return
+        try:
+            self._fleet.note_version(version)
+        except ConfigError as error:
+            log.warning("the fleet learns of version %d only when it looks at its workers: %s", version, error)
 
     def _fleet_addresses(self) -> list[str]:
         """Of those to push to: who serves, or who joins while nobody does."""
@@ -298,9 +309,10 @@ class WeightPublisher:
     def _connected(self) -> Workers:
         if self._fleet is not None:
             addresses = self._fleet_addresses()
-            if self._workers is None or list(self._workers.addresses) != addresses:
+            known = self._workers
+            if known is None or list(known.addresses) != addresses or not known.are_members:
                 self._disconnect_workers()
-                self._workers = Workers(addresses, self._settings.timeout, self._keys)
+                self._workers = Workers(addresses, self._settings.timeout, self._keys, self._fleet)
         if self._workers is None or not self._workers.addresses:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers

@@ -1,36 +1,49 @@
 """The workers that a publisher pushes to: one client each, all on one event loop on a thread of its own.
 
-Owns: the clients, the thread, and who did not answer last. Promises: every call ends within its timeout, and the first
-worker that fails ends a call to all of them with an error that names it, but a greeting, which waits for all.
+Owns: the clients, the thread, and who did not answer last. Promises: every call ends within its timeout, or as soon as
+the worker is no member of its fleet any more, and the first worker that fails ends a call to all of them with an error
+that names it, but a greeting, which waits for all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from trueroll.errors import ConfigError, DeadlineError, TruerollError
+from trueroll.errors import ConfigError, DeadlineError, TruerollError, WorkerLostError
 
 from ...weight_sync.trainer.workers import WorkerFailure
 from .. import protocol
 from ..client.client import AsyncRolloutClient, Key
 from ..client.loop_thread import LoopThread
+from ..client.membership import Membership
 
 ANSWER_SECONDS = 5.0
 """How long a worker may take to answer a greeting: it does so at once, also while it computes, unless it is stopped."""
 LOST_SECONDS = 1.0
 """The same for one that did not answer the greeting before."""
+FOLLOW_SECONDS = 0.1
+"""Between two looks at who is a member."""
+
+log = logging.getLogger(__name__)
 
 
 class Workers:
     """The workers at `addresses`; a position is an index into them. `keys`: `server_public_key` and `client_key`
-    of `RolloutClient`.
+    of `RolloutClient`. `membership`: of the fleet that they are in.
     """
 
-    def __init__(self, addresses: Sequence[str], timeout: float, keys: tuple[Key | None, Key | None]) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        timeout: float,
+        keys: tuple[Key | None, Key | None],
+        membership: Membership | None = None,
+    ) -> None:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise ConfigError(f"addresses: expected a list of strings, found {addresses!r:.80}; give a list")
         if len(set(addresses)) != len(addresses):
@@ -39,6 +52,13 @@ class Workers:
         self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
         self._silent: set[str] = set()
+        self._gone: set[str] = set()
+        self._following = None if membership is None else self._thread.submit(self._follow(membership))
+
+    @property
+    def are_members(self) -> bool:
+        """Whether none has left its fleet since."""
+        return not self._gone
 
     def at(self, positions: Iterable[int]) -> Workers:
         """Those at these positions, by the same clients, which end with this one."""
@@ -75,6 +95,8 @@ class Workers:
         self._thread.end(self._close)
 
     async def _close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def _ask_until_failure(self, what: str, calls: Sequence[protocol.Call], timeout: float) -> list[Any]:
@@ -108,3 +130,21 @@ class Workers:
             return await asyncio.wait_for(self._clients[position].ask(call), timeout)
         except TimeoutError:
             raise DeadlineError(f"{call.type}: expected an answer within {timeout} s, found none") from None
+        except TruerollError:
+            if self.addresses[position] in self._gone:
+                raise WorkerLostError("worker: it is no member of its fleet any more; see the fleet's log") from None
+            raise
+
+    async def _follow(self, membership: Membership) -> None:
+        """Wait no longer for those that are members no more: their fleet sees them end, which here nobody does."""
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            try:
+                there = {member.address for member in membership.members()}
+            except TruerollError as error:
+                log.warning("fleet: %s", error)
+                continue
+            for address, client in zip(self.addresses, self._clients, strict=True):
+                if address not in there | self._gone:
+                    self._gone.add(address)
+                    await asyncio.shield(client.close())  # `_close` may cancel this task

@@ -1,110 +1,109 @@
 """Rounds in which a fleet works and something is killed at a random moment, and what must hold after each.
 
-Each round generates, pushes, sleeps or scales, while a worker, its actor, a client's process or the raylet is killed
-with SIGKILL. Then: every sample there once, with the bits that a worker gives that nobody disturbs, of the version that
-was pushed last; the fleet whole again; no process and no shared memory left over.
+Each round generates, streams, scores, pushes, sleeps or scales, while a worker, its actor, a client's process or the
+raylet is killed with SIGKILL. Then: every sample there once, with the bits that a worker gives that nobody disturbs, of
+the version that was pushed last; the fleet whole again; no process, no shared memory and no socket left over.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from safetensors.torch import load_file
 
-from trueroll.errors import ConfigError, PushError, TruerollError
-from trueroll.rollout import Fleet, FleetClient, Group, RolloutClient, SamplingParams, WeightPublisher, launch_worker
+from trueroll.errors import ConfigError, PushError, TruerollError, WorkerLostError
+from trueroll.rollout import Fleet, Group, launch_worker
+from trueroll.rollout.fleet import fleet as fleet_module
 
-Bits = list[list[tuple[tuple[int, ...], bytes]]]
+from .work import MOMENTS, TRANSPORTS, Bits, BrokenPromise, Work, bits, command, read_moment, tell_memory
 
 NUM_WORKERS = 2
-PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 7)]
-PARAMS = SamplingParams(n=4, max_tokens=400, ignore_eos=True)
-SEED = 11
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
-KILLED = {"worker": 8, "actor": 8, "client": 3, "raylet": 1}
-"""Shares of what is killed."""
-DONE = {"generate": 6, "push": 6, "sleep": 3, "scale": 2}
-"""Shares of what is being done meanwhile."""
-CLIENT = """
-import sys
-sys.path.insert(0, sys.argv[2])
-from chaos.campaign import PARAMS, PROMPTS, SEED
-from trueroll.rollout import FleetClient
-with FleetClient(sys.argv[1]) as client:
-    print("begun", flush=True)
+VICTIMS = ("worker", "actor", "client", "raylet")
+RAYLETS = 4
+"""How many are killed in a lap, in which all else is killed at each moment once."""
+SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
+"""About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
+PHASE_SECONDS = 0.02
+SHORTER, LONGER = 0.7, 1.2
+"""What becomes of that where something was killed too late, or in time."""
+STEADY_SECONDS = 3.0
+"""After which a worker is replaced at once: here they are killed more often than anywhere else."""
+
+
+def plan(seed: int, rounds: int) -> list[tuple[str, str]]:
+    """What is killed in each round, and at which moment: everything at each, in an order that `seed` gives."""
+    chosen, raylets, found = random.Random(seed), _forever(seed, list(MOMENTS)), []
+    while len(found) < rounds:
+        pairs = [(victim, moment) for victim in VICTIMS if victim != "raylet" for moment in MOMENTS]
+        pairs += [("raylet", next(raylets)) for _ in range(RAYLETS)]
+        chosen.shuffle(pairs)
+        found += pairs
+    return found[:rounds]
+
+
+def _forever(seed: int, moments: list[str]) -> Iterator[str]:
+    chosen = random.Random(seed)
     while True:
-        client.generate(PROMPTS, PARAMS, seed=SEED)
-"""
+        chosen.shuffle(moments)
+        yield from moments
 
 
-class BrokenPromise(Exception):
-    """What a round has found."""
+class Expected:
+    """What a worker that nobody disturbs gives with the weights of two versions, of which the others take turns."""
 
-
-def bits(groups: list[Group]) -> Bits:
-    """Tokens and log-probs of each sample of each group."""
-    return [[(tuple(s.token_ids), s.logprobs.tobytes()) for s in group.samples] for group in groups]
-
-
-class Weights:
-    """Two sets of weights, of which the versions take turns, and the samples that each gives."""
-
-    def __init__(self, folder: Path) -> None:
-        own = load_file(folder / "model.safetensors")
-        self.sets = [{name: tensor * factor for name, tensor in own.items()} for factor in (1.0, 1.25)]
-        with (
-            launch_worker(str(folder), **SETTINGS) as worker,
-            RolloutClient(worker.address) as client,
-            WeightPublisher("shared") as publisher,
-        ):
-            publisher.connect([worker.address])
-            self.samples = [self._samples(client, publisher, version) for version in range(2)]
-        if self.samples[0] == self.samples[1]:
+    def __init__(self, model: Path, pushes: Path) -> None:
+        with launch_worker(str(model), **SETTINGS) as worker:
+            work = Work([worker.address], model, pushes, lambda moment: None)
+            found = []
+            for version in (2, 3):
+                work.push(version, "shared")
+                found.append((bits(work.generate(version)), work.score(version)))
+            work.close()
+        (self._samples, self._scores) = zip(*found, strict=True)
+        if self._samples[0] == self._samples[1] or self._scores[0] == self._scores[1]:
             raise BrokenPromise("premise: expected other samples from other weights, found the same")
+        if any(len({len(tokens) for tokens, _ in group}) == 1 for group in self._samples[0]):
+            raise BrokenPromise("premise: expected samples of several lengths in a group, found one")
 
-    def _samples(self, client: RolloutClient, publisher: WeightPublisher, version: int) -> Bits:
-        publisher.push(self.of(version), version + 1)
-        return bits(client.generate(PROMPTS, PARAMS, seed=SEED))
+    def samples(self, version: int) -> Bits:
+        return self._samples[version % 2]
 
-    def of(self, version: int) -> dict[str, torch.Tensor]:
-        return self.sets[version % 2]
-
-    def expected(self, version: int) -> Bits:
-        return self.samples[version % 2]
+    def scores(self, version: int) -> list[bytes]:
+        return self._scores[version % 2]
 
 
 @dataclass
 class Numbers:
-    """What the rounds came to."""
+    """What the rounds came to. `hit`: those in which the moment was not over when something was killed."""
 
     rounds: int = 0
-    killed: Counter[str] = field(default_factory=Counter)
     hit: int = 0
-    """Rounds in which something was killed while the work was under way."""
+    killed: Counter[str] = field(default_factory=Counter)
+    last: str = ""
 
 
-class _Work:
+class _Errand:
     """Something that runs on a thread. `errors`: what it raised."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.errors: list[BaseException] = []
         self._action = action
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -112,187 +111,286 @@ class _Work:
         except BaseException as error:
             self.errors.append(error)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
-class Campaign:
-    """A fleet of the model in `folder`, and rounds that `seed` chooses. `file`: of the fleet."""
+    def wait(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Raise what it raised."""
+        while self.is_alive:
+            self._thread.join(0.2)
+            meanwhile()
+        if self.errors:
+            raise self.errors[0]
+
+
+class _Other:
+    """A client in a process of its own."""
 
     def __init__(
-        self, folder: Path, file: Path, seed: int, transport: Any = "shared", with_raylet: bool = True
+        self, arguments: list[str], on_moment: Callable[[str], None], on_memory: Callable[[str], None]
     ) -> None:
-        self.random = random.Random(seed)
+        self._process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        self._on_moment, self._on_memory = on_moment, on_memory
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                if (moment := read_moment(line, self._on_memory)) is not None:
+                    self._on_moment(moment)
+
+
+class Campaign:
+    """A fleet of `model`, whose file is `file`, beside which it works. `seed` chooses which worker is killed, when."""
+
+    def __init__(self, model: Path, file: Path, seed: int) -> None:
         self.numbers = Numbers()
-        self.weights = Weights(folder)
-        self.version = 0
-        self._killed = KILLED if with_raylet else {name: share for name, share in KILLED.items() if name != "raylet"}
-        self._shared_memory = _shared_memory()
-        self._file = file
-        fields: dict[str, Any] = {} if transport != "disk" else dict(folder=file.parent / "pushes")
-        self._publisher = WeightPublisher(transport, timeout=20.0, **fields)
-        weights_folder = fields.get("folder")
-        self.fleet = Fleet(str(folder), NUM_WORKERS, file=file, weights_folder=weights_folder, **SETTINGS)
-        self.client = FleetClient(self.fleet, timeout=15.0)
-        self._publisher.connect_fleet(self.fleet)
-        self._push(1)
-        self._seconds = dict.fromkeys(DONE, 0.5)
+        self.version = 2
+        self._random = random.Random(seed)
+        self._model, self._file, self._folder = model, file, file.parent / "weights"
+        self._expected = Expected(model, file.parent / "undisturbed")
+        self._before = _processes(file)
+        self._memory: set[str] = set()
+        self._addresses: set[str] = set()
+        self._moments: queue.Queue[str | None] = queue.Queue()
+        self._now: str | None = None
+        self._seconds = {moment: SECONDS.get(moment, PHASE_SECONDS) for moment in MOMENTS}
+        tell_memory(self._memory.add)
+        fleet_module.STEADY_SECONDS = STEADY_SECONDS
+        self.fleet = Fleet(str(model), NUM_WORKERS, file=file, weights_folder=self._folder, **SETTINGS)
+        self._work = Work(self.fleet, model, self._folder, self._begin)
+        self._work.push(self.version, "shared")
+        self._normal = _processes(file)
+        if self._normal - self._before != Counter(worker=NUM_WORKERS, actor=NUM_WORKERS) + self._of_the_cluster():
+            raise BrokenPromise(
+                f"premise: expected the processes of a fleet, found {self._normal} after {self._before}"
+            )
+
+    def _of_the_cluster(self) -> Counter[str]:
+        return Counter() if self._before["raylet"] else Counter(raylet=1, gcs_server=1)
 
     def close(self) -> None:
         """End the fleet; nothing of it may remain."""
-        self.client.close()
-        self._publisher.close()
+        self._work.close()
         self.fleet.close()
-        self._check_left(0)
+        self._check_left(self._before)
 
-    def run(self, rounds: int, on_round: Callable[[Numbers], None] = lambda numbers: None) -> None:
-        """Raise BrokenPromise for the first round that finds one."""
-        for _ in range(rounds):
-            done, killed = (self.random.choices([*t], [*t.values()])[0] for t in (DONE, self._killed))
-            delay = self.random.random() * self._seconds[done]
+    def run(
+        self, rounds: Iterable[tuple[str, str]], on_round: Callable[[Numbers], None] = lambda numbers: None
+    ) -> None:
+        """`rounds`: what is killed, and at which moment. Raise BrokenPromise for the first one that finds one."""
+        for victim, moment in rounds:
+            transport = self._random.choices(TRANSPORTS, (3, 1, 1))[0]
+            what = f"{moment}, {victim} killed" + (f", {transport}" if MOMENTS[moment] == "push" else "")
+            started = time.monotonic()
             try:
-                self._round(done, killed, delay)
+                was_hit = self._round(victim, moment, transport)
             except (TruerollError, BrokenPromise) as error:
-                found = f"round {self.numbers.rounds}: {done}, {killed} killed after {delay:.3f} s: {error}"
-                raise BrokenPromise(found) from error
+                raise BrokenPromise(f"round {self.numbers.rounds}: {what}: {type(error).__name__}: {error}") from error
             self.numbers.rounds += 1
-            self.numbers.killed[killed] += 1
+            self.numbers.hit += was_hit
+            self.numbers.killed[victim] += 1
+            self.numbers.last = f"{what}{'' if was_hit else ' too late'}, {time.monotonic() - started:.1f} s"
             on_round(self.numbers)
 
-    def _round(self, done: str, killed: str, delay: float) -> None:
-        other = self._start_client() if killed == "client" else None
-        work, began = _Work(getattr(self, f"_{done}")), time.monotonic()
-        time.sleep(delay)
-        self.numbers.hit += work.thread.is_alive()
-        self._kill(killed, other)
-        self._wait_for(work, restores=done != "push")
-        self._seconds[done] += 0.4 * (min(5.0, time.monotonic() - began) - self._seconds[done])
-        self._settle()
+    def _round(self, victim: str, moment: str, transport: str) -> bool:
+        done, lost = MOMENTS[moment], []
+        self._moments, self._now, self._transport, self._victim = queue.Queue(), None, transport, victim
+        self._served = {self.version, self.version + (done == "push")}
+        meanwhile = None if done in ("generate", "stream", "score") else _Errand(self._generate_any)
+        other = self._start_other(moment, done, transport) if victim == "client" else None
+        work = None if other and done != "scale" else _Errand(lambda: self._do(done))
+        try:
+            was_hit = self._wait_for(moment)
+            lost = self._kill(victim, other)
+        finally:
+            if other is not None:
+                other.kill()
+        if work is not None:
+            work.wait(self._restore if done != "push" else lambda: None)
+        elif done == "push":
+            self._push()  # as its trainer does, once it was started anew
+        self._settle(lost, meanwhile)
+        return was_hit
 
-    def _wait_for(self, work: _Work, restores: bool = True) -> None:
-        """Until it is done, with a trainer that brings weights which all have lost, unless the work is its own."""
-        while work.thread.is_alive():
-            work.thread.join(0.2)
-            if restores:
-                self._restore()
-        if work.errors:
-            raise work.errors[0]
+    def _start_other(self, moment: str, done: str, transport: str) -> _Other:
+        arguments = command(self._file, self._model, self._folder, moment, self.version, transport)
+        return _Other(arguments, (lambda told: None) if done == "scale" else self._begin, self._memory.add)
 
-    def _start_client(self) -> subprocess.Popen[bytes]:
-        command = (sys.executable, "-P", "-c", CLIENT, str(self._file), str(Path(__file__).parents[1]))
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
-        return process
+    def _begin(self, moment: str | None) -> None:
+        self._now = moment
+        self._moments.put(moment)
 
-    def _kill(self, killed: str, other: subprocess.Popen[bytes] | None) -> None:
+    def _wait_for(self, moment: str) -> bool:
+        """Wait until some time in the moment; returns whether it lasts."""
+        while (found := self._next_moment()) != moment:
+            if found is None:
+                return False
+        time.sleep(self._random.random() * self._seconds[moment])
+        was_hit = self._now == moment
+        self._seconds[moment] *= LONGER if was_hit else SHORTER
+        return was_hit
+
+    def _next_moment(self) -> str | None:
+        for _ in _ticks(WHOLE_SECONDS):
+            with suppress(queue.Empty):
+                return self._moments.get_nowait()
+        raise BrokenPromise("expected a moment to begin, found none")
+
+    def _kill(self, victim: str, other: _Other | None) -> list[int]:
+        """Returns the processes of workers and actors that are to be replaced."""
+        pids = list(self.fleet.pids().values())
+        self._addresses |= {member.address for member in self.fleet.members()}
         if other is not None:
             other.kill()
-            other.wait()
-        elif killed == "raylet":
+            return []
+        if victim == "raylet":
             for child in psutil.Process().children():
                 if child.name() == "raylet":
                     child.kill()
-        elif pids := list(self.fleet.pids().values()):
-            actor, worker = self.random.choice(pids)
-            try:
-                os.kill(actor if killed == "actor" else worker, 9)
-            except ProcessLookupError:
-                pass  # of the round before, and not replaced yet
+            return [pid for both in pids for pid in both]
+        actor, worker = self._random.choice(pids)
+        with suppress(ProcessLookupError):  # it was to leave, and just has
+            os.kill(actor if victim == "actor" else worker, 9)
+        return [actor, worker]
 
     # What is done meanwhile.
 
-    def _generate(self) -> None:
-        groups = self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=self.version)
-        self._check(groups)
+    def _do(self, done: str) -> None:
+        try:
+            getattr(self, f"_{done}")()
+        finally:
+            self._begin(None)
 
-    def _push(self, version: int | None = None) -> None:
-        """As a trainer does: again, if nobody was there."""
-        version = self.version + 1 if version is None else version
-        deadline = time.monotonic() + WHOLE_SECONDS
-        while True:
-            try:
-                self._publisher.push(self.weights.of(version), version, allow_older=True)
-                break
-            except (PushError, ConfigError):
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
-        self.version = version
+    def _generate(self) -> None:
+        self._check(self._work.generate(self.version), {self.version})
+
+    def _generate_any(self) -> None:
+        """Under the weights that are served, or those that a push brings."""
+        self._check(self._work.samples(self.version), self._served)
+
+    def _stream(self) -> None:
+        if self._work.stream(self.version) != self._expected.samples(self.version):
+            raise BrokenPromise("found other samples than without failures")
+
+    def _score(self) -> None:
+        if self._work.score(self.version) != self._expected.scores(self.version):
+            raise BrokenPromise("found other scores than without failures")
+
+    def _push(self) -> None:
+        self._until_there(lambda: self._work.push(self.version + 1, self._transport), (PushError, ConfigError))
+        self.version += 1
 
     def _sleep(self) -> None:
-        self.client.sleep(level=1)
-        self.client.wake_up()
+        self._until_there(self._work.sleep, (WorkerLostError,))
 
     def _scale(self) -> None:
+        self._begin("grow")
         self.fleet.scale(NUM_WORKERS + 1)
+        self._begin("shrink")
         self.fleet.scale(NUM_WORKERS)
 
-    def _restore(self) -> None:
-        """If all that had the weights are gone, the trainer brings them again."""
-        members = self.fleet.members()
-        if members and all(member.standing == "joining" for member in members):
+    def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
+        """Again, where all workers were killed: then nobody was there."""
+        for _ in _ticks(WHOLE_SECONDS, 0.5):
             try:
-                self._publisher.push(self.weights.of(self.version), self.version, allow_older=True)
+                return action()
+            except errors:
+                if self._victim != "raylet":
+                    raise
+        raise BrokenPromise("expected workers that are there again, found none")
+
+    def _restore(self) -> None:
+        """If all that had the weights were killed, the trainer brings them again."""
+        members = self.fleet.members()
+        if self._victim == "raylet" and members and all(member.standing == "joining" for member in members):
+            try:
+                self._work.push(self.version, self._transport)
             except (PushError, ConfigError):
-                pass  # one is gone again, or not there yet
+                pass  # one is not there yet
 
     # What must hold.
 
-    def _settle(self) -> None:
+    def _settle(self, lost: list[int], meanwhile: _Errand | None) -> None:
         """The fleet comes back, with all weights, and everything works."""
-        deadline = time.monotonic() + WHOLE_SECONDS
-        while not self._is_whole():
+        for _ in _ticks(WHOLE_SECONDS, 0.2):
+            if self._is_whole(lost):
+                break
             self._restore()
-            if time.monotonic() > deadline:
-                raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
-            time.sleep(0.2)
-        self._wait_for(_Work(self._work_again))
-        self._check_left(NUM_WORKERS)
-
-    def _work_again(self) -> None:
-        self.client.wake_up()
+        else:
+            raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
+        if meanwhile is not None:
+            meanwhile.wait()
         self._generate()
+        self._check_left(self._normal)
 
-    def _is_whole(self) -> bool:
-        return self.fleet.num_serving == NUM_WORKERS and len(self._versions()) == NUM_WORKERS
-
-    def _versions(self) -> list[int]:
-        """Of the workers that answer and serve the version of the last push."""
-        try:
-            return [h.weight_version for h in self.client.healths().values() if h.weight_version == self.version]
-        except TruerollError:
-            return []
-
-    def _check(self, groups: list[Group]) -> None:
-        versions = {span.version for g in groups for s in g.samples for span in s.weight_versions}
-        if versions != {self.version}:
-            raise BrokenPromise(f"expected version {self.version}, found {versions}")
-        if bits(groups) != self.weights.expected(self.version):
-            raise BrokenPromise("found other samples than without failures")
-
-    def _check_left(self, num_workers: int) -> None:
-        """As many worker processes as there should be, and no shared memory of theirs."""
-        deadline = time.monotonic() + LEFT_SECONDS
-        while (count := len(_worker_processes(self._file))) != num_workers or _shared_memory() - self._shared_memory:
-            if time.monotonic() > deadline:
-                left = sorted(_shared_memory() - self._shared_memory)
-                raise BrokenPromise(f"expected {num_workers} worker processes, found {count}, and in /dev/shm {left}")
-            time.sleep(0.2)
-
-
-def _worker_processes(file: Path) -> list[int]:
-    """Those that were started under this process, whoever has adopted them since."""
-    mark = f"TRUEROLL_CHAOS={file}"
-    return [process.pid for process in psutil.process_iter() if _is_worker(process, mark)]
-
-
-def _is_worker(process: psutil.Process, mark: str) -> bool:
-    try:
-        if "trueroll.rollout.worker.process" not in process.cmdline():
+    def _is_whole(self, lost: list[int]) -> bool:
+        """Whether all were replaced that were lost, and all serve the version of the last push."""
+        if self.fleet.num_serving != NUM_WORKERS or any(
+            pid in pids for pids in self.fleet.pids().values() for pid in lost
+        ):
             return False
-        return mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        try:
+            healths = self._work.client.healths().values()
+            if any(health.state == "asleep" for health in healths):
+                self._work.client.wake_up()  # whoever had them sleep was killed
+        except TruerollError:
+            return False
+        return [(health.state, health.weight_version) for health in healths] == [("ready", self.version)] * NUM_WORKERS
+
+    def _check(self, groups: list[Group], versions: set[int]) -> None:
+        """Each is of one version, one of those, and has the bits of that."""
+        for position, group in enumerate(groups):
+            found = {span.version for sample in group.samples for span in sample.weight_versions}
+            if len(found) != 1 or not found <= versions:
+                raise BrokenPromise(f"expected version {versions}, found {found}")
+            if bits([group])[0] != self._expected.samples(*found)[position]:
+                raise BrokenPromise("found other samples than without failures")
+
+    def _check_left(self, processes: Counter[str]) -> None:
+        """As many processes as there should be, and nothing on disk of those that have ended."""
+        for _ in _ticks(LEFT_SECONDS, 0.5):
+            if (found := _processes(self._file)) == processes and not self._files_left():
+                return
+        raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
+
+    def _files_left(self) -> list[Path]:
+        there = {member.address for member in self.fleet.members()}
+        sockets = [Path(address.removeprefix("ipc://")) for address in self._addresses - there]
+        files = [*sockets, *(Path("/dev/shm") / name for name in self._memory)]
+        return [file for file in files if file.exists()] + list(self._folder.glob("joins/*"))
+
+
+def _ticks(seconds: float, tick: float = 0.05) -> Iterator[None]:
+    """Ends after so many seconds, in which no time counts that this process was stopped."""
+    for _ in range(int(seconds / tick)):
+        yield
+        time.sleep(tick)
+
+
+def _processes(file: Path) -> Counter[str]:
+    """How many of each kind run that were started under this process, whoever has adopted them since."""
+    mark = f"TRUEROLL_CHAOS={file}".encode()
+    return Counter(kind for process in psutil.process_iter() if (kind := _kind(process, mark)) is not None)
+
+
+def _kind(process: psutil.Process, mark: bytes) -> str | None:
+    try:
+        line = process.cmdline()
+        if "trueroll.rollout.worker.process" in line:
+            kind = "worker"
+        elif line and line[0].startswith("ray::_Runner"):
+            kind = "actor"
+        elif (kind := process.name()) not in ("raylet", "gcs_server"):
+            return None
+        return kind if mark in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0") else None
     except (psutil.Error, OSError):
-        return False
-
-
-def _shared_memory() -> set[str]:
-    return {entry.name for entry in os.scandir("/dev/shm") if "trueroll" in entry.name}
+        return None

@@ -1,15 +1,18 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
 Owns: on the trainer's side a segment of slots, for one push; on the worker's side a mapping of it. The name is removed
-as soon as all workers have mapped the memory, which the system frees with its last mapping; so a process that is killed
-leaves nothing behind, except between `begin` and the workers' answer. Both sides run as the same user.
+as soon as all workers have mapped the memory, which the system frees with its last mapping. A trainer that is killed
+before that leaves the name behind until the next push of any trainer of this user, which finds that nobody holds its
+lock. Both sides run as the same user.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +22,7 @@ from trueroll.errors import PushError
 from ..payload.manifest import MOST_UNDER_WAY, Bucket, SharedSource
 
 _FOLDER = Path("/dev/shm")
+_PREFIX = "trueroll-"
 _PAGE = mmap.PAGESIZE
 
 
@@ -29,7 +33,8 @@ class SharedSlots:
 
     def __init__(self, slot_bytes: int) -> None:
         slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
-        self._name = f"trueroll-{secrets.token_hex(16)}"
+        _remove_abandoned()
+        self._name = f"{_PREFIX}{secrets.token_hex(16)}"
         self._source = SharedSource(name=self._name, slot_bytes=slot_bytes, num_slots=MOST_UNDER_WAY)
         memory = torch.frombuffer(_create(self._name, slot_bytes * MOST_UNDER_WAY), dtype=torch.uint8)
         self.slots = list(memory.split(slot_bytes))
@@ -83,7 +88,8 @@ class SharedReader:
 
 
 def _create(name: str, size: int) -> mmap.mmap:
-    file = os.open(_FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """The memory, and with it the lock on its file, which lasts as long: the mapping keeps the file open."""
+    file = _create_locked(_FOLDER / name)
     try:
         os.posix_fallocate(file, 0, size)  # otherwise a full file system kills who writes
         return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
@@ -92,6 +98,32 @@ def _create(name: str, size: int) -> mmap.mmap:
         raise PushError(
             f"shared: expected {size} bytes of shared memory, found {error.strerror}; make {_FOLDER} larger"
         ) from None
+    finally:
+        os.close(file)
+
+
+def _create_locked(path: Path) -> int:
+    while True:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:  # otherwise another trainer has removed it, before it was locked
+            return file
+        os.close(file)
+
+
+def _remove_abandoned() -> None:
+    """The memory of trainers that were killed."""
+    for entry in os.scandir(_FOLDER):
+        if entry.name.startswith(_PREFIX):
+            with suppress(OSError):  # another user's, or another trainer was faster
+                _remove_if_abandoned(entry.path)
+
+
+def _remove_if_abandoned(path: str) -> None:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
     finally:
         os.close(file)
 

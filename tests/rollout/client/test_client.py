@@ -583,6 +583,22 @@ def test_replies_to_an_asking_that_was_given_up_are_not_taken_for_the_next_ones(
         check_group(client.generate([[1, 2, 3]], params, request_ids=ids)[0], 4)
 
 
+def test_what_has_come_and_is_not_taken_is_not_kept(worker: WorkerOnThread) -> None:
+    """Otherwise who gives a request up for what it has got, and asks anew, would get the same again."""
+
+    async def run() -> None:
+        async with AsyncRolloutClient(worker.address) as client:
+            stream = client.stream([[1, 2, 3]], SamplingParams(n=2, max_tokens=4))
+            await anext(stream)
+            while (await client.health()).requests["open"]:
+                pass
+            assert (await client.health()).requests["kept"] == 1
+            await stream.aclose()
+            assert (await client.health()).requests["kept"] == 0
+
+    asyncio.run(run())
+
+
 def test_the_same_id_and_prompt_draw_the_same_samples_of_any_worker(client: RolloutClient, engine: FakeEngine) -> None:
     params = SamplingParams(n=3, max_tokens=9)
     (first,) = client.generate([[1, 2]], params, request_ids=["step-1-a"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -112,6 +114,24 @@ def test_a_worker_that_is_lost_is_taken_out_of_the_push(
     assert versions(workers) == [2, 2, 2], "it is taken in again if it is still a member"
 
 
+@pytest.mark.parametrize("phase", ["weights", "begin_push", "stage_bucket", "verify_push", "commit_push"])
+def test_a_push_waits_for_nobody_who_has_left_the_fleet(workers: list[FaultyWorker], phase: str) -> None:
+    """As one that was killed: its fleet knows it, and from the worker itself comes nothing."""
+    members = Members(*workers)
+    workers[1].mute = {phase, "abort_push"}
+    with WeightPublisher("shared", timeout=3600.0) as publisher, ThreadPoolExecutor(1) as pool:
+        publisher.connect_fleet(members)
+        pushing = pool.submit(publisher.push, tensors(1.0), 1)
+        while phase not in workers[1].calls:
+            time.sleep(0.01)
+        del members.now[1]
+        assert pushing.result().left_out == [workers[1].address]
+        assert versions(workers) == [1, 0, 1]
+        members.now = Members(*workers).now
+        workers[1].mute.clear()
+        assert publisher.push(tensors(2.0), 2).left_out == [] and versions(workers) == [2, 2, 2]
+
+
 def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher: WeightPublisher) -> None:
     publisher.connect_fleet(Members(*workers))
     with pytest.raises(PushError, match="NaN"):
@@ -127,11 +147,12 @@ def join(joining: FaultyWorker, peer: FaultyWorker | None, folder: Path, oldest:
     """Whether it serves the weights then."""
 
     async def run() -> bool:
+        fleet = Members(joining)
         async with AsyncRolloutClient(joining.address) as client:
             if peer is None:
-                return await hand_over(client, None, oldest, WeightFolder(folder), ANY_KEYS)
+                return await hand_over(client, None, oldest, WeightFolder(folder), fleet, ANY_KEYS)
             async with AsyncRolloutClient(peer.address) as other:
-                return await hand_over(client, other, oldest, WeightFolder(folder), ANY_KEYS)
+                return await hand_over(client, other, oldest, WeightFolder(folder), fleet, ANY_KEYS)
 
     return asyncio.run(run())
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -528,6 +530,23 @@ def test_shared_memory_is_private_and_leaves_no_name() -> None:
     slots.opened()
     assert not path.exists()
     slots.close()
+
+
+def test_what_a_killed_trainer_left_goes_with_the_next_push_and_nothing_else() -> None:
+    code = (
+        "import time; from trueroll.weight_sync.transports.shared import SharedSlots\n"
+        "slots = SharedSlots(4096); print(slots.source(0).name, flush=True); time.sleep(3600)"
+    )
+    alive = SharedSlots(4096)
+    with subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        left = Path("/dev/shm") / trainer.stdout.readline().strip()
+        SharedSlots(4096).close()
+        assert left.exists(), "its trainer is there"
+        trainer.kill()
+    SharedSlots(4096).close()
+    assert not left.exists() and (Path("/dev/shm") / alive.source(0).name).exists()
+    alive.close()
 
 
 def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:

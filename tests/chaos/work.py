@@ -1,0 +1,221 @@
+"""What a client of a fleet does in a round, and the moments of it at which something is killed.
+
+As a program it is a client in a process of its own, which does one thing, says the moments of that as they begin, and
+then waits until it is killed.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from trueroll.errors import TruerollError
+from trueroll.rollout import FleetClient, Group, SampleDelta, SampleOutput, SamplingParams, WeightPublisher
+from trueroll.rollout.client.membership import FleetArg
+from trueroll.rollout.publisher.workers import Workers
+from trueroll.weight_sync.transports.shared import SharedSlots
+
+Bits = list[list[tuple[tuple[int, ...], bytes]]]
+
+SEED = 11
+PROMPTS = [[i, 5, 6, 7] * 6 for i in range(1, 17)]
+PARAMS = SamplingParams(n=4, max_tokens=900, ignore_eos=True, stop_token_ids=[3, 4], temperature=1.5)
+"""So that the samples of a group end one after the other."""
+SEQUENCES = [[(7 * i + 3 * j) % 500 + 3 for j in range(600)] for i in range(16)]
+MOMENTS = dict(
+    generate="generate",
+    stream="stream",
+    score="score",
+    begin="push",
+    stage="push",
+    verify="push",
+    commit="push",
+    sleep="sleep",
+    wake="sleep",
+    grow="scale",
+    shrink="scale",
+)
+"""Of what each moment is a part."""
+TRANSPORTS = ("shared", "collective", "disk")
+_CALLS = dict(begin_push="begin", stage_bucket="stage", verify_push="verify", commit_push="commit")
+_MEMORY = "memory "
+
+
+class BrokenPromise(Exception):
+    """What a round has found."""
+
+
+def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Two sets, of which the versions take turns, both others than those of the model in `folder`."""
+    own = load_file(folder / "model.safetensors")
+    return [{name: tensor * factor for name, tensor in own.items()} for factor in (1.125, 1.25)]
+
+
+def bits(groups: list[Group]) -> Bits:
+    """Tokens and log-probs of each sample of each group."""
+    return [[_bits_of(sample) for sample in group.samples] for group in groups]
+
+
+def _bits_of(sample: SampleOutput) -> tuple[tuple[int, ...], bytes]:
+    assert sample.logprobs is not None
+    return tuple(sample.token_ids), sample.logprobs.tobytes()
+
+
+class Work:
+    """A client and a trainer of a fleet. `at` is told each moment of what they do as it begins, on their thread.
+    `pushes`: the folder of those by disk.
+    """
+
+    def __init__(self, fleet: FleetArg, model: Path, pushes: Path, at: Callable[[str], None]) -> None:
+        self.at = at
+        self._sets = weight_sets(model)
+        self._ends = ExitStack()
+        self.client = self._ends.enter_context(FleetClient(fleet))
+        self._publishers: dict[str, WeightPublisher] = {}
+        for transport in TRANSPORTS:
+            fields: dict[str, Any] = dict(folder=pushes) if transport == "disk" else {}
+            publisher = self._ends.enter_context(WeightPublisher(transport, **fields))
+            publisher.connect_fleet(fleet)
+            self._publishers[transport] = publisher
+
+    def close(self) -> None:
+        self._ends.close()
+
+    def generate(self, version: int) -> list[Group]:
+        self.at("generate")
+        return self.samples(version)
+
+    def samples(self, version: int) -> list[Group]:
+        return self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version)
+
+    def stream(self, version: int) -> Bits:
+        """All samples, put together from their pieces. Raise BrokenPromise if one is there twice, or pieces miss."""
+        self.at("stream")
+        pieces: dict[tuple[int, int], list[SampleDelta]] = {}
+        samples: dict[tuple[int, int], SampleOutput] = {}
+        for position, got in self.client.stream(PROMPTS, PARAMS, deltas=True, seed=SEED, min_weight_version=version):
+            place = position, got.index
+            if place in samples:
+                raise BrokenPromise(f"expected nothing more of sample {place}, found {got!r:.200}")
+            if isinstance(got, SampleDelta):
+                _add(pieces.setdefault(place, []), got)
+            else:
+                samples[place] = got
+        return [[_whole(pieces, samples, (i, j)) for j in range(PARAMS.n)] for i in range(len(PROMPTS))]
+
+    def score(self, version: int) -> list[bytes]:
+        self.at("score")
+        scores = self.client.score(SEQUENCES, min_weight_version=version)
+        return [score.logprobs.tobytes() for score in scores]
+
+    def push(self, version: int, transport: str) -> None:
+        if transport == "disk":  # which writes before it begins
+            self.at("stage")
+        with _calls_told(self.at):
+            self._publishers[transport].push(self._sets[version % 2], version, allow_older=True)
+
+    def sleep(self) -> None:
+        self.at("sleep")
+        self.client.sleep(level=1)
+        self.at("wake")
+        self.client.wake_up()
+
+
+def _add(pieces: list[SampleDelta], piece: SampleDelta) -> None:
+    if piece.start == 0:
+        pieces.clear()
+    if piece.start != sum(len(each.token_ids) for each in pieces):
+        raise BrokenPromise(f"expected a piece that begins where the one before ended, found {piece!r:.200}")
+    pieces.append(piece)
+
+
+def _whole(pieces: Any, samples: dict[Any, SampleOutput], place: tuple[int, int]) -> tuple[tuple[int, ...], bytes]:
+    if place not in samples:
+        raise BrokenPromise(f"expected sample {place}, found none")
+    found = pieces.get(place, [])
+    joined = tuple(id for piece in found for id in piece.token_ids), b"".join(p.logprobs.tobytes() for p in found)
+    if joined != _bits_of(samples[place]):
+        raise BrokenPromise(f"expected pieces that are sample {place}, found others")
+    return joined
+
+
+@contextmanager
+def _calls_told(at: Callable[[str], None]) -> Iterator[None]:
+    """Tell the phases of pushes of this thread. (Workers that join get pushes too, on other threads.)"""
+    thread, ask, ask_all = threading.get_ident(), Workers.ask, Workers.ask_all
+
+    def tell(calls: Any) -> None:
+        if threading.get_ident() == thread:
+            moment = _CALLS.get(calls[0].type if isinstance(calls, list) else calls.type)
+            if moment is not None:
+                at(moment)
+
+    def told_ask(workers: Workers, what: str, calls: Any, timeout: float) -> Any:
+        tell(calls)
+        return ask(workers, what, calls, timeout)
+
+    def told_ask_all(workers: Workers, call: Any, timeout: float) -> Any:
+        tell(call)
+        return ask_all(workers, call, timeout)
+
+    Workers.ask, Workers.ask_all = told_ask, told_ask_all  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Workers.ask, Workers.ask_all = ask, ask_all  # type: ignore[method-assign]
+
+
+def tell_memory(tell: Callable[[str], None]) -> None:
+    """Tell the name of all shared memory that this process makes from now on."""
+    make = SharedSlots.__init__
+
+    def told(slots: SharedSlots, *args: Any) -> None:
+        make(slots, *args)
+        tell(slots.source(0).name)
+
+    SharedSlots.__init__ = told  # type: ignore[method-assign]
+
+
+def command(file: Path, model: Path, pushes: Path, moment: str, version: int, transport: str) -> list[str]:
+    """Of a client that does what has this moment. `version`: that the fleet serves."""
+    return [sys.executable, "-P", __file__, str(file), str(model), str(pushes), moment, str(version), transport]
+
+
+def read_moment(line: str, on_memory: Callable[[str], None]) -> str | None:
+    """The moment that a client tells of in a line."""
+    if line.startswith(_MEMORY):
+        on_memory(line.removeprefix(_MEMORY).strip())
+        return None
+    return line.strip()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main() -> None:
+    file, model, pushes, moment, version, transport = sys.argv[1:]
+    tell_memory(lambda name: _say(_MEMORY + name))
+    work, done = Work(file, Path(model), Path(pushes), _say), MOMENTS[moment]
+    try:
+        if done == "push":
+            work.push(int(version) + 1, transport)
+        elif done == "sleep":
+            work.sleep()
+        else:
+            getattr(work, "generate" if done == "scale" else done)(int(version))
+    except TruerollError:
+        pass  # it lost what it asked; the campaign kills it all the same
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()
