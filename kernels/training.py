@@ -28,6 +28,17 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trueroll.errors import AlignmentError
 
+from .adapters import (
+    check_adapters,
+    check_tie,
+    copies_of,
+    current,
+    is_adapted,
+    read_tensors,
+    trained,
+    unadapted,
+    weight_of,
+)
 from .autograd import GradientOps, Packed
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
@@ -43,6 +54,7 @@ __all__ = [
     "TokenStatistics",
     "align",
     "aligned_with",
+    "merged_weights",
     "replayed",
     "token_experts",
     "token_log_probs",
@@ -77,13 +89,16 @@ class Arithmetic(NamedTuple):
 
 def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`: `auto` (the fastest
-    that serves it), `cpu`, `triton` or `reference`.
+    that serves it), `cpu`, `triton` or `reference`. A model of PEFT, with a LoRA adapter, computes with the weights that
+    `merged_weights` gives, and gradients reach A and B.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
     Raise AlignmentError for a model that is aligned already, or that the ops do not compute, and ConfigError for a
     backend that cannot serve it.
     """
-    spec, weight = _check_model(model), model.lm_head.weight
+    spec = _check_model(model)
+    model = unadapted(model)
+    weight = trained(model.lm_head).weight
     # Under autocast float32 parameters compute in 16 bits: what serves the forward pass is known only there.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, spec)
@@ -94,6 +109,7 @@ def align(model: Any, backend: str = "auto") -> None:
 
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
+    model = unadapted(model)
     if not is_decoder(model) or not any(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
@@ -110,10 +126,24 @@ def aligned_with(model: Any) -> Arithmetic:
 
     Raise AlignmentError for a model that is not aligned.
     """
-    _check_aligned(model)
-    dtype = _forward_dtype(model.lm_head.weight)
-    chosen = _chosen(model.lm_head, model.lm_head.weight.device, dtype)
+    head = current(_check_aligned(model).lm_head)
+    weight = trained(head).weight
+    dtype = _forward_dtype(weight)
+    chosen = _chosen(head, weight.device, dtype)
     return Arithmetic(chosen.name, chosen.ops.instruction_set(), str(dtype).removeprefix("torch."))
+
+
+def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What a worker of `dtype` serves that was given the adapters of a model of PEFT: every tensor, in that dtype, by
+    the name that it has without PEFT, with the adapters in the weights (`Backend.merge`, the same bits on any device).
+
+    Raise AlignmentError for a model without PEFT, or with other adapters than `align` takes.
+    """
+    if not is_adapted(model):
+        raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; its weights are as they are")
+    tensors = read_tensors(model)
+    device = next(iter(tensors.tensors.values())).device
+    return tensors.merged(dtype, select_backend("auto", device, dtype, []).ops)
 
 
 def token_log_probs(
@@ -166,8 +196,7 @@ def token_statistics(
 
     Raise AlignmentError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the vocabulary's size.
     """
-    _check_aligned(model)
-    vocab_size = len(model.lm_head.weight)
+    vocab_size = len(trained(_check_aligned(model).lm_head).weight)
     if not 0 <= top_logprobs <= vocab_size:
         raise AlignmentError(
             f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has"
@@ -189,7 +218,7 @@ def token_experts(
 
     Raise AlignmentError where `token_log_probs` does, and for a model without experts.
     """
-    _check_aligned(model)
+    model = _check_aligned(model)
     spec = model.model._aligned.spec
     if not spec.experts:
         raise AlignmentError(
@@ -221,7 +250,7 @@ def _ask(
     routed_experts: Tensor | None,
 ) -> tuple[Tensor, GradientOps, tuple[Tensor, Tensor, Tensor, float]]:
     """The places of the M tokens that are asked for in flat `input_ids`, the ops, and the arguments of `log_probs`."""
-    _check_aligned(model)
+    model = _check_aligned(model)
     if not temperature >= 0.0:
         raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
@@ -232,10 +261,12 @@ def _ask(
         routes = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
     ids, hidden = _run_decoder(model, input_ids, indices, packed, routes=routes)
     wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
-    weight = model.lm_head.weight.to(hidden.dtype)
+    head = current(model.lm_head)
+    ops = _ops(head, hidden)
+    weight = weight_of(head, "weight", hidden.dtype, ops)
     return (
         indices[wanted],
-        _ops(model.lm_head, hidden),
+        ops,
         (hidden[wanted - 1], weight, ids[wanted], _divisor(temperature)),
     )
 
@@ -273,7 +304,7 @@ def _decoder_forward(
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
     for i, layer in enumerate(self.layers):
         x = layer(x, packed, rotations, of_layers[i], records[i])
-    x = ops.rmsnorm(x, self.norm.weight.to(x.dtype), spec.norm)
+    x = ops.rmsnorm(x, weight_of(self.norm, "weight", x.dtype, ops), spec.norm)
     hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
     return MoeModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
 
@@ -301,7 +332,8 @@ def _layer_forward(
     ops = _ops(self, x)
 
     def get(name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
-        found = _parameter(self, index, name, *shape, layout=layout).to(x.dtype)
+        _parameter(self, index, name, *shape, layout=layout)
+        found = weight_of(*_place(self, index, name), x.dtype, ops)
         return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
@@ -327,8 +359,8 @@ def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: Sta
     """A layer's parameter of this name, for matrices [E, R, C] or biases [E, R] of this shape if it has a `layout`; of
     a module that multiplies only if it is as transformers made it.
     """
-    path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
-    module = layer.get_submodule(path)
+    module, leaf = _place(layer, index, name)
+    module = trained(module)
     if len(shape) == 2 or layout is not None:
         _check_plain(name, module, layer)
     stored = shape if layout is None else layout.shape(shape)
@@ -341,18 +373,26 @@ def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: Sta
     return found
 
 
+def _place(layer: nn.Module, index: int, name: str) -> tuple[nn.Module, str]:
+    """The module of a layer that has the parameter of this name, and what the module calls it."""
+    path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
+    return layer.get_submodule(path), leaf
+
+
 def _head_forward(self: Any, hidden: Tensor) -> Tensor:
-    rows = hidden.flatten(0, -2)
-    return _ops(self, hidden).logits(rows, self.weight.to(hidden.dtype)).unflatten(0, hidden.shape[:-1])
+    ops, rows = _ops(self, hidden), hidden.flatten(0, -2)
+    return ops.logits(rows, weight_of(self, "weight", hidden.dtype, ops)).unflatten(0, hidden.shape[:-1])
 
 
 def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
     """The modules whose forward pass is replaced: by which, and a layer's number."""
     yield model.model, _decoder_forward, -1
-    yield model.model.embed_tokens, _embedding_forward, -1
+    for copy in copies_of(model.model.embed_tokens):
+        yield copy, _embedding_forward, -1
     for index, layer in enumerate(model.model.layers):
         yield layer, _layer_forward, index
-    yield model.lm_head, _head_forward, -1
+    for copy in copies_of(model.lm_head):
+        yield copy, _head_forward, -1
 
 
 @cache
@@ -397,25 +437,32 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
         )
 
 
-def _check_aligned(model: Any) -> None:
+def _check_aligned(model: Any) -> Any:
+    """The transformers model inside."""
+    model = unadapted(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
             "pass the model without a wrapper"
         )
+    return model
 
 
 def _check_model(model: Any) -> DecoderSpec:
     """What the model computes. Raise AlignmentError unless the ops compute it too."""
-    spec = describe_plain(model)
-    _check_plain("lm_head", model.lm_head, model)
-    head, embedding = model.lm_head, model.model.embed_tokens.weight
+    spec = describe_plain(unadapted(model))
+    if is_adapted(model):
+        check_adapters(model)
+        check_tie(model, spec.tie_word_embeddings)
+    model = unadapted(model)
+    head, embedding = trained(model.lm_head), trained(model.model.embed_tokens).weight
+    _check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
             f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
             f"{list(head.weight.shape)}{' and none' if head.bias is None else ' and one'}; use another model"
         )
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if ".lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
         raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")

@@ -62,7 +62,8 @@ KERNELS = {
     "batches": SPEC | {"autograd"},
     "plain_models": {"families", "specs"},
     "replay": {"batches", "plain_models", "specs"},
-    "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
+    "adapters": SPEC,
+    "training": SPEC | {"adapters", "autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}
