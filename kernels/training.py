@@ -89,8 +89,8 @@ class Arithmetic(NamedTuple):
 
 def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`: `auto` (the fastest
-    that serves it), `cpu`, `triton` or `reference`. A model of PEFT, with a LoRA adapter, computes with the weights that
-    `merged_weights` gives, and gradients reach A and B.
+    that serves it), `cpu`, `triton` or `reference`. A model of PEFT, with a LoRA adapter, computes with the weights
+    that `merged_weights` gives, and gradients reach A and B.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
     Raise AlignmentError for a model that is aligned already, or that the ops do not compute, and ConfigError for a

@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias, get_args
 from trueroll.errors import ConfigError, DeadlineError, IllegalStateError, PushError, TruerollError, WorkerLostError
 
 from ...engine.request import InFlight
+from ...weight_sync.trainer.adapters import TrainerAdapters, adapters_of
 from ...weight_sync.trainer.outcome import PushResult, push_on_all_ranks
 from ...weight_sync.trainer.sender import Transport, WeightSender
 from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors
@@ -123,7 +124,7 @@ class WeightPublisher:
         self._disconnect()
         self._workers = workers
 
-    def push(self, tensors: Tensors, version: int, *, allow_older: bool = False) -> PushResult:
+    def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
         It must be later than the version that each serves, 0 at first and after a restart, unless `allow_older`: then
@@ -133,10 +134,15 @@ class WeightPublisher:
         on any device. Where they are sharded (DTensor), every rank of the trainer calls this with the same names in the
         same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
         PushError if not all workers have committed; the next push then sends every tensor whole.
+
+        A model of PEFT is sent as it is, and workers add its LoRA adapter to its weights, as an aligned forward pass
+        does. `adapters`: send A and B alone, and `modules_to_save`, to workers that have the other weights already,
+        from their checkpoint or from a push without `adapters`: checksums tell. What changes a frozen weight through
+        `.data` is not noticed by them.
         """
         _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
-        result = push_on_all_ranks(
-            tensors, self._workers is not None, partial(self._push, version=version, allow_older=allow_older)
+        result = self._push_on_all_ranks(
+            tensors, adapters, partial(self._push, version=version, allow_older=allow_older)
         )
         assert result is not None
         return result
@@ -156,7 +162,7 @@ class WeightPublisher:
         push; PushError as `push` does.
         """
         _check(self._transport != "disk", "restore", "a transport that keeps no folder; call push_folder", "disk")
-        return push_on_all_ranks(tensors, self._workers is not None, self._restore)
+        return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
         """Push what an earlier push by `disk` wrote to the workers that do not serve it: thus one that was started anew
@@ -192,20 +198,35 @@ class WeightPublisher:
             self._workers.close()
             self._workers = None
 
-    def _push(self, tensors: TrainerTensors, version: int, allow_older: bool) -> PushResult:
+    def _push_on_all_ranks(
+        self,
+        tensors: Tensors,
+        alone: bool,
+        push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
+    ) -> PushResult | None:
+        """`push` of the tensors, or of a model of PEFT with its adapters, or of these `alone`."""
+        adapters = adapters_of(tensors, alone)
+        in_place = self._settings.in_place and adapters is not None
+        _check(not in_place, "in_place", "False with a model of PEFT, or merged_weights of it", in_place)
+        source = tensors if adapters is None else adapters.tensors
+        return push_on_all_ranks(source, self._workers is not None, lambda found: push(found, adapters))
+
+    def _push(
+        self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
+    ) -> PushResult:
         party = self._meet()
-        result = self._push_to(party, tensors, version, allow_older)
+        result = self._push_to(party, tensors, adapters, version, allow_older)
         self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
         self._terms = version, allow_older
         return result
 
-    def _restore(self, tensors: TrainerTensors) -> PushResult | None:
+    def _restore(self, tensors: TrainerTensors, adapters: TrainerAdapters | None) -> PushResult | None:
         if self._terms is None:
             raise ConfigError("restore: expected a push before, whose version it takes, found none; call push")
         stale = self._meet().where(self._is_stale)
         if not stale.replies:
             return None
-        result = self._push_to(stale, tensors, *self._terms)
+        result = self._push_to(stale, tensors, adapters, *self._terms)
         self._latest |= dict.fromkeys(stale.workers.addresses, result.push_id)
         return result
 
@@ -243,8 +264,15 @@ class WeightPublisher:
                 )
             self._instances[address] = reply.instance
 
-    def _push_to(self, party: _Party, tensors: TrainerTensors, version: int, allow_older: bool) -> PushResult:
-        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older)
+    def _push_to(
+        self,
+        party: _Party,
+        tensors: TrainerTensors,
+        adapters: TrainerAdapters | None,
+        version: int,
+        allow_older: bool,
+    ) -> PushResult:
+        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older, adapters)
         return replace(result, left_out=party.left_out)
 
     def _connected(self) -> Workers:

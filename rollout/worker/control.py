@@ -414,6 +414,7 @@ class Control:
             )
         self._check_version(call)
         self._check_abandoned()
+        self._check_adapters(call)
         if call.base is None:
             return
         if call.in_place:
@@ -422,6 +423,19 @@ class Control:
             raise VersionGapError(
                 f"begin_push: expected changes to the push that is served ({self._served_push or 'none'}), found "
                 f"changes to {call.base}; push every tensor whole"
+            )
+
+    def _check_adapters(self, call: protocol.BeginPush) -> None:
+        """Raise PushError for adapters that can be added to nothing."""
+        if call.adapters is None:
+            return
+        if call.in_place or call.base is not None:
+            name = "in_place" if call.in_place else "base"
+            raise PushError(f"begin_push: expected no {name} with adapters, found it; push without, or merged weights")
+        if call.adapters.base is not None and self.lifecycle.standing.is_dirty:
+            raise PushError(
+                "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
+                "the model without adapters=True, which brings the weights too"
             )
 
     def _check_version(self, call: protocol.BeginPush) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import ATTENTION, HYBRID, adapt, change
 from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from adapters import ATTENTION, HYBRID, adapt, change
 from tiny import make_tiny_model
 from trueroll.errors import AlignmentError
 from trueroll.kernels import reference

@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeAlias
 
 import xxhash
@@ -154,6 +155,41 @@ def _checksums(values: Any) -> dict[str, int]:
     return values
 
 
+def _ranks_and_scales(values: Any) -> dict[str, tuple[int, float]]:
+    """Stops at the first that is none, as `_checksums` does."""
+    if not isinstance(values, dict):
+        raise ValueError("expected a map")
+    for name, value in values.items():
+        rank, scale = value if isinstance(value, list | tuple) and len(value) == 2 else (0, 0.0)
+        if type(rank) is not int or not 1 <= rank < 2**16 or type(scale) is not float or not math.isfinite(scale):
+            raise ValueError(f"expected a rank and a finite scale for {ascii(name[:80])}, found {value!a:.80}")
+    return {name: (rank, scale) for name, (rank, scale) in values.items()}
+
+
+class Adapters(_Part):
+    """What a push adds to weights W [N, K]: scale * (B [N, rank] times A [rank, K]), by `Backend.merge`.
+
+    `weights`: by the name of W its (rank, scale); A and B come as tensors (`factor_names`). `base`: None for a push
+    that brings every parameter; else it brings those parameters alone that have no checksum here, beside A and B, and
+    the others are those that the worker had before adapters, whose bytes in the push's dtype have these checksums.
+    """
+
+    weights: Annotated[dict[str, tuple[int, float]], PlainValidator(_ranks_and_scales)]
+    base: Annotated[
+        dict[str, int] | None, PlainValidator(lambda value: None if value is None else _checksums(value))
+    ] = None
+
+    def __hash__(self) -> int:
+        """Of its maps, too: by the hash of a call it is known again."""
+        return hash((*self.weights.items(), *(self.base or {}).items()))
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """What the tensors A and B of a weight's adapter are called."""
+    stem = name.removesuffix("weight")
+    return f"{stem}lora_A.weight", f"{stem}lora_B.weight"
+
+
 class FolderManifest(_Part):
     """The content of `MANIFEST_FILE`: which push a folder holds. `checksums`: of each tensor's bytes, by name."""
 
@@ -162,6 +198,7 @@ class FolderManifest(_Part):
     weight_version: Count
     dtype: str
     checksums: Annotated[dict[str, int], PlainValidator(_checksums)]
+    adapters: Adapters | None = None
 
 
 def checksum(data: Any) -> int:
