@@ -197,22 +197,28 @@ class WeightStaging:
         """The parameters that `merge` is to be called for once all rows are staged."""
         if self.base is None:
             return []
-        earlier = (*self._store.base.kept, *self._staged_rows) if self._is_alone else ()
-        return list(dict.fromkeys((*self._factors, *earlier)))
+        store, names = self._store, dict.fromkeys(self._factors)
+        if self._is_alone:
+            names |= dict.fromkeys((*store.base.kept, *self._staged_rows))
+            if 2 * sum(store.tensors[name].nbytes for name in names) > store.model.num_bytes:
+                names |= dict.fromkeys(store.tensors)  # then the commit moves pages, and copies nothing
+        return list(names)
 
-    def merge(self, name: str) -> Tensor:
-        """Stages a parameter with its adapter or, if it has neither one nor staged rows, as it was before the adapters
-        that are in the live weights. Returns it, dense.
+    def merge(self, name: str) -> Tensor | None:
+        """Stages a parameter with its adapter, and returns what came of it, dense; or, if it has neither an adapter nor
+        staged rows, as it was before the adapters that are in the live weights.
         """
         assert self.base is not None, "adapt was called"
         store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows
+        if factors is None and not is_staged:
+            self.rows(name, 0, store.shape(name)[0]).copy_(store.base.kept.get(name, store.tensors[name]))
+            return None
         plain = store.before_adapters(name) if self._is_alone else store.rows(self.tensors, name).to_dense().clone()
-        if factors is not None or is_staged:
-            self.base.kept[name] = plain
-            self._others_bytes += 0 if name in store.base.kept else plain.nbytes
-        if factors is None and is_staged:
-            return plain
-        merged = plain if factors is None else store.model.ops.merge(plain, *factors)
+        self.base.kept[name] = plain
+        self._others_bytes += 0 if name in store.base.kept else plain.nbytes
+        if factors is None:
+            return None
+        merged = store.model.ops.merge(plain, *factors)
         (store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])).copy_(merged)
         return merged
 

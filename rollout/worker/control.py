@@ -432,7 +432,7 @@ class Control:
         if call.in_place or call.base is not None:
             name = "in_place" if call.in_place else "base"
             raise PushError(f"begin_push: expected no {name} with adapters, found it; push without, or merged weights")
-        if call.adapters.base is not None and self.lifecycle.standing.is_dirty:
+        if call.adapters.is_alone and self.lifecycle.standing.is_dirty:
             raise PushError(
                 "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
                 "the model without adapters=True, which brings the weights too"

@@ -29,18 +29,17 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     """What a push must bring to a worker that wants these parameters without adapters. Raise PushError if it has no
     such weights.
     """
-    base = adapters.base or {}
-    if unknown := next((name for name in (*base, *adapters.weights) if name not in wanted.shapes), None):
+    base, adapted = dict(adapters.base or ()), {name for name, *_ in adapters.weights}
+    if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):
         raise PushError(describe_unknown(unknown, wanted))
     shapes = {name: shape for name, shape in wanted.shapes.items() if name not in base}
-    if adapters.base is not None and (both := sorted(shapes.keys() & adapters.weights)):
+    if adapters.is_alone and (both := sorted(shapes.keys() & adapted)):
         raise PushError(f"adapters: expected a base for each, but none has {list_names(both)}; push every tensor whole")
-    for name, (rank, _) in adapters.weights.items():
+    for name, rank, _ in adapters.weights:
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):
             raise PushError(f"tensor {name}: expected a matrix for an adapter, found shape {list(shape)}; leave it out")
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
-    parts = wanted.parts if adapters.base is None else {}
-    tied = {name: other for name, other in wanted.tied.items() if other in shapes}
-    return Adapted(wanted.dtype, shapes, parts, tied, wanted.ignored)
+    parts = {} if adapters.is_alone else wanted.parts
+    return Adapted(wanted.dtype, shapes, parts, wanted.tied, wanted.ignored)

@@ -52,7 +52,7 @@ class TrainerAdapters:
             raise PushError(str(error)) from None
         if alone and not found.adapters:
             raise PushError("adapters: expected some that are enabled, found none; enable them, or push without them")
-        self._numbers = {name: (len(adapter.a), float(adapter.scale)) for name, adapter in found.adapters.items()}
+        self._scales = tuple((name, len(a), float(scale)) for name, (a, _, scale) in found.adapters.items())
         self._alone = alone
         self._base = {name: t for name, t in found.tensors.items() if alone and name not in found.replaced}
         self.sent: dict[str, torch.Tensor] = {name: t for name, t in found.tensors.items() if name not in self._base}
@@ -66,7 +66,7 @@ class TrainerAdapters:
         Raise PushError for names that they do not know, and for ties that the trainer does not have.
         """
         if not self._alone:
-            return Adapters(weights=self._numbers)
+            return Adapters(weights=self._scales)
         found: dict[str, int] = {}
         for name, tensor in self._base.items():
             if name not in wanted.shapes and name not in wanted.tied and name not in wanted.ignored:
@@ -75,8 +75,8 @@ class TrainerAdapters:
         for name, other in wanted.tied.items():
             if name in found and found[name] != found.get(other):
                 raise PushError(describe_tie(name, other))
-        base = {name: found[name] for name in wanted.shapes if name in found}
-        return Adapters(weights=self._numbers, base=base)
+        base = tuple((name, found[name]) for name in wanted.shapes if name in found)
+        return Adapters(weights=self._scales, base=base)
 
 
 def adapters_of(tensors: Any, alone: bool) -> TrainerAdapters | None:

@@ -201,7 +201,7 @@ class WeightSender:
             shutil.rmtree(folder)
             raise
         result = self._commit_folder(transaction, folder)
-        if adapters is None or adapters.base is None:
+        if adapters is None or not adapters.is_alone:
             self._whole_folder = folder
         remove_others(folder, self._whole_folder)
         return result

@@ -23,10 +23,10 @@ Guard = Callable[[], AbstractContextManager[None]]
 def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingArea, guarded: Guard) -> None:
     """Raise PushError unless adapters that come alone are of this worker's weights, to the bit."""
     if adapters.base is not None:
-        _check_base(adapters.base, weights, guarded)
-    factors = {name: (*factor_names(name), *numbers) for name, numbers in adapters.weights.items()}
+        _check_base(dict(adapters.base), weights, guarded)
+    factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
     with guarded():
-        staging.adapt(factors, alone=adapters.base is not None)
+        staging.adapt(factors, adapters.is_alone)
 
 
 def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard) -> None:
@@ -34,7 +34,7 @@ def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard)
     for name in staging.to_merge():
         with guarded():
             merged = staging.merge(name)
-            if reject_nonfinite and not are_finite(merged):
+            if merged is not None and reject_nonfinite and not are_finite(merged):
                 raise PushError(
                     f"tensor {name}: expected finite values, or a push with reject_nonfinite=False, found infinite "
                     "ones or NaN where its adapter is added; nothing of this push is served"

@@ -79,9 +79,9 @@ def install(hold: Hold) -> None:
     begin, stage, verify = Transaction.begin, Transaction.stage, Transaction.verify
     ask, join, append = Workers._ask, GroupSlots.open, FolderWriter.append
 
-    def held_begin(self: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
+    def held_begin(self: Transaction, dtype: str, source: Any, *args: Any, **others: Any) -> Any:
         hold.memory = getattr(source(0), "name", None)
-        future = begin(self, dtype, source, base)
+        future = begin(self, dtype, source, *args, **others)
         hold.at("begin")
         return future
 
