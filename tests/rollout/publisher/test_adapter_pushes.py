@@ -171,7 +171,7 @@ def test_memory_is_that_of_the_weights_with_adapters(llama: tuple[Engine, str], 
             after = client.health().memory
             assert after["weights"] - before == 2 * 2 * 64 * 64 and after["staging"] == 0
         to.push(model, 4)
-        to.push({name: tensor for name, tensor in dense(engine).items()}, 5)
+        to.push(dense(engine), 5)
         assert client.health().memory["weights"] == before
 
 
