@@ -60,9 +60,10 @@ KERNELS = {
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
     "batches": SPEC | {"autograd"},
-    "plain_models": {"families", "specs"},
+    "wrappers": set(),
+    "plain_models": {"families", "specs", "wrappers"},
     "replay": {"batches", "plain_models", "specs"},
-    "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
+    "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks", "wrappers"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}
