@@ -330,6 +330,10 @@ def _decoder_forward(
             raise AlignmentError(
                 f"{name}: expected none for an aligned model, found one; leave it out, or call unalign"
             )
+    if position_ids is None and kwargs.get("cu_seq_lens_q") is not None:
+        raise AlignmentError(
+            "position_ids: expected some with cu_seq_lens_q, found none; they say where sequences begin"
+        )
     if input_ids is None:
         raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
     indices, packed = unpad(input_ids, attention_mask, position_ids)
