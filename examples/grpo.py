@@ -39,6 +39,7 @@ from trueroll.rollout import (
     Group,
     PushError,
     RolloutClient,
+    SampleOutput,
     SamplingParams,
     TruerollError,
     WeightPublisher,
@@ -59,13 +60,27 @@ WORKER_TIMEOUT = 15.0  # seconds without a sign of life
 
 @dataclass(frozen=True)
 class Sample:
-    """`ids` int64: prompt and answer. Of the answer alone: `log_probs` float32, and `versions` int64 of the weights."""
+    """`ids` int64: prompt and answer; `is_own` bool: which of them the policy sampled. Of these alone: `log_probs`
+    float32, and `versions` int64 of the weights.
+    """
 
     ids: torch.Tensor
+    is_own: torch.Tensor
     log_probs: torch.Tensor
     versions: torch.Tensor
     reward: float
     advantage: float
+
+
+def relative(rewards: list[float]) -> list[float]:
+    """Each one's advantage over its group."""
+    group = torch.tensor(rewards)
+    return ((group - group.mean()) / (group.std() + 1e-4)).tolist()
+
+
+def versions_of(output: SampleOutput) -> torch.Tensor:
+    """int64, of the weights that each of its tokens came from."""
+    return torch.cat([torch.full((span.end - span.start,), span.version) for span in output.weight_versions])
 
 
 class Tasks:
@@ -90,12 +105,11 @@ class Tasks:
         """All samples, with rewards from 0 to 1, and advantages relative to the group."""
         for task, prompt, group in zip(self.of(step), self.requests(step)[0], groups, strict=True):
             texts = [self.tokenizer.decode(output.token_ids, skip_special_tokens=True) for output in group.samples]
-            rewards = torch.tensor([self.tasks.score_answer(text.strip(), task) for text in texts])
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            for output, reward, advantage in zip(group.samples, rewards.tolist(), advantages.tolist(), strict=True):
+            rewards = [self.tasks.score_answer(text.strip(), task) for text in texts]
+            for output, reward, advantage in zip(group.samples, rewards, relative(rewards), strict=True):
                 ids, log_probs = torch.tensor([*prompt, *output.token_ids]), torch.tensor(output.logprobs)
-                versions = [torch.full((span.end - span.start,), span.version) for span in output.weight_versions]
-                yield Sample(ids, log_probs, torch.cat(versions), reward, advantage)
+                is_own = torch.arange(len(ids)) >= len(prompt)
+                yield Sample(ids, is_own, log_probs, versions_of(output), reward, advantage)
 
 
 class Trainer:
@@ -127,7 +141,7 @@ class Trainer:
         return row if self.is_on_policy else row | diagnose(log_probs, sampled, high=CAP)._asdict()
 
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a micro-batch. Returns each answer token's part of the loss, and its log-prob."""
+        """Add the gradients of a micro-batch. Returns each sampled token's part of the loss, and its log-prob."""
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = self._log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
@@ -139,15 +153,14 @@ class Trainer:
         return losses.detach(), log_probs.detach()
 
     def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
-        """float32, of each token of the answers, one after the other."""
+        """float32, of each token that the policy sampled, one after the other."""
         ids = pad_sequence([sample.ids for sample in samples], batch_first=True, padding_value=-1)
-        answers = [torch.arange(len(sample.ids)) >= len(sample.ids) - len(sample.log_probs) for sample in samples]
-        is_answer = pad_sequence(answers, batch_first=True)
+        is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
         mask, ids = ids >= 0, ids.clamp(min=0)
         if self.is_aligned:
-            return token_log_probs(self.model, ids, mask, completion_mask=is_answer)[is_answer]
-        logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_answer[:, 1:]].float()
-        return logits.log_softmax(-1).gather(1, ids[is_answer][:, None])[:, 0]
+            return token_log_probs(self.model, ids, mask, completion_mask=is_own)[is_own]
+        logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_own[:, 1:]].float()
+        return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
 
 
 class Rollouts:
@@ -156,16 +169,18 @@ class Rollouts:
     A worker that dies is replaced: a sample depends on weights, prompt and seed alone, not on who computed it.
     """
 
-    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Tasks) -> None:
+    max_model_len = 256
+
+    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Any) -> None:
         self.resources, self.folder, self.trainer, self.tasks = resources, folder, trainer, tasks
         self.is_running, self.background = False, ThreadPoolExecutor(1)
-        self.pending: Future[list[Group]] | None = None
+        self.pending: Future[list[Any]] | None = None
 
     def start(self, step: int) -> None:
         """Generate the samples of `step` in the background, until `finish` asks for them."""
         self.pending = self.background.submit(self._generate, step)
 
-    def finish(self, step: int) -> list[Group]:
+    def finish(self, step: int) -> list[Any]:
         """The samples of `step`, a group for each prompt."""
         pending, self.pending = self.pending, None
         try:
@@ -197,7 +212,9 @@ class Rollouts:
         raise WorkerLostError("worker: expected one that lives, found three that died in a row; see the logs above")
 
     def _launch(self) -> None:
-        worker = self.resources.enter_context(launch_worker(str(self.folder), dtype="bfloat16", max_model_len=256))
+        launched = launch_worker(str(self.folder), dtype="bfloat16", max_model_len=self.max_model_len)
+        worker = self.resources.enter_context(launched)
+        self.address = worker.address
         self.client = self.resources.enter_context(RolloutClient(worker.address, timeout=WORKER_TIMEOUT))
         self.publisher = self.resources.enter_context(WeightPublisher("shared", timeout=WORKER_TIMEOUT))
         self.publisher.connect([worker.address])
