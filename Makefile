@@ -10,7 +10,7 @@ BIN := .venv/bin
 IN_PARALLEL := --numprocesses $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu fuzz lint docs clean
+.PHONY: demo test test-gpu test-integrations fuzz lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -22,6 +22,9 @@ test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 	@TRITON_INTERPRET=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/pytest tests/gpu/test_engine.py \
 		tests/gpu/test_push.py
+
+test-integrations: .venv-integrations/.done
+	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
@@ -50,7 +53,13 @@ endef
 	$(call install,dev)
 	@touch .venv/.demo
 
+# Packages that trueroll is tested with and whose versions do not go with those of .venv, which has the rest.
+.venv-integrations/.done: .ci/integrations.txt .ci/chromium.py | .venv/.dev
+	@$(BIN)/python .ci/install.py $(@D) $<
+	@$(@D)/bin/python -P .ci/chromium.py
+	@touch $@
+
 clean:
-	@rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-integrations build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

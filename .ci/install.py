@@ -1,5 +1,6 @@
 """Installs trueroll for make: `install.py FOLDER EXTRA`, where FOLDER gets the virtual environment.
 
+`install.py FOLDER REQUIREMENTS.txt` makes one that has these packages in front of those of `.venv`, trueroll included.
 Prints a line for each stage, on a terminal with its progress; what venv and pip print goes to FOLDER/install.log. Runs
 before anything is installed, thus with the standard library only.
 """
@@ -17,6 +18,8 @@ MODEL = Path(__file__).with_name("model.txt")
 SECONDS_BETWEEN_LOOKS = 0.2
 LAST_LINES = 15
 BAR_WIDTH = 20
+BEHIND = "import site, sys; site.addsitedir(sys.prefix + '/../.venv/{folders}')\n"
+"""The line of a .pth file that puts the packages of `.venv` behind those of the environment that has it."""
 NO_NATIVE_KERNELS = (
     "The native kernels were not compiled: the slower reference kernels serve instead. {log} shows why; with g++ "
     "missing, install it, run `make clean`, and then this again."
@@ -40,6 +43,22 @@ def install(folder: Path, extra: str) -> bool:
     if succeeded and not list(Path("kernels/cpu").glob("*.so")):
         print(NO_NATIVE_KERNELS.format(log=log))
     return succeeded
+
+
+def install_in_front(folder: Path, requirements: str) -> bool:
+    """Whether all stages succeeded. `requirements`: a file with every package that differs from those of `.venv`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    log = folder / "install.log"
+    python = ".venv/bin/python"  # its pip serves the folder, too
+    pip = [python, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-compile", "--no-deps"]
+    if not run(
+        f"Making the virtual environment {folder}", [python, "-m", "venv", "--without-pip", str(folder)], folder, log
+    ):
+        return False
+    packages = next(folder.glob("lib/python*/site-packages"))
+    packages.joinpath("behind.pth").write_text(BEHIND.format(folders=packages.relative_to(folder).as_posix()))
+    return run(f"Installing {requirements} into {folder}", [*pip, "--requirement", requirements], folder, log)
 
 
 def run(title: str, command: list[str], folder: Path, log: Path) -> bool:
@@ -108,7 +127,9 @@ def explain(command: list[str], code: int, log: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(not install(Path(sys.argv[1]), sys.argv[2]))
+        wanted = sys.argv[2]
+        installs = install_in_front if wanted.endswith(".txt") else install
+        sys.exit(not installs(Path(sys.argv[1]), wanted))
     except KeyboardInterrupt:
         sys.exit("\ninstall: interrupted; run make again to go on")
     except OSError as error:

@@ -10,12 +10,16 @@ it came from, and its importance ratio is relative to the log-prob that it was s
 where they are not all 1, with `--staleness 1` or `--unaligned`, each step tells how far trainer and rollout are apart.
 Without `--staleness 1` a run is the same to the bit each time, also when the worker is killed on the way, or the
 trainer, and goes on with `--resume`.
+
+With `--fsdp 2` two processes train: each keeps a part of every weight (FSDP2), and computes half of the samples.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +34,9 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,6 +46,7 @@ from trueroll.rollout import (
     Group,
     PushError,
     RolloutClient,
+    SampleOutput,
     SamplingParams,
     TruerollError,
     WeightPublisher,
@@ -59,13 +67,27 @@ WORKER_TIMEOUT = 15.0  # seconds without a sign of life
 
 @dataclass(frozen=True)
 class Sample:
-    """`ids` int64: prompt and answer. Of the answer alone: `log_probs` float32, and `versions` int64 of the weights."""
+    """`ids` int64: prompt and answer; `is_own` bool: which of them the policy sampled. Of these alone: `log_probs`
+    float32, and `versions` int64 of the weights.
+    """
 
     ids: torch.Tensor
+    is_own: torch.Tensor
     log_probs: torch.Tensor
     versions: torch.Tensor
     reward: float
     advantage: float
+
+
+def relative(rewards: list[float]) -> list[float]:
+    """Each one's advantage over its group."""
+    group = torch.tensor(rewards)
+    return ((group - group.mean()) / (group.std() + 1e-4)).tolist()
+
+
+def versions_of(output: SampleOutput) -> torch.Tensor:
+    """int64, of the weights that each of its tokens came from."""
+    return torch.cat([torch.full((span.end - span.start,), span.version) for span in output.weight_versions])
 
 
 class Tasks:
@@ -90,33 +112,38 @@ class Tasks:
         """All samples, with rewards from 0 to 1, and advantages relative to the group."""
         for task, prompt, group in zip(self.of(step), self.requests(step)[0], groups, strict=True):
             texts = [self.tokenizer.decode(output.token_ids, skip_special_tokens=True) for output in group.samples]
-            rewards = torch.tensor([self.tasks.score_answer(text.strip(), task) for text in texts])
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            for output, reward, advantage in zip(group.samples, rewards.tolist(), advantages.tolist(), strict=True):
+            rewards = [self.tasks.score_answer(text.strip(), task) for text in texts]
+            for output, reward, advantage in zip(group.samples, rewards, relative(rewards), strict=True):
                 ids, log_probs = torch.tensor([*prompt, *output.token_ids]), torch.tensor(output.logprobs)
-                versions = [torch.full((span.end - span.start,), span.version) for span in output.weight_versions]
-                yield Sample(ids, log_probs, torch.cat(versions), reward, advantage)
+                is_own = torch.arange(len(ids)) >= len(prompt)
+                yield Sample(ids, is_own, log_probs, versions_of(output), reward, advantage)
 
 
 class Trainer:
     """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
 
+    rank, num_ranks = 0, 1
+
     def __init__(self, folder: Path, is_aligned: bool, staleness: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         self.version, self.is_aligned, self.is_on_policy = 0, is_aligned, is_aligned and not staleness
         if is_aligned:
             align(self.model)
+        self._shard()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def step(self, samples: list[Sample]) -> dict[str, Any]:
         """Take one optimizer step, and return its metrics."""
         versions = torch.cat([sample.versions for sample in samples])
-        parts = [self._backward(samples[i : i + CHUNK], len(versions)) for i in range(0, len(samples), CHUNK)]
-        losses, log_probs = (torch.cat(part) for part in zip(*parts, strict=True))
+        own = samples[self.rank :: self.num_ranks]
+        parts = [self._backward(own[i : i + CHUNK], len(versions)) for i in range(0, len(own), CHUNK)]
+        lengths = [len(sample.log_probs) for sample in own]
+        each = (torch.cat(part).split(lengths) for part in zip(*parts, strict=True))
+        losses, log_probs = (torch.cat(self._of_all_ranks(part)) for part in each)
         sampled = torch.cat([sample.log_probs for sample in samples])
         differences = (log_probs - sampled).abs()
         fresh, stale = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        grad_norm = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.version += 1
@@ -126,8 +153,32 @@ class Trainer:
         row |= dict(oldest_version=versions.min().item(), loss=losses.sum().item(), grad_norm=grad_norm.item())
         return row if self.is_on_policy else row | diagnose(log_probs, sampled, high=CAP)._asdict()
 
+    def push(self, publisher: WeightPublisher) -> None:
+        """Have the workers of `publisher` serve the weights."""
+        # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
+        publisher.push(self.model, self.version, allow_older=True)
+
+    def state(self) -> dict[str, Any]:
+        return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+
+    def load(self, state: dict[str, Any], version: int) -> None:
+        """Be where a trainer was that had this state."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version = version
+
+    def _shard(self) -> None:
+        pass
+
+    def _of_all_ranks(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return own
+
+    def _clip_gradients(self) -> Any:
+        """Their norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the gradients of a micro-batch. Returns each answer token's part of the loss, and its log-prob."""
+        """Add the gradients of a micro-batch. Returns each sampled token's part of the loss, and its log-prob."""
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = self._log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
@@ -135,19 +186,113 @@ class Trainer:
         # PPO's ratio, truncated: the weight is a constant, and the other factor is 1 and has the gradient.
         ratios = truncated_weights(log_probs, sampled, cap=CAP) * (log_probs - log_probs.detach()).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
-        losses.sum().backward()
+        (losses.sum() * self.num_ranks).backward()  # of ranks' gradients the mean is taken
         return losses.detach(), log_probs.detach()
 
     def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
-        """float32, of each token of the answers, one after the other."""
+        """float32, of each token that the policy sampled, one after the other."""
         ids = pad_sequence([sample.ids for sample in samples], batch_first=True, padding_value=-1)
-        answers = [torch.arange(len(sample.ids)) >= len(sample.ids) - len(sample.log_probs) for sample in samples]
-        is_answer = pad_sequence(answers, batch_first=True)
+        is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
         mask, ids = ids >= 0, ids.clamp(min=0)
         if self.is_aligned:
-            return token_log_probs(self.model, ids, mask, completion_mask=is_answer)[is_answer]
-        logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_answer[:, 1:]].float()
-        return logits.log_softmax(-1).gather(1, ids[is_answer][:, None])[:, 0]
+            return token_log_probs(self.model, ids, mask, completion_mask=is_own)[is_own]
+        logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_own[:, 1:]].float()
+        return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
+
+
+class ShardedTrainer(Trainer):
+    """A trainer on each of several ranks. What rank 0 does with its own, `follow` does on the others."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks))
+        super().__init__(*arguments)
+
+    def follow(self) -> None:
+        """Do what rank 0 does, until it closes."""
+        publisher = WeightPublisher("shared")  # without workers, which rank 0 has
+        while (call := self._share(None))[0] != "close":
+            name, *arguments = call
+            try:
+                getattr(self, name)(*([publisher] if name == "push" else arguments))
+            except PushError:
+                pass  # rank 0 got it too, and sees to it
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        self._share(["close"])
+
+    def step(self, samples: list[Sample]) -> dict[str, Any]:
+        self._announce("step", samples)
+        return super().step(samples)
+
+    def push(self, publisher: WeightPublisher) -> None:
+        self._announce("push")
+        super().push(publisher)
+
+    def state(self) -> dict[str, Any]:
+        self._announce("state")
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return dict(
+            zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer, options=options), strict=True)
+        )
+
+    def load(self, state: dict[str, Any], version: int) -> None:
+        self._announce("load", dict(model={}, optimizer={}), version)
+        states = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_state_dict(self.model, self.optimizer, **states, options=options)
+        self.version = version
+
+    def _announce(self, *call: Any) -> None:
+        if self.rank == 0:
+            self._share(call)
+
+    def _share(self, call: Any) -> Any:
+        """Rank 0's call."""
+        calls = [call]
+        distributed.broadcast_object_list(calls)
+        return calls[0]
+
+    def _shard(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*self.model.model.layers, self.model):
+            fully_shard(module, mp_policy=policy)
+
+    def _of_all_ranks(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """In the order of the samples, which go to one rank after the other."""
+        parts: list[Any] = [None] * self.num_ranks
+        distributed.all_gather_object(parts, list(own))
+        return [part for of_each in zip(*parts, strict=True) for part in of_each]
+
+    def _clip_gradients(self) -> Any:
+        return super()._clip_gradients().full_tensor()
+
+
+def join_ranks(meeting: str, rank: int, num_ranks: int) -> None:
+    """`meeting`: a file that only these ranks know."""
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+
+
+def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
+    """The program of every rank but 0."""
+    join_ranks(meeting, rank, num_ranks)
+    ShardedTrainer(*arguments).follow()
+    os._exit(0)  # what gloo leaves running can abort a normal exit
+
+
+def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
+    """Rank 0's trainer. The others end with the resources, or when this process dies."""
+    meeting = resources.enter_context(tempfile.TemporaryDirectory()) + "/ranks"
+    context = multiprocessing.get_context("spawn")
+    for rank in range(1, num_ranks):
+        process = context.Process(target=follow, args=(meeting, rank, num_ranks, *arguments), daemon=True)
+        process.start()
+        resources.callback(process.join)
+    join_ranks(meeting, 0, num_ranks)
+    trainer = ShardedTrainer(*arguments)
+    resources.callback(trainer.close)
+    return trainer
 
 
 class Rollouts:
@@ -156,16 +301,18 @@ class Rollouts:
     A worker that dies is replaced: a sample depends on weights, prompt and seed alone, not on who computed it.
     """
 
-    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Tasks) -> None:
+    max_model_len = 256
+
+    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Any) -> None:
         self.resources, self.folder, self.trainer, self.tasks = resources, folder, trainer, tasks
         self.is_running, self.background = False, ThreadPoolExecutor(1)
-        self.pending: Future[list[Group]] | None = None
+        self.pending: Future[list[Any]] | None = None
 
     def start(self, step: int) -> None:
         """Generate the samples of `step` in the background, until `finish` asks for them."""
         self.pending = self.background.submit(self._generate, step)
 
-    def finish(self, step: int) -> list[Group]:
+    def finish(self, step: int) -> list[Any]:
         """The samples of `step`, a group for each prompt."""
         pending, self.pending = self.pending, None
         try:
@@ -197,7 +344,9 @@ class Rollouts:
         raise WorkerLostError("worker: expected one that lives, found three that died in a row; see the logs above")
 
     def _launch(self) -> None:
-        worker = self.resources.enter_context(launch_worker(str(self.folder), dtype="bfloat16", max_model_len=256))
+        launched = launch_worker(str(self.folder), dtype="bfloat16", max_model_len=self.max_model_len)
+        worker = self.resources.enter_context(launched)
+        self.address = worker.address
         self.client = self.resources.enter_context(RolloutClient(worker.address, timeout=WORKER_TIMEOUT))
         self.publisher = self.resources.enter_context(WeightPublisher("shared", timeout=WORKER_TIMEOUT))
         self.publisher.connect([worker.address])
@@ -206,8 +355,7 @@ class Rollouts:
 
     def _push(self) -> None:
         self.client.wake_up(["weights"])
-        # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
-        self.publisher.push(self.trainer.model, self.trainer.version, allow_older=True)
+        self.trainer.push(self.publisher)
         self.client.wake_up(["kv_cache"])
 
     def _generate(self, step: int) -> list[Group]:
@@ -232,14 +380,12 @@ class Record:
         state = torch.load(self.checkpoint, weights_only=True)
         if state["settings"] != self.settings:
             raise typer.BadParameter(f"--resume: expected {state['settings']}, found {self.settings}; give the same")
-        self.trainer.model.load_state_dict(state["model"])
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
-        self.trainer.version = state["version"]
+        self.trainer.load(state, state["version"])
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))
 
     def save(self) -> None:
-        state = dict(model=self.trainer.model.state_dict(), optimizer=self.trainer.optimizer.state_dict())
+        state = self.trainer.state()
         new = self.checkpoint.with_suffix(".new")
         torch.save(state | dict(version=self.trainer.version, settings=self.settings), new)
         os.replace(new, self.checkpoint)
@@ -299,16 +445,18 @@ def main(
     sleep: Annotated[int, typer.Option(min=0, max=2, help="How deep the worker sleeps while training.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    fsdp: Annotated[int, typer.Option(min=1, max=2, help="Processes that share the weights.")] = 1,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
         raise typer.BadParameter("--sleep: expected 0 with --staleness 1, where the worker has no rest; drop one")
-    settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness)
+    settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
     folder = resolve_model(model)
-    trainer, tasks = Trainer(folder, not unaligned, staleness), Tasks(folder, seed, prompts)
-    record = Record(out, trainer, settings)
-    record.begin(resume)
-    with ExitStack() as resources:
+    with ExitStack() as ranks, ExitStack() as resources:
+        arguments = folder, not unaligned, staleness
+        trainer = Trainer(*arguments) if fsdp == 1 else start_ranks(ranks, fsdp, *arguments)
+        tasks, record = Tasks(folder, seed, prompts), Record(out, trainer, settings)
+        record.begin(resume)
         rollouts = Rollouts(resources, folder, trainer, tasks)
         train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)
     record.draw()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trueroll.errors import AlignmentError
 
 from .contract import Backend
+from .wrappers import plain_class
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
@@ -49,17 +50,7 @@ class AdaptedTensors:
         """Every tensor in `dtype`, with the adapters in the weights."""
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                yield name, _merge(ops, tensor.to(dtype), self.adapters.get(name))
-
-
-def is_adapted(model: Any) -> bool:
-    """Whether it is a model of PEFT."""
-    return type(model).__module__.startswith("peft.") and hasattr(model, "get_base_model")
-
-
-def unadapted(model: Any) -> Any:
-    """The transformers model inside a model of PEFT, which has the adapters in its layers; any other as it is."""
-    return model.get_base_model() if is_adapted(model) else model
+                yield name, with_adapter(ops, tensor.to(dtype), self.adapters.get(name))
 
 
 def check_adapters(model: Any) -> None:
@@ -77,7 +68,7 @@ def check_adapters(model: Any) -> None:
                 f"{field}: expected {plain or 'none'} of an adapter, found {getattr(found, 'value', found)!r}; train "
                 "LoRA of linear layers alone, without dropout or biases, or merge it into the weights first"
             )
-    for name, module in unadapted(model).named_modules():
+    for name, module in model.get_base_model().named_modules():
         adapter_of(module, name)
         if _is_of_peft(module) and _kind(module) not in _OF_PEFT:
             raise AlignmentError(
@@ -86,9 +77,8 @@ def check_adapters(model: Any) -> None:
             )
 
 
-def check_tie(model: Any, is_tied: bool) -> None:
-    """Raise AlignmentError for a model of PEFT whose head was trained apart from the embedding that it `is_tied` to."""
-    base = unadapted(model)
+def check_tie(base: Any, is_tied: bool) -> None:
+    """Raise AlignmentError for a base model whose head is trained apart from the embedding that it `is_tied` to."""
     head, embedding = current(base.lm_head), base.model.embed_tokens
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
@@ -137,17 +127,11 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
     return Adapter(module.lora_A[active].weight, module.lora_B[active].weight, module.scaling[active])
 
 
-def weight_of(module: nn.Module, leaf: str, dtype: torch.dtype, ops: Any) -> Tensor:
-    """The parameter `leaf` that a module computes with in `dtype`, its adapter included. `ops` merge."""
-    weight = getattr(trained(module), leaf).to(dtype)
-    return _merge(ops, weight, adapter_of(module) if leaf == "weight" else None)
-
-
 def read_tensors(model: Any) -> AdaptedTensors:
     """The tensors of a model of PEFT. Raise AlignmentError as `check_adapters` does."""
     check_adapters(model)
     tensors, replaced, adapters = {}, set(), {}
-    for name, module in _outermost(unadapted(model)):
+    for name, module in _outermost(model.get_base_model()):
         inner = trained(module)
         for path, parameter in inner.named_parameters(remove_duplicate=False, recurse=_kind(module) in _OF_PEFT):
             tensors[f"{name}{path}"] = parameter
@@ -166,7 +150,8 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
         yield from _outermost(child, f"{prefix}{name}.")
 
 
-def _merge(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
+def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
+    """What a weight becomes by `ops`, with A and B in its dtype; the weight itself where there is no adapter."""
     if adapter is None:
         return weight
     return ops.merge(weight, adapter.a.to(weight.dtype), adapter.b.to(weight.dtype), adapter.scale)
@@ -185,9 +170,10 @@ def _active(module: Any, among: Any) -> str | None:
 
 
 def _is_of_peft(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("peft.")
+    return plain_class(type(module)).__module__.startswith("peft.")
 
 
 def _kind(module: Any) -> tuple[str, str]:
     """The module and the name of its class, which an aligned class shares with the one that it is made of."""
-    return type(module).__module__, type(module).__name__
+    found = plain_class(type(module))
+    return found.__module__, found.__name__

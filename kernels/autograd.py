@@ -566,7 +566,8 @@ class _LogProbs(Function):
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
+        # Without rows zeros, not None: the ranks of a trainer reduce the gradients of the same weights.
+        grad_weight = None if len(hidden) else torch.zeros_like(weight)
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)

@@ -159,3 +159,22 @@ def test_a_missing_environment_is_made_first(root: Path) -> None:
         "Making the virtual environment new:",
     ]
     assert (root / "new/bin/pip").exists() and done.returncode == 1, "there is nothing to install in this folder"
+
+
+def test_packages_go_in_front_of_those_that_are_there(root: Path) -> None:
+    (root / ".venv/bin").mkdir(parents=True)
+    (root / "front").mkdir()
+    (root / "front/left").touch()
+    python = root / ".venv/bin/python"
+    python.write_text('#!/bin/sh\necho "$@"\nmkdir -p front/lib/python3/site-packages\n')
+    python.chmod(0o755)
+    done = run("front", "wanted.txt")
+    assert done.returncode == 0 and not (root / "front/left").exists()
+    assert without_seconds(done.stdout)[::2] == [
+        "Making the virtual environment front ...",
+        "Installing wanted.txt into front ...",
+    ]
+    log = (root / "front/install.log").read_text()
+    assert "pip --python front/bin/python install --no-compile --no-deps --requirement wanted.txt\n" in log
+    line = (root / "front/lib/python3/site-packages/behind.pth").read_text()
+    assert line.endswith("site.addsitedir(sys.prefix + '/../.venv/lib/python3/site-packages')\n")

@@ -38,7 +38,7 @@ FOREIGN_ALLOWED_TO = {
         f"kernels.triton.{name}": {"triton"}
         for name in ("launch", "products", "attention", "experts", "rows", "recurrence", "head")
     },
-    **{f"rollout.http.{name}": {"starlette"} for name in ("app", "guard", "lifecycle", "wire")},
+    **{f"rollout.http.{name}": {"starlette"} for name in ("app", "guard", "lifecycle", "pages", "wire")},
     "rollout.http.server": {"uvicorn"},
 }
 
@@ -60,10 +60,12 @@ KERNELS = {
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
     "batches": SPEC | {"autograd"},
-    "plain_models": {"families", "specs"},
+    "wrappers": set(),
+    "plain_models": {"families", "specs", "wrappers"},
     "replay": {"batches", "plain_models", "specs"},
-    "adapters": SPEC,
-    "training": SPEC | {"adapters", "autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
+    "adapters": SPEC | {"wrappers"},
+    "training": SPEC
+    | {"adapters", "autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks", "wrappers"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}
@@ -297,6 +299,7 @@ def test_no_folder_is_in_a_circle(table: dict[str, set[str]]) -> None:
         ("rollout.client.client", "from ..publisher.workers import Workers"),
         ("rollout.http.server", "from ..worker.worker import Worker"),
         ("rollout.http.chat", "from starlette.requests import Request"),
+        ("rollout.http.samples", "from starlette.requests import Request"),
         ("rollout.tools.top", "import uvicorn"),
         ("rollout.protocol.messages", "from ..client import client"),
         ("rollout.monitoring.metrics", "from ..worker.worker import Worker"),

@@ -128,6 +128,8 @@ def test_the_wheel_is_native_typed_and_licensed(wheel: Path) -> None:
     assert {f"trueroll/{folder}/py.typed" for folder in FOLDERS} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "trueroll/rollout/integrations/trl/grpo.py" in names
+    page = {f"trueroll/rollout/http/ui/{path.name}" for path in (ROOT / "rollout/http/ui").iterdir()}
+    assert page <= set(names) and {"index.html", "uPlot.LICENSE.txt"} <= {Path(name).name for name in page}
     configs = Path("engine/models/configs")
     shipped = {f"trueroll/{configs}/{folder.name}/config.json" for folder in (ROOT / configs).iterdir()}
     assert shipped and shipped <= set(names)

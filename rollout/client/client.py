@@ -86,6 +86,8 @@ class AsyncRolloutClient:
     calls raise WorkerLostError; a worker that computes for long, or still loads its model, shows life.
     `server_public_key` and `client_key` go together: the public key of a worker with named clients, and the secret key
     of this one; each in Z85, or the file of `zmq.auth.create_certificates` with it (`.key`, `.key_secret`).
+    `while_connected`: the worker ends requests for samples when the connection does, as with this process: for one that
+    would not ask for them again.
     """
 
     def __init__(
@@ -94,8 +96,11 @@ class AsyncRolloutClient:
         timeout: float = 30.0,
         server_public_key: Key | None = None,
         client_key: Key | None = None,
+        *,
+        while_connected: bool = False,
     ) -> None:
         self._connection = Connection(address, timeout, server_public_key, client_key)
+        self._while_connected = while_connected
         self._open: set[str] = set()
 
     @overload
@@ -153,6 +158,7 @@ class AsyncRolloutClient:
         samples' spans.)
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
+        demand["while_connected"] = self._while_connected
         made = generate_requests(prompts, params, seed, request_ids, demand, errors)
         total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
         with _progress_bar(progress, total) as advance:
@@ -216,7 +222,8 @@ class AsyncRolloutClient:
         in one piece later. Of a request that somebody else made and that runs, what is there comes first.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        made = generate_requests(prompts, params, seed, request_ids, demand | dict(deltas=deltas))
+        demand |= dict(while_connected=self._while_connected, deltas=deltas)
+        made = generate_requests(prompts, params, seed, request_ids, demand)
         async with aclosing(self._exchange(dict(enumerate(made)), "prompts")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):

@@ -41,7 +41,7 @@ def generate_requests(
 ) -> list[Any]:
     """A message for each prompt. With `errors` `return`, the error of a prompt is in the place of its message.
 
-    `demand`: `min_weight_version`, `wait_for_weights` and, where they are wanted, `deltas`.
+    `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and, where they are wanted, `deltas`.
     """
     if errors not in ("raise", "return"):
         raise InvalidRequestError(f"errors: expected raise or return, found {brief(errors)}")

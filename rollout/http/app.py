@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -26,7 +26,10 @@ from .generate import read_generate
 from .guard import CLIENT_LEFT, Counters, Guard
 from .lifecycle import Lifecycle
 from .model import ServedModel
+from .pages import Pages
 from .pieces import Asker, Form, Task
+from .samples import SampleLog
+from .watch import Watch
 from .wire import Gone, answer, error_answer, event_stream, read_json, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
@@ -50,18 +53,19 @@ class TokenizeChatFields(ConversationFields):
 
 class DetokenizeFields(Fields):
     model: str | None = None
-    tokens: list[TokenId] = Field()
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class Endpoints:
     """The paths that concern the model."""
 
-    def __init__(self, served: ServedModel, max_body_bytes: int) -> None:
-        self._served, self._max_body_bytes = served, max_body_bytes
+    def __init__(self, served: ServedModel, max_body_bytes: int, samples: SampleLog) -> None:
+        self._served, self._max_body_bytes, self._samples = served, max_body_bytes, samples
 
     def asking(self, read: Reader, has_text: bool) -> Callable[[Request], Awaitable[Response]]:
         """The handler of requests that `read` understands."""
-        asker = Asker(self._served.client, self._served.texts if has_text else None, self._served.eos_token_ids)
+        served = self._served
+        asker = Asker(served.client, served.texts if has_text else None, served.eos_token_ids, self._samples)
 
         async def handle(request: Request) -> Response:
             body = await self._body(request)
@@ -109,10 +113,12 @@ class Endpoints:
 
 
 def make_app(
-    served: ServedModel, lifecycle: Lifecycle, config: HttpConfig, key: bytes | None, counters: Counters
+    served: ServedModel, lifecycle: Lifecycle, watch: Watch, config: HttpConfig, key: bytes | None, counters: Counters
 ) -> ASGIApp:
     """The application. `key`: the API key; None: none is needed."""
-    endpoints = Endpoints(served, config.max_body_bytes)
+    samples = SampleLog()
+    endpoints = Endpoints(served, config.max_body_bytes, samples)
+    pages = Pages(served, samples, watch)
     routes = [
         Route("/v1/completions", endpoints.asking(read_completion, has_text=True), methods=["POST"]),
         Route("/v1/chat/completions", endpoints.asking(read_chat, has_text=True), methods=["POST"]),
@@ -131,6 +137,18 @@ def make_app(
         Route("/is_sleeping", lifecycle.is_sleeping),
         Route("/update_weights", lifecycle.update_weights, methods=["POST"]),
         Route("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
+        Route("/ui", pages.file),
+        Route("/ui/page.css", pages.file),
+        Route("/ui/page.js", pages.file),
+        Route("/ui/base.js", pages.file),
+        Route("/ui/charts.js", pages.file),
+        Route("/ui/samples.js", pages.file),
+        Route("/ui/uPlot.min.css", pages.file),
+        Route("/ui/uPlot.iife.min.js", pages.file),
+        Route("/ui/live", pages.live),
+        Route("/ui/group", pages.group),
+        Route("/ui/tokens", pages.tokens),
+        Route("/ui/score", pages.score, methods=["POST"]),
     ]
     handlers = {TruerollError: _tell, Gone: _note_gone, HTTPException: _tell_http, Exception: _tell_fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 from .tools import BEGIN, ToolText
 
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -25,14 +26,14 @@ class Message(Fields):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     role: Literal[ROLES]  # type: ignore[valid-type]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
 
 
 class ConversationFields(Fields):
     """What becomes a prompt. `chat_template_kwargs`: arguments of the chat template, such as `enable_thinking`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] = []
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    tools: Objects = []
     tool_choice: str | dict[str, Any] = "auto"
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ...engine.request import ScoreOutput, TokenId
 from .fields import NumTop, TextFields, TokenIds, checked, given, take_sampling
@@ -15,6 +17,7 @@ from .texts import Texts
 
 DEFAULT_MAX_TOKENS = 16
 """As everywhere else, for want of a better one."""
+_FAIL_FAST = Field(fail_fast=True)
 
 
 class CompletionFields(TextFields):
@@ -22,7 +25,7 @@ class CompletionFields(TextFields):
     too.
     """
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
     logprobs: NumTop | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -91,7 +94,9 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     params, seed = take_sampling(fields, DEFAULT_MAX_TOKENS)
     own = checked(CompletionFields, fields)
     served.check_name(own.model)
-    prompts = [await _token_ids(each, own, served.texts) for each in _prompts(own.prompt)]
+    given_prompts = _prompts(own.prompt)
+    served.check_count(len(given_prompts))
+    prompts = [await _token_ids(each, own, served.texts) for each in given_prompts]
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
         raise served.unsupported("echo", "false in a stream")

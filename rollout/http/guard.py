@@ -21,9 +21,14 @@ from ..config import is_loopback
 from .errors import RETRY_AFTER_SECONDS, HttpError
 from .wire import error_answer
 
-OPEN_PATHS = {"/health"}
+OPEN_PATHS = {
+    *("/health", "/ui", "/ui/page.css", "/ui/page.js", "/ui/base.js", "/ui/charts.js", "/ui/samples.js"),
+    *("/ui/uPlot.min.css", "/ui/uPlot.iife.min.js"),
+}
 """For which no key is needed."""
-WORK_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
+WORK_PATHS = {
+    *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize", "/ui/score"),
+}
 CLIENT_LEFT = 499
 """What is counted for a client that was not there any more to be answered."""
 

@@ -25,7 +25,7 @@ def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict
         return None
     tops = _tops(piece)
     content = []
-    for i, (token_id, logprob) in enumerate(zip(piece.token_ids, _numbers(piece.logprobs), strict=True)):
+    for i, (token_id, logprob) in enumerate(zip(piece.token_ids, numbers(piece.logprobs), strict=True)):
         entry = _entry(name(token_id), logprob, has_bytes)
         entry["top_logprobs"] = [_entry(name(top), value, has_bytes) for top, value in tops[i]] if tops else []
         content.append(entry)
@@ -57,7 +57,7 @@ def completion_logprobs(
 
 def piece_columns(piece: Piece) -> tuple[list[float], list[list[tuple[int, float]]] | None]:
     """The log-probs of a piece, and of each token the most probable ones."""
-    return [] if piece.logprobs is None else _numbers(piece.logprobs), _tops(piece)
+    return [] if piece.logprobs is None else numbers(piece.logprobs), _tops(piece)
 
 
 def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> list[list[tuple[int, float]]] | None:
@@ -65,7 +65,7 @@ def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> list[
     if token_ids is None or logprobs is None or token_ids.shape[1] == 0:
         return None
     return [
-        list(zip(ids, row, strict=True)) for ids, row in zip(token_ids.tolist(), map(_numbers, logprobs), strict=True)
+        list(zip(ids, row, strict=True)) for ids, row in zip(token_ids.tolist(), map(numbers, logprobs), strict=True)
     ]
 
 
@@ -73,7 +73,8 @@ def _tops(piece: Piece) -> list[list[tuple[int, float]]] | None:
     return top_rows(piece.top_token_ids, piece.top_logprobs)
 
 
-def _numbers(logprobs: np.ndarray) -> list[float]:
+def numbers(logprobs: np.ndarray) -> list[float]:
+    """Log-probs as JSON says them."""
     return np.where(np.isneginf(logprobs), np.float32(NEVER), logprobs).tolist()
 
 

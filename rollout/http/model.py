@@ -17,12 +17,15 @@ from .texts import Texts
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`name`: what clients call it. `created`: when this front end began to serve it, in seconds since 1970."""
+    """`name`: what clients call it. `created`: when this front end began to serve it, in seconds since 1970.
+    `max_prompts`: of a request, as many as the worker would queue.
+    """
 
     client: AsyncRolloutClient
     texts: Texts
     name: str
     max_model_len: int
+    max_prompts: int
     eos_token_ids: frozenset[int]
     created: int
 
@@ -34,6 +37,14 @@ class ServedModel:
                 f"model: expected {self.name!r}, the one that is served, found {brief(name)}; correct it",
                 param="model",
                 code="model_not_found",
+            )
+
+    def check_count(self, num_prompts: int) -> None:
+        """Raise InvalidRequestError for more prompts than the worker would ever take together."""
+        if num_prompts > self.max_prompts:
+            raise InvalidRequestError(
+                f"prompt: expected at most {self.max_prompts} prompts, the worker's max_queued_requests, found "
+                f"{num_prompts}; send several requests"
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None) -> None:

@@ -17,6 +17,7 @@ from trueroll.errors import WorkerLostError
 from ...engine.request import SampleDelta, SampleOutput, SamplingParams
 from ..client.client import AsyncRolloutClient
 from .errors import HttpError
+from .samples import SampleLog
 from .texts import GrowingText, Texts
 
 
@@ -92,14 +93,20 @@ class Task:
 
 
 class Asker:
-    """Asks the worker. `texts` None: the answers have no text. `eos_token_ids`: the model's own."""
+    """Asks the worker, and keeps what it answers in `samples`. `texts` None: the answers have no text. `eos_token_ids`:
+    the model's own.
+    """
 
-    def __init__(self, client: AsyncRolloutClient, texts: Texts | None, eos_token_ids: frozenset[int]) -> None:
-        self._client, self._texts, self._eos_token_ids = client, texts, eos_token_ids
+    def __init__(
+        self, client: AsyncRolloutClient, texts: Texts | None, eos_token_ids: frozenset[int], samples: SampleLog
+    ) -> None:
+        self._client, self._texts, self._eos_token_ids, self._samples = client, texts, eos_token_ids, samples
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
         """The answer to a task that is no stream."""
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
+        for prompt, group in zip(task.prompts, groups, strict=True):
+            self._samples.add(prompt, task.params, task.seed, group.samples)
         usage = Usage(sum(map(len, task.prompts)))
         pieces = [self._choice(task, i, sample, usage) for i, group in enumerate(groups) for sample in group.samples]
         return form.whole(pieces, usage)
@@ -109,6 +116,7 @@ class Asker:
         usage = Usage(sum(map(len, task.prompts)))
         texts: dict[tuple[int, int], GrowingText | None] = {}
         counts: dict[tuple[int, int], int] = {}
+        finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
         stream = self._client.stream(task.prompts, task.params, deltas=True, seed=task.seed)
         async with aclosing(stream) as pieces:
             async for position, got in pieces:
@@ -120,6 +128,9 @@ class Asker:
                     new = text.add(got.token_ids) if text else ""
                     yield form.event(_piece(position, got, new, got.start, None))
                 else:
+                    finished[position].append(got)
+                    if len(finished[position]) == task.params.n:
+                        self._samples.add(task.prompts[position], task.params, task.seed, finished[position])
                     check_sample(got)
                     usage.add(position, got)
                     rest = text.finish(got) if text else ""

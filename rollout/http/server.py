@@ -2,6 +2,7 @@
 
 Owns: the listening socket, and the client of the worker. Promises: it listens before it says that it is ready, ends
 with what runs finished or cut after `drain_seconds`, and outlives the worker: once another one is there, it is served.
+If it is killed itself, the worker ends its requests.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .guard import Counters
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .texts import Texts
+from .watch import Watch
 
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
@@ -70,14 +72,19 @@ async def run(
 ) -> None:
     """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
     counters = Counters()
-    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys) as client:
+    async with AsyncRolloutClient(config.address, WORKER_SECONDS, *keys, while_connected=True) as client:
         served = await _meet(client, config)
-        app = make_app(served, Lifecycle(client, config.address, keys, counters), config, key, counters)
+        watch = Watch(client)
+        app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
         server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
         with closing(served.texts):
-            await server.serve(sockets=[listener])
+            watching = asyncio.create_task(watch.run())
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                watching.cancel()
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
@@ -90,6 +97,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
         name=config.model_name or _name(health),
         max_model_len=engine["max_model_len"],
+        max_prompts=health.limits["max_queued_requests"],
         eos_token_ids=frozenset(engine["eos_token_ids"]),
         created=int(time.time()),
     )

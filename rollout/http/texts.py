@@ -52,6 +52,10 @@ class Texts:
         """The text of tokens, however many."""
         return await self._run(self.decode, token_ids, skip_special_tokens)
 
+    async def by_token(self, token_ids: Sequence[int]) -> list[str]:
+        """The text that each token adds: nothing for one within a character, whose last one brings all of it."""
+        return await self._run(self._by_token, token_ids)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of some tokens."""
         return self._model.decode(token_ids, skip_special_tokens)
@@ -60,6 +64,10 @@ class Texts:
         """Let the thread end, and the process of the chat template."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._model.close()
+
+    def _by_token(self, token_ids: Sequence[int]) -> list[str]:
+        text = GrowingText(self, (), (), skip_special_tokens=False)
+        return [text.add([token_id]) for token_id in token_ids]
 
     def _token(self, token_id: int) -> str:
         return self._model.decode([token_id], skip_special_tokens=False)
@@ -90,8 +98,11 @@ class GrowingText:
         self._num_told = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain with these tokens."""
-        self._window += [*self._held, *token_ids]
+        """The text that is certain with these tokens, however many came at once."""
+        return "".join([self._add(token_id) for token_id in token_ids])
+
+    def _add(self, token_id: int) -> str:
+        self._window += [*self._held, token_id]
         self._held = [self._window.pop()] if self._window and self._window[-1] in self._stop_token_ids else []
         old = len(self._text)
         self._read()

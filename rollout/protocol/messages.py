@@ -71,7 +71,8 @@ class _Request(Message):
 
 class Generate(_Request):
     """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array. `num_prior_tokens`: see
-    `GenerateRequest`. `deltas`: tell this asker, by `Deltas`, how the samples grow. For the rest see `_Request`.
+    `GenerateRequest`. `deltas`: tell this asker, by `Deltas`, how the samples grow. `while_connected`: end the request
+    when nobody who waits for it is connected any more, and keep nothing of it. For the rest see `_Request`.
     """
 
     type: Literal["generate"] = "generate"
@@ -80,6 +81,7 @@ class Generate(_Request):
     params: SamplingParams
     num_prior_tokens: Count = 0
     deltas: bool = False
+    while_connected: bool = False
 
 
 class GetScores(_Request):

@@ -17,10 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from trueroll.errors import ConfigError, DeadlineError, IllegalStateError, PushError, TruerollError, WorkerLostError
+import torch
+
+from trueroll.errors import (
+    AlignmentError,
+    ConfigError,
+    DeadlineError,
+    IllegalStateError,
+    PushError,
+    TruerollError,
+    WorkerLostError,
+)
 
 from ...engine.request import InFlight
-from ...weight_sync.trainer.adapters import TrainerAdapters, adapters_of
+from ...kernels.adapters import read_tensors
+from ...kernels.wrappers import adapted_inside
+from ...weight_sync.trainer.adapters import TrainerAdapters
 from ...weight_sync.trainer.outcome import PushResult, push_on_all_ranks
 from ...weight_sync.trainer.sender import Transport, WeightSender
 from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors
@@ -205,7 +217,7 @@ class WeightPublisher:
         push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
     ) -> PushResult | None:
         """`push` of the tensors, or of a model of PEFT with its adapters, or of these `alone`."""
-        adapters = adapters_of(tensors, alone)
+        adapters = _adapters_of(tensors, alone)
         in_place = self._settings.in_place and adapters is not None
         _check(not in_place, "in_place", "False with a model of PEFT, or merged_weights of it", in_place)
         source = tensors if adapters is None else adapters.tensors
@@ -279,6 +291,16 @@ class WeightPublisher:
         if self._workers is None or not self._workers.addresses:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers
+
+
+def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
+    """Those of a model of PEFT; None for anything else, unless they are to be sent `alone`."""
+    model = adapted_inside(tensors) if isinstance(tensors, torch.nn.Module) else None
+    _check(model is not None or not alone, "adapters", "False but for a model of PEFT", alone)
+    try:
+        return None if model is None else TrainerAdapters(read_tensors(model), alone)
+    except AlignmentError as error:
+        raise PushError(str(error)) from None
 
 
 def _check(holds: bool, name: str, expected: str, found: object) -> None:

@@ -397,14 +397,23 @@ class Worker:
         the client asks again if it comes back.
         """
         for entry in self._forget(identity):
-            if (waiting := self._waiting_room.early(entry.key)) is not None:
+            find = self._waiting_room.get if _ends_with_client(entry) else self._waiting_room.early
+            if (waiting := find(entry.key)) is not None:
                 entry.is_wanted = False
                 self._publish_outputs(waiting.abort(None))
 
     def _forget(self, identity: bytes) -> list[Entry]:
-        """A client gets no more replies. Returns what nobody waits for any more."""
+        """A client gets no more replies. Returns what nobody waits for any more; of that ends what runs only while
+        somebody does.
+        """
         self._streams.lose(identity)
-        return self._ledger.lose(identity)
+        unwanted = self._ledger.lose(identity)
+        for entry in unwanted:
+            if _ends_with_client(entry) and entry.key not in self._waiting_room:
+                entry.is_wanted = False
+                entry.num_aborts += 1
+                self._engine_thread.commands.put(End(entry.key, None, tag=entry))
+        return unwanted
 
     def _check_admission(self, message: protocol.Generate | protocol.GetScores) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -618,8 +627,11 @@ class Worker:
         if event.command.tag is None:
             self._publish_outputs(event.outputs)  # nobody asked: the worker ends
             return
-        call, message, entry = event.command.tag
-        self._end_abort(call, message, event.outputs)
+        if isinstance(entry := event.command.tag, Entry):
+            self._publish_outputs(event.outputs)  # nobody waits for it
+        else:
+            call, message, entry = event.command.tag
+            self._end_abort(call, message, event.outputs)
         entry.num_aborts -= 1
         self._submit_successors(entry)
 
@@ -705,6 +717,10 @@ def _check_peer(peer: Peer, message: protocol.Call) -> None:
         raise ForbiddenError("connection: expected no identity of its own (ZMQ_ROUTING_ID), found one; set none")
     if client.user is not None and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
         raise UnavailableError("connection: expected one that is there, found that it has ended; connect and ask again")
+
+
+def _ends_with_client(entry: Entry) -> bool:
+    return isinstance(entry.message, protocol.Generate) and entry.message.while_connected
 
 
 def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:

@@ -274,10 +274,11 @@ def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: flo
     """
     trainer = grpo.Trainer(model, is_aligned=True, staleness=1)
     ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
+    is_own = torch.tensor([False, False, True, True])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        log_probs = trainer._log_probs([grpo.Sample(ids, torch.zeros(2), old, 0.0, 0.0)])
+        log_probs = trainer._log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
     trainer.version = 1
-    row = trainer.step([grpo.Sample(ids, log_probs + shift, old, 0.0, advantage)])
+    row = trainer.step([grpo.Sample(ids, is_own, log_probs + shift, old, 0.0, advantage)])
     assert row["stale_difference"] == pytest.approx(1.0) and row["mismatch"] is None
     assert (row["grad_norm"] == 0.0) == (shift == -advantage)
     ratio = min(math.exp(-shift), 2.0)

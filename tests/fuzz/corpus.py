@@ -78,6 +78,7 @@ class Corpus:
             message["num_prior_tokens"] = 1
         if params["seed"] % 5 == 0:
             message["deltas"] = True
+            message["while_connected"] = params["seed"] % 2 == 0
         return [message | self._named() | self._demand()]
 
     def score(self) -> list[Message]:

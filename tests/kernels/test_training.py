@@ -819,5 +819,5 @@ def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
         token_log_probs(model, IDS)
     with pytest.raises(AlignmentError, match="expected an aligned one"):
         unalign(model)
-    with pytest.raises(AlignmentError, match="without a wrapper"):
+    with pytest.raises(AlignmentError, match="found a DataParallel; use DistributedDataParallel"):
         token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)

@@ -6,15 +6,15 @@ as torch's version counters tell. Keeps no tensor alive.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
 
 import torch
 import xxhash
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from trueroll.errors import AlignmentError, ConfigError, PushError
+from trueroll.errors import PushError
 
-from ...kernels.adapters import is_adapted, read_tensors
 from ..payload.manifest import Adapters, factor_names
 from ..payload.parameters import Parameters, describe_tie, describe_unknown
 from ..payload.tensors import dtype_named, host_chunks, raw_bytes
@@ -38,26 +38,35 @@ class Checksums:
         return self._known[tensor][1]
 
 
+class AdaptedTensors(Protocol):
+    """The tensors of a model by the names that workers know, without adapters; which of them are trained whole; and by
+    the names of weights [N, K] their adapters: A [R, K], B [N, R], and what multiplies their product.
+    """
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    @property
+    def replaced(self) -> Collection[str]: ...
+    @property
+    def adapters(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor, float]]: ...
+
+
 class TrainerAdapters:
     """What a push of a PEFT model sends: with `alone` its adapters and `modules_to_save`, else all of it.
 
     `sent`: the tensors that travel, by the names that workers know. `tensors`: before them those that adapters come
-    without, which every rank of the trainer gathers alike. Raise PushError for other adapters than `align` takes.
+    without, which every rank of the trainer gathers alike. Raise PushError for none that are sent `alone`.
     """
 
-    def __init__(self, model: Any, alone: bool) -> None:
-        try:
-            found = read_tensors(model)
-        except AlignmentError as error:
-            raise PushError(str(error)) from None
+    def __init__(self, found: AdaptedTensors, alone: bool) -> None:
         if alone and not found.adapters:
             raise PushError("adapters: expected some that are enabled, found none; enable them, or push without them")
         self._scales = tuple((name, len(a), float(scale)) for name, (a, _, scale) in found.adapters.items())
         self._alone = alone
         self._base = {name: t for name, t in found.tensors.items() if alone and name not in found.replaced}
         self.sent: dict[str, torch.Tensor] = {name: t for name, t in found.tensors.items() if name not in self._base}
-        for name, adapter in found.adapters.items():
-            self.sent |= zip(factor_names(name), (adapter.a, adapter.b), strict=True)
+        for name, (a, b, _) in found.adapters.items():
+            self.sent |= zip(factor_names(name), (a, b), strict=True)
         self.tensors = self._base | self.sent
 
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
@@ -77,17 +86,3 @@ class TrainerAdapters:
                 raise PushError(describe_tie(name, other))
         base = tuple((name, found[name]) for name in wanted.shapes if name in found)
         return Adapters(weights=self._scales, base=base)
-
-
-def adapters_of(tensors: Any, alone: bool) -> TrainerAdapters | None:
-    """Those of a model of PEFT; None for anything else, unless adapters `alone` are asked for: then raise ConfigError.
-
-    Raise PushError as `TrainerAdapters` does.
-    """
-    if is_adapted(tensors):
-        return TrainerAdapters(tensors, alone)
-    if alone:
-        raise ConfigError(
-            f"adapters: expected a model of PEFT, found {type(tensors).__name__}; push without adapters=True"
-        )
-    return None

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from http_fronts import Front, error_of
+from fake_engine import FakeEngine
+from http_fronts import Front, error_of, front_end
+from serving import serving
 from transformers import AutoTokenizer
 
 from trueroll.rollout import RolloutClient, SamplingParams
@@ -103,6 +105,43 @@ def test_calls_of_tools_are_found_however_the_text_comes(
     assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
     assert [call["index"] for call in found] == list(range(len(found)))
     assert len({call["id"] for call in found}) == len(found)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_that_a_model_writes_reaches_the_openai_package(
+    chat_model: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeEngine()
+    token_ids = AutoTokenizer.from_pretrained(chat_model).encode("Let me see." + ONE, add_special_tokens=False)
+    finish = fake._finish
+
+    def drawn(id: str, index: int, count: int) -> tuple[list[int], None]:
+        return token_ids[:count], None
+
+    def stop(request_id: str, index: int, reason: str) -> Any:
+        output = finish(request_id, index, reason)
+        return type(output)(**vars(output) | {"finish_reason": "stop"})
+
+    monkeypatch.setattr(fake, "_drawn", drawn)
+    monkeypatch.setattr(fake, "_finish", stop)
+    question: Any = [{"role": "user", "content": "?"}]
+    fields: dict[str, Any] = dict(model="fake", messages=question, max_tokens=len(token_ids))
+    with serving(fake) as worker, front_end(worker.address, tokenizer=str(chat_model)) as front:
+        ask = front.openai().chat.completions.create
+        answer: Any = ask(**fields, tools=TOOLS, stream=is_stream)
+        plain: Any = ask(**fields).choices[0]
+    if is_stream:
+        choices = [choice for event in answer for choice in event.choices]
+        content = "".join(choice.delta.content or "" for choice in choices)
+        [call] = [call for choice in choices for call in choice.delta.tool_calls or []]
+        assert call.index == 0
+    else:
+        choices = answer.choices
+        content, [call] = choices[0].message.content, choices[0].message.tool_calls
+    assert content == "Let me see." and choices[-1].finish_reason == "tool_calls"
+    assert (call.type, call.function.name) == ("function", "add") and call.id.startswith("call_")
+    assert json.loads(call.function.arguments) == {"a": 1, "b": "ü<"}
+    assert (plain.message.content, plain.finish_reason) == ("Let me see." + ONE, "stop"), "no tools were named"
 
 
 @pytest.mark.parametrize(

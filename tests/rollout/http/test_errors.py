@@ -14,11 +14,16 @@ import openai
 import pytest
 from fake_engine import FAIL_IN_ADD, FakeEngine
 from http_fronts import Front, error_of, front_end
+from pydantic import ValidationError
 from serving import WorkerOnThread, serving
 
 from trueroll.errors import ConfigError
+from trueroll.rollout.http.app import DetokenizeFields
+from trueroll.rollout.http.chat import ChatFields
+from trueroll.rollout.http.completions import CompletionFields
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig, api_key
-from trueroll.rollout.http.fields import IGNORED, OFF
+from trueroll.rollout.http.fields import IGNORED, OFF, Fields
+from trueroll.rollout.http.generate import GenerateFields
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
@@ -69,6 +74,11 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         ("/v1/completions", {"prompt": "x", "wat": 1}, 400, "wat", "unknown_parameter"),
         ("/v1/completions", {"prompt": "x", "echo": True, "stream": True}, 400, "echo", "unsupported_parameter"),
         ("/v1/completions", {"prompt": "x", "stream_options": {"x": 1}}, 400, "stream_options", "unknown_parameter"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "stream_options": {"continuous_usage_stats": True}},
+            *(400, "stream_options", "invalid_request"),
+        ),
         ("/v1/completions", {"prompt": "x", "max_tokens": 500}, 400, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x" * 600}, 400, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
@@ -106,6 +116,37 @@ def test_what_is_wrong_is_named(
 def plain(chat_model: Path) -> Iterator[Front]:
     with serving(FakeEngine()) as running, front_end(running.address, tokenizer=str(chat_model)) as front:
         yield front
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionFields, {"prompt": [-1] * 1000}),
+        (CompletionFields, {"prompt": [[1], *["a"] * 1000]}),
+        (CompletionFields, {"prompt": "x", **{f"field{i}": 1 for i in range(1000)}}),
+        (CompletionFields, {"prompt": "x", "stream_options": {f"field{i}": 1 for i in range(1000)}}),
+        (ChatFields, {"messages": [3] * 1000}),
+        (ChatFields, {"messages": [{"role": "user", "content": [3] * 1000}]}),
+        (ChatFields, {"messages": [{"role": "user"}], "tools": [3] * 1000}),
+        (GenerateFields, {"token_ids": ["x"] * 1000, "sampling_params": {}}),
+        (DetokenizeFields, {"tokens": [2**31] * 1000}),
+    ],
+)
+def test_the_faults_of_very_many_elements_are_few(kind: type[Fields], fields: dict[str, Any]) -> None:
+    """A million of them in one body would take all memory."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(fields)
+    assert caught.value.error_count() < 10
+
+
+def test_more_prompts_than_the_worker_takes_are_refused(
+    started: Callable[..., tuple[Front, WorkerOnThread]],
+) -> None:
+    front, _ = started({"max_queued_requests": 3})
+    assert len(front.post("/v1/completions", {"prompt": [[1]] * 3}).json()["choices"]) == 3
+    response = front.post("/v1/completions", {"prompt": ["x"] * 4})
+    assert response.status_code == 400 and error_of(response)["param"] == "prompt"
+    assert "max_queued_requests, found 4" in error_of(response)["message"]
 
 
 OTHERS = {"frequency_penalty": 0.5, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from serving import WorkerOnThread, fake_process, serving
 from transformers import AutoModelForCausalLM
 
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess
-from trueroll.rollout.http import server
+from trueroll.rollout.http import app, server
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
 
@@ -90,6 +92,37 @@ def test_sleep_and_wake_up_reach_the_engine(fronted: Front, fake: FakeEngine) ->
     sleep, *wakes = [action for action in fake.actions if action[0] in ("sleep", "wake_up")]
     assert sleep == ("sleep", 2, ("weights", "kv_cache"), "recompute")
     assert wakes == [("wake_up", ("kv_cache",)), ("wake_up", ("weights",))]
+
+
+def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -> None:
+    own, root = fronted.openai(), openai.OpenAI(base_url=fronted.url, api_key="none", max_retries=0)
+    model, hello = "fake", [{"role": "user", "content": "hi"}]
+
+    def post(path: str, body: Any = None) -> Any:
+        return root.post(path, body=body, cast_to=object)
+
+    def get(path: str) -> Any:
+        return root.get(path, cast_to=object)
+
+    assert own.models.list().data[0].id == own.models.retrieve(model).id == model
+    assert own.completions.create(model=model, prompt="x", max_tokens=2).choices
+    assert own.chat.completions.create(model=model, messages=hello, max_tokens=2).choices  # type: ignore[call-overload]
+    asked = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
+    assert len(post("/inference/v1/generate", asked)["choices"][0]["token_ids"]) == 2
+    assert post("/detokenize", {"tokens": post("/tokenize", {"prompt": "hi"})["tokens"]}) == {"prompt": "hi"}
+    assert get("/health")["state"] == "ready"
+    assert post("/pause?mode=keep") == {"status": "paused"} and get("/is_paused") == {"is_paused": True}
+    assert post("/resume") == {"status": "resumed"}
+    assert post("/sleep")["state"] == "asleep" and get("/is_sleeping") == {"is_sleeping": True}
+    assert post("/wake_up")["state"] == "ready"
+    assert post("/reset_prefix_cache")["state"] == "ready"
+    with pytest.raises(openai.ConflictError, match="save_pretrained") as caught:
+        post("/update_weights", {"weight_dir": str(tmp_path)})
+    assert caught.value.code == "push_failed"
+    reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|409)"}', get("/metrics"))
+    template = {"/v1/models/{name:path}"}
+    paths = {*re.findall(r'Route\("([^"]+)"', Path(app.__file__).read_text())} - template - {"/metrics"}
+    assert paths <= {*reached} and len(paths) > 10
 
 
 def test_the_prefix_cache_is_forgotten(fronted: Front, fake: FakeEngine) -> None:
@@ -247,20 +280,56 @@ def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model:
     assert set(psutil.Process().children()) <= before
 
 
-def test_a_front_end_that_is_killed_leaves_the_worker_whole(worker: WorkerProcess, client: RolloutClient) -> None:
-    options = ("--port", "0", "--model-name", "tiny")
-    process = subprocess.Popen([*PROGRAM, "http", worker.address, *options], stdout=subprocess.PIPE, text=True)
+def test_what_a_killed_front_end_asked_for_is_ended(
+    running: WorkerOnThread, fake: FakeEngine, chat_model: Path
+) -> None:
+    """What runs, streamed or not, and what a pause holds up; beside somebody else's request, which goes on."""
+    body = {"prompt": [1, SLOW_STEP], "max_tokens": 400}
+    with RolloutClient(running.address) as client, ThreadPoolExecutor(4) as threads:
+        with command(running.address, "0", "--tokenizer", str(chat_model)) as front:
+            asked = [threads.submit(front.post, "/v1/completions", body | {"stream": flag}) for flag in (True, False)]
+            other = threads.submit(client.generate, [[1, SLOW_STEP]], SamplingParams(max_tokens=200))
+            wait_until(lambda: num_open(running) == 3)
+            client.pause()
+            asked.append(threads.submit(front.post, "/v1/completions", body))
+            wait_until(lambda: num_open(running) == 4)
+        wait_until(lambda: num_open(running) == 1)
+        client.resume()
+        assert len(other.result()[0].samples[0].token_ids) == 200
+        wait_until(lambda: running.worker.health().requests["kept"] == 0)
+        assert fake.stats().samples_finished == {"abort": 2, "length": 1}, "what was held up had not begun"
+        assert all(each.exception() is not None for each in asked)
+
+
+@contextmanager
+def command(address: str, port: str, *more: str) -> Iterator[Front]:
+    """A front end in a process of its own, which is killed at the end."""
+    options = ("--port", port, "--model-name", "tiny", *more)
+    process = subprocess.Popen([*PROGRAM, "http", address, *options], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        front = Front(process.stdout.readline().split("url=")[1].split()[0], "tiny")
-        stream = iter(front.openai().completions.create(model="tiny", prompt=[1], max_tokens=1000, stream=True))
-        assert next(stream).choices
+        yield Front(process.stdout.readline().split("url=")[1].split()[0], "tiny")
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_next_front_end_serves_after_one_that_was_killed(running: WorkerOnThread, chat_model: Path) -> None:
+    options = ("--tokenizer", str(chat_model))
+    with command(running.address, "0", *options) as front:
+        create = front.openai().completions.create
+        stream = iter(create(model="tiny", prompt=[1, SLOW_STEP], max_tokens=400, stream=True))
+        assert next(stream).choices
+        port = front.url.rpartition(":")[2]
     with pytest.raises(openai.APIConnectionError):
         list(stream)
-    assert client.generate([[1, 2]], SamplingParams(max_tokens=2))[0].samples
+    with RolloutClient(running.address) as client:
+        [group] = client.generate([[1, 2]], SamplingParams(max_tokens=3), seed=4)
+    with command(running.address, port, *options) as front:
+        assert front.url.endswith(f":{port}")
+        body = {"prompt": [1, 2], "max_tokens": 3, "seed": 4, "return_token_ids": True}
+        [choice] = front.post("/v1/completions", body).json()["choices"]
+        assert choice["token_ids"] == group.samples[0].token_ids
 
 
 @pytest.mark.parametrize(

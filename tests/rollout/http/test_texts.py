@@ -41,6 +41,13 @@ def test_pieces_hold_whole_characters_and_make_the_text(texts: Texts, text: str)
     assert len([piece for piece in told if piece]) > 1
 
 
+def test_many_tokens_may_come_at_once_and_end_within_a_character(texts: Texts) -> None:
+    token_ids = texts._model.encode("twelve chars 👋 and more")
+    text = GrowingText(texts, [], {7}, True)
+    assert text.add(token_ids[:15]) == "twelve chars "
+    assert text.add(token_ids[15:]) == "👋 and more" and text.finish(ended(token_ids)) == ""
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_pieces_of_any_tokens_make_the_text_of_all(texts: Texts, seed: int) -> None:
     generator = random.Random(seed)

@@ -231,7 +231,7 @@ def test_what_is_wrong_is_refused_and_the_old_weights_are_served(
 def test_what_is_no_adapter_is_refused(llama: tuple[Engine, str], folders: Any, tmp_path: Path) -> None:
     (_, address), model = llama, adapt(folders["llama"])
     with publishing(address, "shared") as to:
-        with pytest.raises(ConfigError, match="expected a model of PEFT, found LlamaForCausalLM"):
+        with pytest.raises(ConfigError, match="adapters: expected False but for a model of PEFT"):
             to.push(model.get_base_model(), 1, adapters=True)
         with pytest.raises(PushError, match="lora_dropout: expected none"):
             to.push(adapt(folders["llama"], lora_dropout=0.1), 1, adapters=True)

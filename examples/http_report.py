@@ -1,0 +1,361 @@
+"""What HTTP costs beside the client, and what a front end stands: `python examples/http_report.py [MODEL]`.
+
+Asks one worker for the same samples by `AsyncRolloutClient` and by HTTP, in turn: groups of samples in one request,
+many requests for one sample at a time, and streams. Every answer by HTTP must have the tokens and the bits of the
+client's. Then it holds many open connections, and sends many malformed requests while good ones go on.
+
+This process speaks HTTP by hand, so that no library for it is measured. The front end and it share the cores with the
+worker, as a trainer would.
+"""
+
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from trueroll.rollout import AsyncRolloutClient, SamplingParams, launch_worker
+from trueroll.rollout.tools.bench import WORKLOADS, Workload
+
+REPEATS = 5
+FIRST_TOKENS = 20
+GROUP = WORKLOADS["group"][0]
+SINGLES = Workload("singles", 64, 0, 128, 1, 128, 1.0)
+GOOD = Workload("good", 32, 0, 32, 1, 32, 1.0)
+CONNECTIONS = 1000
+MALFORMED = 10_000
+SENDERS = 8
+NUM_BLOCKS = 2048
+MEBIBYTE = 2**20
+PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+Sample = tuple[list[int], bytes]
+"""Token ids, and log-probs as the bytes of float32."""
+Asked = tuple[list[list[int]], SamplingParams]
+Ask = Callable[[list[list[int]], SamplingParams], Awaitable[list[Sample]]]
+
+
+class Connection:
+    """To a server, kept open, for one request after the other."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, url: str) -> "Connection":
+        address = urlsplit(url)
+        return cls(*await asyncio.open_connection(address.hostname, address.port, limit=2**24))
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, Any]:
+        """The status and the JSON of the answer."""
+        status, length = await self.send(path, body)
+        assert length is not None
+        return status, json.loads(await self.reader.readexactly(length))
+
+    async def events(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
+        """What the server-sent events of the answer say."""
+        status, length = await self.send(path, body)
+        assert status == 200 and length is None
+        text = b""
+        while size := int(await self.reader.readline(), 16):
+            text += (await self.reader.readexactly(size + 2))[:-2]
+            *lines, text = text.split(b"\n\n")
+            for line in lines:
+                if line != b"data: [DONE]":
+                    yield json.loads(line.removeprefix(b"data: "))
+        await self.reader.readline()
+
+    async def send(self, path: str, body: bytes) -> tuple[int, int | None]:
+        """Send a request and read the head of the answer: its status, and how long its body is, if it says so."""
+        method = b"POST" if body else b"GET"
+        head = b"%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (method, path.encode(), len(body))
+        self.writer.write(head + body)
+        status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+        headers = dict(line.lower().split(": ", 1) for line in lines if line)
+        length = headers.get("content-length")
+        return int(status.split()[1]), None if length is None else int(length)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Http:
+    """Asks the front end for samples, by connections that are kept."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.connections: list[Connection] = []
+
+    async def connect(self) -> None:
+        """Open all connections anew: the front end closes those that nothing came on for a while."""
+        for connection in self.connections:
+            connection.close()
+        self.connections = [await Connection.open(self.url) for _ in range(SINGLES.num_prompts)]
+
+    async def group(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        """All samples in one request."""
+        status, answer = await self.connections[0].ask(PATHS[0], body_of(prompts, params))
+        assert status == 200, answer
+        return [sample_of([choice]) for choice in answer["choices"]]
+
+    async def singles(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        """A request for each prompt, all at a time."""
+        samples = await asyncio.gather(*map(self.single, self.connections, bodies(prompts, params)))
+        return list(samples)
+
+    async def single(self, connection: Connection, body: bytes) -> Sample:
+        status, answer = await connection.ask(PATHS[0], body)
+        assert status == 200, answer
+        return sample_of(answer["choices"])
+
+    async def streams(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        """A stream for each prompt, all at a time."""
+        samples = await asyncio.gather(*map(self.stream, self.connections, bodies(prompts, params, stream=True)))
+        return list(samples)
+
+    async def stream(self, connection: Connection, body: bytes) -> Sample:
+        return sample_of([choice async for event in connection.events(PATHS[0], body) for choice in event["choices"]])
+
+    async def first_token(self, prompt: list[int], params: SamplingParams) -> None:
+        """A stream up to its first event; its connection is closed."""
+        connection = await Connection.open(self.url)
+        async with aclosing(connection.events(PATHS[0], body_of([prompt], params, stream=True))) as events:
+            assert (await anext(events))["choices"][0]["token_ids"]
+        connection.close()
+
+
+class Client:
+    """Asks the worker for the same samples without HTTP."""
+
+    def __init__(self, client: AsyncRolloutClient) -> None:
+        self.client = client
+
+    async def group(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        groups = await self.client.generate(prompts, params, seed=0)
+        return [bits_of(sample.token_ids, sample.logprobs) for group in groups for sample in group.samples]
+
+    async def singles(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        groups = await asyncio.gather(*(self.group([prompt], params) for prompt in prompts))
+        return [sample for group in groups for sample in group]
+
+    async def streams(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        return list(await asyncio.gather(*(self.stream(prompt, params) for prompt in prompts)))
+
+    async def stream(self, prompt: list[int], params: SamplingParams) -> Sample:
+        pieces = [piece async for _, piece in self.client.stream([prompt], params, deltas=True, seed=0)]
+        return bits_of(pieces[-1].token_ids, pieces[-1].logprobs)
+
+    async def first_token(self, prompt: list[int], params: SamplingParams) -> None:
+        async with aclosing(self.client.stream([prompt], params, deltas=True, seed=0)) as pieces:
+            assert (await anext(pieces))[1].token_ids
+
+
+def body_of(prompts: list[list[int]], params: SamplingParams, stream: bool = False) -> bytes:
+    """A request for completions, with log-probs and token ids."""
+    sampling = dict(n=params.n, max_tokens=params.max_tokens, temperature=params.temperature, ignore_eos=True, seed=0)
+    return json.dumps(dict(prompt=prompts, logprobs=0, return_token_ids=True, stream=stream, **sampling)).encode()
+
+
+def bodies(prompts: list[list[int]], params: SamplingParams, stream: bool = False) -> list[bytes]:
+    return [body_of([prompt], params, stream) for prompt in prompts]
+
+
+def sample_of(choices: Sequence[dict[str, Any]]) -> Sample:
+    """Of one choice that came in these pieces."""
+    token_ids = [token_id for choice in choices for token_id in choice["token_ids"]]
+    logprobs = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+    return bits_of(token_ids, logprobs)
+
+
+def bits_of(token_ids: list[int], logprobs: Any) -> Sample:
+    return token_ids, np.asarray(logprobs, np.float32).tobytes()
+
+
+@dataclass
+class Bench:
+    """A worker, with a client of it and a front end of it."""
+
+    console: Console
+    client: Client
+    http: Http
+    front: psutil.Process
+    worker: psutil.Process
+    vocab_size: int
+
+    async def seconds(self, action: Awaitable[Any]) -> tuple[float, Any]:
+        """How long it takes from an empty cache, and what it gives."""
+        await self.client.client.invalidate_prefix_cache()
+        start = time.perf_counter()
+        result = await action
+        return time.perf_counter() - start, result
+
+    def asked(self, workload: Workload) -> Asked:
+        fields = dict(n=workload.n, max_tokens=workload.max_tokens, temperature=workload.temperature)
+        return workload.prompts(self.vocab_size).tolist(), SamplingParams(**fields, ignore_eos=True)
+
+    async def report_throughput(self) -> None:
+        table = Table("workload", "client: tokens/s", "HTTP: tokens/s", "ratio", "front end: CPU ms a request")
+        for name, workload, by_client, by_http in (
+            ("group", GROUP, self.client.group, self.http.group),
+            (f"{SINGLES.num_prompts} singles", SINGLES, self.client.singles, self.http.singles),
+            (f"{SINGLES.num_prompts} streams", SINGLES, self.client.streams, self.http.streams),
+        ):
+            asked = self.asked(workload)
+            runs = [await self.compare(asked, by_client, by_http) for _ in range(REPEATS + 1)][
+                1:
+            ]  # the first is slower
+            count = workload.num_samples * workload.max_tokens
+            ours, theirs, cpu = zip(*runs, strict=True)
+            ratio = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+            cpu_ms = statistics.median(cpu) * 1e3 / (1 if name == "group" else workload.num_prompts)
+            speeds = [spread([count / seconds for seconds in side]) for side in (ours, theirs)]
+            table.add_row(name, *speeds, f"{ratio:.3f}", f"{cpu_ms:.1f}")
+        self.console.print(table)
+
+    async def compare(self, asked: Asked, by_client: Ask, by_http: Ask) -> tuple[float, float, float]:
+        """The seconds that both take for the same, and those of the front end's processor time."""
+        ours, expected = await self.seconds(by_client(*asked))
+        await self.http.connect()
+        before = cpu_seconds(self.front)
+        theirs, samples = await self.seconds(by_http(*asked))
+        assert samples == expected, "not the client's tokens or bits"
+        return ours, theirs, cpu_seconds(self.front) - before
+
+    async def report_first_token(self) -> None:
+        [prompt, *_], params = self.asked(SINGLES)
+        by_client, by_http = [], []
+        for _ in range(FIRST_TOKENS):
+            by_client.append((await self.seconds(self.client.first_token(prompt, params)))[0] * 1e3)
+            by_http.append((await self.seconds(self.http.first_token(prompt, params)))[0] * 1e3)
+        more = statistics.median(by_http) - statistics.median(by_client)
+        self.console.print(
+            f"first token: {spread(by_client)} ms by the client, {spread(by_http)} ms by HTTP: {more:+.1f} ms"
+        )
+
+    async def report_connections(self) -> None:
+        """Connections that stay open, each served before and after good requests, and all at a time."""
+        prompts, params = self.asked(GOOD)
+        expected = await self.client.singles(prompts, params)
+        await self.http.connect()
+        opened = await asyncio.gather(*(Connection.open(self.http.url) for _ in range(CONNECTIONS)))
+        served = [await connection.ask("/v1/models", b"") for connection in opened]
+        assert await self.http.singles(prompts, params) == expected
+        few = params.model_copy(update={"max_tokens": 2})
+        asked = [prompts[number % len(prompts)] for number in range(CONNECTIONS)]
+        told = await asyncio.gather(*map(self.http.single, opened, bodies(asked, few)))
+        assert [token_ids for token_ids, _ in told] == [
+            expected[number % len(prompts)][0][:2] for number in range(CONNECTIONS)
+        ]
+        served += [await connection.ask("/v1/models", b"") for connection in opened]
+        assert all(status == 200 for status, _ in served)
+        for connection in opened:
+            connection.close()
+        self.console.print(
+            f"{CONNECTIONS:,} connections held; good requests were served beside them, then one by each, all at a time"
+        )
+
+    async def report_malformed(self) -> None:
+        """Malformed requests while good ones go on."""
+        prompts, params = self.asked(GOOD)
+        expected = await self.client.singles(prompts, params)
+        generator = random.Random(0)
+        await self.flood(generator, MALFORMED // 10)  # what grows once has grown then
+        before = [rss(self.front), rss(self.worker)]
+        flood = asyncio.create_task(self.flood(generator, MALFORMED))
+        await self.http.connect()
+        rounds = 0
+        while not flood.done():
+            assert await self.http.singles(prompts, params) == expected
+            rounds += 1
+        await flood
+        await asyncio.sleep(1)
+        after = [rss(self.front), rss(self.worker)]
+        self.console.print(
+            f"{MALFORMED:,} malformed requests, all refused, beside {rounds} x {len(prompts)} good ones, each as "
+            f"without them; memory of the front end {before[0]:.1f} MiB before, {after[0]:.1f} after; of the worker "
+            f"{before[1]:.1f} and {after[1]:.1f}"
+        )
+
+    async def flood(self, generator: random.Random, count: int) -> None:
+        """Send malformed requests by several connections; each must be refused."""
+        requests = iter([(PATHS[number % len(PATHS)], malformed(generator)) for number in range(count)])
+
+        async def send() -> None:
+            connection = await Connection.open(self.http.url)
+            for path, body in requests:
+                status, answer = await connection.ask(path, body)
+                assert status == 400 and answer["error"]["message"], answer
+            connection.close()
+
+        await asyncio.gather(*(send() for _ in range(SENDERS)))
+
+
+def malformed(generator: random.Random) -> bytes:
+    """A body that no endpoint takes: cut off, not JSON, of unknown fields, or with a value that cannot be."""
+    body = b'{"prompt": [1, 2, 3], "max_tokens": 4, "seed": 1, "logprobs": 1}'
+    kinds: tuple[Callable[[], bytes], ...] = (
+        lambda: body[: generator.randrange(1, len(body))],
+        lambda: generator.randbytes(generator.randrange(1, 300)) + b"\xff",
+        lambda: b"[" * generator.randrange(1, 20_000),
+        lambda: json.dumps({f"field{generator.randrange(10**9)}": 1}).encode(),
+        lambda: b'{"prompt": "\\ud800", "messages": 3, "token_ids": "x"}',
+        lambda: json.dumps(dict(prompt=[-1] * generator.randrange(1, 1000), messages=[], token_ids=[-1])).encode(),
+    )
+    return generator.choice(kinds)()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def rss(process: psutil.Process) -> float:
+    return process.memory_info().rss / MEBIBYTE
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):,.1f} ({min(values):,.1f} to {max(values):,.1f})"
+
+
+async def report(console: Console, address: str, worker_pid: int, url: str, front_pid: int) -> None:
+    async with AsyncRolloutClient(address) as client:
+        engine = (await client.health()).engine
+        assert engine is not None
+        http = Http(url)
+        bench = Bench(
+            console, Client(client), http, psutil.Process(front_pid), psutil.Process(worker_pid), engine["vocab_size"]
+        )
+        await bench.report_throughput()
+        await bench.report_first_token()
+        await bench.report_connections()
+        await bench.report_malformed()
+
+
+def main(model: str = "smollm2") -> None:
+    console = Console()
+    command = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http"]
+    with launch_worker(model, device="cpu", num_blocks=NUM_BLOCKS) as worker:
+        front = subprocess.Popen([*command, worker.address, "--port", "0"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert front.stdout is not None
+            url = front.stdout.readline().split("url=")[1].split()[0]
+            console.print(f"{model}, worker at {worker.address}, front end at {url}")
+            asyncio.run(report(console, worker.address, worker.pid, url, front.pid))
+        finally:
+            front.terminate()
+            front.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,213 @@
+"""`/ui`: a page that shows what the worker does, and the samples that were answered last.
+
+Its files hold no data, so they need no key; what they show comes from other paths, which do. Whatever a model writes
+goes to the page as JSON, and into it as text; besides, the page's policy lets a browser run nothing but these files.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trueroll.errors import brief
+
+from ...engine.request import SamplingParams
+from .errors import HttpError
+from .fields import Fields, checked
+from .logprobs import numbers
+from .model import ServedModel
+from .samples import KeptGroup, KeptSample, SampleLog
+from .watch import Watch
+from .wire import answer, read_json, while_present
+
+FOLDER = Path(__file__).parent / "ui"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = "index.html"
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+MAX_BODY_BYTES = 2**12
+MOST_TOKENS = 2048
+"""Of one answer."""
+SHOWN = ("n", "max_tokens", "temperature")
+"""Of the sampling parameters, beside those that differ from their defaults."""
+PREVIEW_TOKENS = 40
+CONTEXT_TOKENS = 16
+"""Read before the first token that is told, as its text may depend on them."""
+
+
+class ScoreFields(Fields):
+    """Which sample to score again."""
+
+    group: int
+    sample: int
+
+
+class Pages:
+    """The page and its data. `run`: differs for each front end, whose groups count from 1 again."""
+
+    def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:
+        self._served, self._samples, self._watch = served, samples, watch
+        self._run = served.new_id("ui")
+        self._files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+
+    async def file(self, request: Request) -> Response:
+        """One of the page's files."""
+        name = request.url.path.removeprefix("/ui").lstrip("/") or PAGE
+        return Response(self._files[name], headers=HEADERS, media_type=TYPES[Path(name).suffix])
+
+    async def live(self, request: Request) -> Response:
+        """Looks at the worker since `since`, in seconds since 1970, and the groups after the one of id `after`."""
+        new = self._samples.after(_whole(request, "after"))
+        told = {
+            "run": self._run,
+            "model": self._served.name,
+            "now": time.time(),
+            "looks": self._watch.since(_number(request, "since")),
+            "first_group": self._samples.first_id,
+            "groups": [await self._summary(group) for group in new],
+        }
+        return _data(told)
+
+    async def group(self, request: Request) -> Response:
+        """What there is to say of the group `group`, but for its tokens."""
+        group = self._group(_whole(request, "group"))
+        told = {
+            "num_prompt_tokens": len(group.prompt),
+            "params": {name: getattr(group.params, name) for name in SHOWN} | _further(group.params),
+            "seed": None if group.seed is None else str(group.seed),
+            "samples": [_told(sample, self._served.eos_token_ids) for sample in group.samples],
+        }
+        return _data(await self._summary(group) | told)
+
+    async def tokens(self, request: Request) -> Response:
+        """Tokens of the group `group` from `start` on: those of its sample `sample`, or of its prompt."""
+        group, start = self._group(_whole(request, "group")), _whole(request, "start")
+        sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
+        token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
+        logprobs = None if sample is None or sample.logprobs is None else sample.logprobs[start : start + MOST_TOKENS]
+        first = max(0, start - CONTEXT_TOKENS)
+        texts = await self._served.texts.by_token(token_ids[first : start + MOST_TOKENS])
+        told = {
+            "token_ids": token_ids[start : start + MOST_TOKENS],
+            "texts": texts[start - first :],
+            "logprobs": None if logprobs is None else numbers(logprobs),
+        }
+        return _data(told)
+
+    async def score(self, request: Request) -> Response:
+        """Score a sample again, and compare the bits."""
+        fields = checked(ScoreFields, await read_json(request, MAX_BODY_BYTES))
+        group = self._group(fields.group)
+        sample = self._sample(group, fields.sample)
+        if not sample.token_ids.size:
+            raise HttpError(400, "sample: expected one with tokens, found one without; choose another", param="sample")
+        return _data(await while_present(request.receive, self._scored(group, sample)))
+
+    async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
+        sequence = group.prompt.tolist() + sample.token_ids.tolist()
+        [score] = await self._served.score([sequence], group.params)
+        again = score.logprobs[len(group.prompt) - 1 :]
+        told: dict[str, Any] = {"weight_versions": _spans(score.weight_versions)}
+        if sample.logprobs is None:
+            return told | {"logprobs": numbers(again)}
+        return told | compared(sample.logprobs, again, min(group.params.min_tokens, len(again)))
+
+    async def _summary(self, group: KeptGroup) -> dict[str, Any]:
+        texts = self._served.texts
+        return {
+            "id": group.id,
+            "seconds": group.seconds,
+            "preview": await texts.decode_long(group.prompt[-PREVIEW_TOKENS:].tolist(), skip_special_tokens=True),
+            "num_asked": group.params.n,
+            "num_samples": len(group.samples),
+            "num_tokens": sum(len(sample.token_ids) for sample in group.samples),
+            "finish_reasons": sorted({sample.finish_reason for sample in group.samples}),
+            "versions": sorted({span.version for sample in group.samples for span in sample.weight_versions}),
+        }
+
+    def _group(self, id: int) -> KeptGroup:
+        if (found := self._samples.get(id)) is None:
+            text = f"group: expected one of the last, found {brief(id)}, which gave way to others; choose another"
+            raise HttpError(404, text, param="group")
+        return found
+
+    def _sample(self, group: KeptGroup, index: int) -> KeptSample:
+        for sample in group.samples:
+            if sample.index == index:
+                return sample
+        text = f"sample: expected one that was kept of group {group.id}, found {brief(index)}; choose another"
+        raise HttpError(404, text, param="sample")
+
+
+def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
+    """How two float32 [num_tokens] differ in their bits, from token `first` on: `num_equal`, and the first that
+    differs, with both log-probs.
+    """
+    differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
+    told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}
+    if not differing.any():
+        return told | {"difference": None}
+    at = first + int(differing.argmax())
+    return told | {"difference": [at, *numbers(before[at : at + 1]), *numbers(again[at : at + 1])]}
+
+
+def _further(params: SamplingParams) -> dict[str, Any]:
+    """Those that differ from their defaults, but for what is said elsewhere, or is nobody's business."""
+    hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
+    return params.model_dump(exclude=hidden, exclude_defaults=True)
+
+
+def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
+    """Seeds are text: a number of 64 bits does not survive in a browser."""
+    logprobs = sample.logprobs
+    return {
+        "index": sample.index,
+        "num_tokens": len(sample.token_ids),
+        "finish_reason": sample.finish_reason,
+        "stop_reason": None if sample.stop_reason in eos_token_ids else sample.stop_reason,
+        "error": sample.error,
+        "seed": str(sample.seed),
+        "num_cached_tokens": sample.num_cached_tokens,
+        "weight_versions": _spans(sample.weight_versions),
+        "mean_logprob": None if logprobs is None or not logprobs.size else numbers(logprobs.mean(keepdims=True))[0],
+    }
+
+
+def _spans(spans: Any) -> list[list[int]]:
+    return [[span.version, span.start, span.end] for span in spans]
+
+
+def _whole(request: Request, name: str) -> int:
+    return int(_number(request, name))
+
+
+def _number(request: Request, name: str) -> float:
+    """A query parameter; 0 if it is not there."""
+    text = request.query_params.get(name, "0")
+    try:
+        number = float(text)
+        if not 0 <= number < 2**53:
+            raise ValueError
+        return number
+    except ValueError:
+        raise HttpError(
+            400, f"{name}: expected a number from 0 on, found {brief(text)}; correct it", param=name
+        ) from None
+
+
+def _data(content: Any) -> Response:
+    response = answer(content)
+    response.headers["Cache-Control"] = "no-store"
+    return response

@@ -1,0 +1,127 @@
+"""The groups that this front end answered last, for the page at `/ui`.
+
+Owns: their tokens and log-probs, as arrays. Promises that there are never more than `MOST_GROUPS` groups and
+`MOST_BYTES` bytes, however long prompts and samples are: the oldest groups give way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...engine.request import SampleOutput, SamplingParams, WeightSpan
+
+MOST_GROUPS = 300
+MOST_BYTES = 64 * 2**20
+MOST_GROUP_BYTES = 8 * 2**20
+"""Of one group: as many of its samples as fit are kept."""
+OBJECT_BYTES = 2048
+"""More than what a sample or a group takes beside its arrays."""
+_MOST_TEXT = 500
+
+
+@dataclass(frozen=True)
+class KeptSample:
+    """`token_ids`: int32. For the rest see `SampleOutput`."""
+
+    index: int
+    token_ids: np.ndarray
+    logprobs: np.ndarray | None
+    finish_reason: str
+    stop_reason: int | str | None
+    error: str | None
+    seed: int
+    num_cached_tokens: int
+    weight_versions: tuple[WeightSpan, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        return OBJECT_BYTES + self.token_ids.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
+
+
+@dataclass(frozen=True)
+class KeptGroup:
+    """`id` counts from 1. `seconds`: since 1970, when it was there. `prompt`: int32. `params`: without stop strings and
+    tokens. `seed`: of its request. `samples`: those that finished and fit.
+    """
+
+    id: int
+    seconds: float
+    prompt: np.ndarray
+    params: SamplingParams
+    seed: int | None
+    samples: tuple[KeptSample, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        return OBJECT_BYTES + self.prompt.nbytes + sum(sample.num_bytes for sample in self.samples)
+
+
+class SampleLog:
+    """The last groups. `num_bytes`: what they take together."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._groups: dict[int, KeptGroup] = {}
+        self._last_id = 0
+
+    @property
+    def first_id(self) -> int:
+        """The oldest group's; that of the next one if there is none."""
+        return next(iter(self._groups), self._last_id + 1)
+
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, seed: int | None, samples: Iterable[SampleOutput]
+    ) -> None:
+        """Keep what was answered, if its prompt fits, and let the oldest go."""
+        tokens = np.array(prompt, np.int32)
+        kept = _fitting(
+            sorted(samples, key=lambda sample: sample.index), MOST_GROUP_BYTES - OBJECT_BYTES - tokens.nbytes
+        )
+        if not kept:
+            return
+        self._last_id += 1
+        plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
+        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept)
+        self._groups[group.id] = group
+        self.num_bytes += group.num_bytes
+        while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:
+            self.num_bytes -= self._groups.pop(self.first_id).num_bytes
+
+    def get(self, id: int) -> KeptGroup | None:
+        """The group of that id, if it is still there."""
+        return self._groups.get(id)
+
+    def after(self, id: int) -> list[KeptGroup]:
+        """The groups that came after that one, oldest first."""
+        return [group for group in self._groups.values() if group.id > id]
+
+
+def _fitting(samples: Iterable[SampleOutput], num_bytes: int) -> tuple[KeptSample, ...]:
+    kept: list[KeptSample] = []
+    for sample in samples:
+        made = _kept(sample)
+        if (num_bytes := num_bytes - made.num_bytes) < 0:
+            break
+        kept.append(made)
+    return tuple(kept)
+
+
+def _kept(sample: SampleOutput) -> KeptSample:
+    reason = sample.stop_reason
+    return KeptSample(
+        index=sample.index,
+        token_ids=np.array(sample.token_ids, np.int32),
+        logprobs=None if sample.logprobs is None else np.array(sample.logprobs, np.float32),
+        finish_reason=sample.finish_reason,
+        stop_reason=reason[:_MOST_TEXT] if isinstance(reason, str) else reason,
+        error=None if sample.error is None else sample.error[:_MOST_TEXT],
+        seed=sample.seed,
+        num_cached_tokens=sample.num_cached_tokens,
+        weight_versions=sample.weight_versions,
+    )

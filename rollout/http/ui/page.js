@@ -1,0 +1,54 @@
+// Asks the server once a second, and hands on what is new; the line at the top.
+import { ask } from "./base.js";
+import { Charts } from "./charts.js";
+import { Samples } from "./samples.js";
+
+const POLL_MS = 1000;
+const MOST_LOOKS = 3600;
+const get = (id) => document.getElementById(id);
+
+const looks = [];
+const charts = new Charts(get("charts"), get("events"));
+const samples = new Samples(get("groups"), get("group"), get("legend"));
+let run = null;
+
+// Not if it is there already: a screen reader would say it again.
+function say(id, text) {
+  if (get(id).textContent !== text) get(id).textContent = text;
+}
+
+function take(told) {
+  if (run !== null && run !== told.run) location.reload(); // another front end: its groups count from 1 again
+  run = told.run;
+  const { time } = told.looks;
+  for (let i = 0; i < time.length; i++) {
+    looks.push(Object.fromEntries(Object.entries(told.looks).map(([name, column]) => [name, column[i]])));
+  }
+  looks.splice(0, looks.length - MOST_LOOKS);
+  say("model", told.model);
+  const last = looks.at(-1);
+  if (last) {
+    say("state", last.push === null ? last.state : `${last.state}, takes weights ${last.push}`);
+    get("state").dataset.state = last.state;
+    say("weights", last.weight_version === null ? "" : `weights ${last.weight_version}`);
+  }
+  charts.draw(looks, Number(get("range").value), told.now);
+  samples.update(told.groups, told.first_group);
+  get("none").hidden = samples.count > 0;
+  get("both").hidden = samples.count === 0;
+}
+
+async function poll() {
+  try {
+    if (!document.hidden) take(await ask(`/ui/live?since=${looks.at(-1)?.time ?? 0}&after=${samples.last}`));
+    get("trouble").hidden = true;
+  } catch (error) {
+    get("trouble").textContent = error instanceof TypeError ? "The server does not answer." : error.message;
+    get("trouble").hidden = false;
+  }
+  setTimeout(poll, POLL_MS);
+}
+
+get("range").onchange = () => charts.draw(looks, Number(get("range").value), looks.at(-1)?.time ?? 0);
+document.onvisibilitychange = () => charts.fit();
+poll();

@@ -1,0 +1,48 @@
+"""The report on HTTP runs, on a tiny model: it checks bits and answers itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from trueroll.rollout.tools.bench import Workload
+
+REPORT = Path(__file__).parents[2] / "examples" / "http_report.py"
+
+
+def load_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("http_report", REPORT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "http_report", module)  # where its dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_report_compares_and_floods(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load_report(monkeypatch)
+    small = dict(
+        REPEATS=1,
+        FIRST_TOKENS=2,
+        GROUP=Workload("group", 2, 0, 8, 2, 6, 1.0),
+        SINGLES=Workload("singles", 3, 0, 8, 1, 6, 1.0),
+        GOOD=Workload("good", 2, 0, 8, 1, 6, 1.0),
+        CONNECTIONS=20,
+        MALFORMED=120,
+        NUM_BLOCKS=64,
+    )
+    for name, value in small.items():
+        monkeypatch.setattr(report, name, value)
+    report.main(str(tiny_llama))
+    text = " ".join(capsys.readouterr().out.split())
+    for row in ("group", "3 singles", "3 streams"):
+        assert re.search(rf"│ {row} │ [\d,.]+", text), row
+    for said in ("first token: ", "20 connections held", "120 malformed requests, all refused"):
+        assert said in text

@@ -1,0 +1,122 @@
+"""TRL's own rollout worker for its asynchronous trainer, which asks `/v1/completions`, and its client of the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from http_fronts import Front
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen3_chat_template
+from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl_setup import num_vowels
+
+from trueroll.rollout import RolloutClient
+
+PROMPTS = [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 6)]
+TEMPERATURE = 0.8
+
+
+@contextmanager
+def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRolloutWorker]:
+    """TRL's worker as TRL makes it, with groups of two of which two are under way."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = qwen3_chat_template  # TRL parses the answers to templates that it knows
+    worker = async_rollout_worker.AsyncRolloutWorker(
+        model_name=front.model,
+        dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        reward_funcs=[num_vowels],
+        processing_class=tokenizer,
+        eos_token_ids=[2],
+        num_generations=2,
+        max_inflight_tasks=4,
+        queue_maxsize=8,
+        vllm_server_url=front.url,
+        max_tokens=12,
+        temperature=TEMPERATURE,
+    )
+    worker.start()
+    try:
+        yield worker
+        worker.check_health(60.0)
+    finally:
+        process, stopped = worker._process, threading.Event()
+        taking = threading.Thread(target=empty, args=(worker, stopped))
+        taking.start()
+        worker.stop()
+        stopped.set()
+        taking.join()
+    assert process is not None and not process.is_alive()
+
+
+def empty(worker: async_rollout_worker.AsyncRolloutWorker, stopped: threading.Event) -> None:
+    """Takes all that the worker's process leaves, which ends only when it is rid of it."""
+    while not stopped.wait(0.05):
+        for queue in (worker.metrics_queue, worker.rollout_buffer):
+            while not queue.empty():
+                queue.get()
+
+
+def trained(model: Path, folder: Path) -> str:
+    """A checkpoint of the model with other weights."""
+    changed = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.mul_(1.25)
+    changed.save_pretrained(folder)
+    return str(folder)
+
+
+def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[Any]:
+    """The next four samples whose group began when the trainer had this version."""
+    samples: list[Any] = []
+    while len(samples) < 4:
+        sample = worker.rollout_buffer.get(timeout=60.0)
+        samples += [sample] if sample.model_version == version else []
+    return samples
+
+
+def num_same(samples: list[Any], client: RolloutClient) -> int:
+    """Of how many samples the log-probs are, to the bit, those that the weights served now give."""
+    scores = client.score([sample.input_ids.tolist() for sample in samples], temperature=TEMPERATURE)
+    count = 0
+    for sample, score in zip(samples, scores, strict=True):
+        drawn = sample.completion_mask[1:] == 1
+        assert 1 <= drawn.sum() <= 12
+        given = np.asarray(sample.old_log_probs[1:], np.float32)
+        count += given[drawn].tobytes() == score.logprobs[drawn].tobytes()
+    return count
+
+
+def test_samples_come_with_the_log_probs_of_the_weights_that_are_served_and_the_worker_stops(
+    front: Front, client: RolloutClient, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TRL makes its worker where vLLM is installed, though the worker uses nothing of it.
+    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
+    PartialState()  # TRL's log wants it
+    server = VLLMClient(front.url)
+    server.wait_for_server_ready()
+    assert server.get_max_model_len() == 1024
+    with rollouts(front, chat_model) as worker:
+        before = take(worker, version=0)
+        assert num_same(before, client) == 4
+        server.pause()
+        pushed = front.post("/update_weights", {"weight_dir": trained(chat_model, tmp_path)})
+        assert pushed.json()["weight_version"] == 1
+        server.resume()
+        worker.update_model_version(1)
+        after = take(worker, version=1)
+        assert num_same(after, client) == 4 and num_same(before, client) == 0
+    assert front.post("/update_weights", {"weight_dir": str(chat_model)}).is_success  # those that other tests expect
+    assert front.metric("trueroll_http_open_requests") == 0
+    assert {tuple(sample.prompt[0].items()) for sample in before} <= {tuple(prompt[0].items()) for prompt in PROMPTS}
+    assert all(sample.metrics["reward"] == num_vowels([sample.completion])[0] for sample in before + after)

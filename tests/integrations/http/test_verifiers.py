@@ -1,0 +1,100 @@
+"""verifiers' own rollouts, with its training client, which asks `/inference/v1/generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import verifiers.v1 as vf
+from http_fronts import Front
+from renderers import Qwen3RendererConfig
+from verifiers.v1.runtimes import subprocess
+from verifiers_env import QUESTIONS, REPLIES, Conversation
+
+from trueroll.rollout import RolloutClient, SamplingParams
+
+STOPS = [301, 302]
+"""`<|im_end|>` and `<|endoftext|>`, where verifiers ends an answer."""
+SAMPLING: dict[str, Any] = dict(temperature=1.0, max_tokens=48)
+SEED = 3
+BLOCK = 16
+"""Tokens in a block of the worker's cache."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "CACHE_DIR", tmp_path)
+
+
+def run_episode(kind: type[vf.Env[Any]], front: Front, model: Path) -> vf.Branch:
+    """What one episode of the environment came to, of the first of its questions."""
+    seat: Any = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}
+    env = kind(vf.SingleAgentEnvConfig(taskset={"id": "verifiers_env"}, agent=seat))  # type: ignore[arg-type]
+    client = vf.TrainClientConfig(
+        base_url=f"{front.url}/v1",
+        api_key_var="NO_KEY",
+        renderer=Qwen3RendererConfig(enable_thinking=False),
+        renderer_model_name=str(model),
+    )
+    context = vf.ModelContext(front.model, client, vf.SamplingConfig(**SAMPLING, seed=SEED))
+
+    async def run() -> vf.Episode:
+        async with env.serving():
+            [slot] = env.slots(next(iter(env.taskset)), 1)
+            return await env.run_slot(slot, context)
+
+    episode = asyncio.run(run())
+    assert episode.ok, (episode.errors, [trace.errors for trace in episode.traces])
+    [trace] = episode.traces
+    assert 0 < trace.rewards["letters"].value <= 1
+    [branch] = trace.branches
+    return branch
+
+
+def turns_of(branch: vf.Branch) -> list[tuple[list[int], list[int], list[float]]]:
+    """Of each answer the prompt, the tokens and their log-probs, as a trainer gets them."""
+    tokens: list[int] = []
+    turns = []
+    for node in branch.nodes:
+        tokens += node.token_ids
+        if node.sampled:
+            n = sum(node.mask)
+            assert node.mask[-n:] == [True] * n
+            turns.append((tokens[:-n], tokens[-n:], node.logprobs))
+    return turns
+
+
+def assert_same_bits(turns: list[tuple[list[int], list[int], list[float]]], client: RolloutClient) -> None:
+    params = SamplingParams(**SAMPLING, stop_token_ids=STOPS, top_logprobs=1)
+    for prompt, completion, logprobs in turns:
+        [group] = client.generate([prompt], params, seed=SEED)
+        assert completion == group.samples[0].token_ids
+        assert np.array(logprobs, np.float64).tobytes() == group.samples[0].logprobs.astype(np.float64).tobytes()
+
+
+def test_a_question_gets_the_tokens_and_log_probs_of_the_client(
+    front: Front, client: RolloutClient, chat_model: Path
+) -> None:
+    turns = turns_of(run_episode(vf.SingleAgentEnv, front, chat_model))
+    assert len(turns) == 1 and len(turns[0][1]) > 1
+    assert_same_bits(turns, client)
+
+
+def test_a_conversation_goes_on_with_the_tokens_that_were_sampled_and_finds_them_cached(
+    front: Front, client: RolloutClient, chat_model: Path
+) -> None:
+    client.invalidate_prefix_cache()
+    before = client.stats().engine["prefix_hits"]
+    branch = run_episode(Conversation, front, chat_model)
+    hits = client.stats().engine["prefix_hits"] - before
+    turns = turns_of(branch)
+    assert [message.content for message in branch.messages[::2]] == [QUESTIONS[0], *REPLIES]
+    assert len(turns) == 3
+    for (prompt, completion, _), (later, _, _) in zip(turns, turns[1:], strict=False):
+        assert later[: len(prompt) + len(completion)] == prompt + completion
+    # Whole blocks are cached; the last token of an answer has not been computed when it ends.
+    assert hits == sum((len(prompt) + len(completion) - 1) // BLOCK * BLOCK for prompt, completion, _ in turns[:-1])
+    assert_same_bits(turns, client)

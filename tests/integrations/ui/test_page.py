@@ -1,0 +1,239 @@
+"""The page at `/ui` in a headless Chromium: what it shows, whatever a model wrote, at any width and by the keyboard."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from http_fronts import Front, front_end
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from transformers import AutoModelForCausalLM
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from trueroll.engine.request import SampleOutput, SamplingParams, WeightSpan
+from trueroll.rollout import WeightPublisher, WorkerProcess, launch_worker
+from trueroll.rollout.http import app
+from trueroll.rollout.http.samples import SampleLog
+
+CHROMIUM = Path(sys.prefix) / "chromium" / "chromium"
+MOST_MS = 60_000
+MARKUP = "<img src=x onerror='harmed=1'>"
+HOSTILE = MARKUP + "<script>harmed=1</script>\u202egnp.exe\u2066\x00\x07\x1b[31m\u200b 🙂 שלום"
+"""What a model may write: markup, characters that turn text around or are not seen, and an honest other script."""
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_llama: Path) -> Iterator[WorkerProcess]:
+    with launch_worker(str(tiny_llama), num_blocks=64, num_threads=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def log() -> SampleLog:
+    return SampleLog()
+
+
+@pytest.fixture(scope="module")
+def front(worker: WorkerProcess, log: SampleLog) -> Iterator[Front]:
+    """With a key, and `log` for what it answers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(app, "SampleLog", lambda: log)
+        with front_end(worker.address, key="the-secret-key", model_name="tiny") as running:
+            yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert CHROMIUM.is_file(), f"no Chromium at {CHROMIUM}; run {sys.executable} .ci/chromium.py"
+    options = ["--no-sandbox", "--no-zygote", "--in-process-gpu"]  # a sandbox needs rights that containers lack
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=options, timeout=MOST_MS)
+        yield found
+        found.close()
+
+
+def open_page(browser: Browser, front: Front, key: str | None, **settings: Any) -> tuple[Page, list[str]]:
+    """A page, and what it complains of while it is open."""
+    context = browser.new_context(locale="en-US", **settings)
+    context.set_default_timeout(MOST_MS)
+    expect.set_options(timeout=MOST_MS)
+    page, complaints = context.new_page(), []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: complaints.append(dialog.message) or dialog.dismiss())
+    if key is not None:
+        page.add_init_script(f"sessionStorage.setItem('trueroll-key', '{key}')")
+    page.goto(f"{front.url}/ui")
+    return page, complaints
+
+
+@pytest.fixture
+def page(browser: Browser, front: Front) -> Iterator[Page]:
+    """At the width of a desk, with the key. Nothing went wrong in it, and nothing was executed that must not be."""
+    page, complaints = open_page(browser, front, front.key)
+    yield page
+    assert complaints == [] and page.evaluate("window.harmed") is None
+    page.context.close()
+
+
+def add(log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", **fields: Any) -> None:
+    """A group as if it had been answered: one token for each byte, of a probability that falls with its position."""
+    tokens = ids(text)
+    logprobs = -np.linspace(0, 9, len(tokens), dtype=np.float32)
+    told: dict[str, Any] = dict(finish_reason="length", seed=2**64 - 1, num_cached_tokens=0) | fields
+    told["weight_versions"] = spans or (WeightSpan(0, 0, len(tokens)),)
+    sample = SampleOutput(request_id="x", index=0, token_ids=tokens, logprobs=logprobs, **told)
+    log.add(ids(prompt), SamplingParams(max_tokens=len(tokens)), 5, [sample])
+
+
+def ids(text: str) -> list[int]:
+    """By the tiny tokenizer, which has a token for each byte, after three others, in the order of their characters."""
+    alphabet = bytes_to_unicode()
+    order = {character: i + 3 for i, character in enumerate(sorted(alphabet.values()))}
+    return [order[alphabet[byte]] for byte in text.encode()]
+
+
+def newest(page: Page, log: SampleLog) -> None:
+    """Choose the group that was added last."""
+    page.locator(f"#groups li[data-id='{log.after(0)[-1].id}'] button").click()
+    expect(page.get_by_role("heading", name=f"Group {log.after(0)[-1].id}")).to_be_visible()
+
+
+def test_the_key_is_asked_for_and_stays_in_the_tab(browser: Browser, front: Front, log: SampleLog) -> None:
+    add(log, "an answer")
+    page, complaints = open_page(browser, front, None)
+    field, button = page.get_by_role("textbox", name="Key"), page.get_by_role("button", name="Go on")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    assert page.locator("#groups li").count() == 0
+    field.fill("a-wrong-key")
+    button.click()
+    expect(page.locator("#wrong")).to_have_text("That was not the key of this server.")
+    field.fill(front.key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#groups li")).to_have_count(1)
+    expect(page.get_by_role("dialog")).not_to_be_visible()
+    assert page.url == f"{front.url}/ui" and page.evaluate("localStorage.length") == 0
+    assert page.evaluate("Object.values(sessionStorage)") == [front.key]
+    assert all("401" in complaint for complaint in complaints)
+    page.context.close()
+
+
+def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: WorkerProcess, tiny_llama: Path) -> None:
+    body = {"prompt": list(range(40, 80)), "n": 3, "max_tokens": 12, "seed": 4, "logprobs": 0}
+    for _ in range(2):
+        front.post("/v1/completions", body).raise_for_status()
+    group = front.get("/ui/live").json()["groups"][-1]["id"]
+    page.locator(f"#groups li[data-id='{group}'] button").click()
+    expect(page.locator(".card")).to_have_count(3)
+    expect(page.locator(".card .t")).to_have_count(36)
+    assert page.locator(".prompt .t.cached").count() == 32, "the whole blocks of the first request"
+    assert page.locator(".card [class~=t]:not([class*=' p'])").count() == 0, "each has its shade"
+    page.get_by_role("button", name="Score all again").click()
+    expect(page.locator(".result.good")).to_have_count(3)
+    assert re.search(r"Same bits: 12 log-probs, weights 0", page.locator(".result").first.inner_text())
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([worker.address])
+        publisher.push(model, version=7)
+    expect(page.locator("#weights")).to_have_text("weights 7")
+    expect(page.locator("#events li").first).to_contain_text("weights 0 → 7")
+    page.get_by_role("button", name="Score sample 1 again").click()
+    expect(page.locator(".result.changed")).to_contain_text("Drawn by weights 0, scored by 7")
+    expect(page.locator(".result.good")).to_have_count(2)
+
+
+def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) -> None:
+    add(log, HOSTILE, prompt=HOSTILE)
+    newest(page, log)
+    expect(page.locator(".tokens .t").first).to_be_visible()
+    for box in (page.locator(".prompt .tokens"), page.locator(".card .tokens"), page.locator("#groups .preview").first):
+        text = box.inner_text().replace("·", "")  # which stands for a token within a character
+        assert "⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
+        assert not re.search("[\u202e\u2066\x00\x07\x1b\u200b]", text)
+    assert f"{MARKUP}<script>" in page.locator(".card .tokens").inner_text()
+    add(log, "hm", prompt=MARKUP, finish_reason="stop", stop_reason=MARKUP, error=f"\u202e{MARKUP}")
+    newest(page, log)
+    expect(page.locator(".card .end")).to_have_text(f"stop (“{MARKUP}”)")
+    expect(page.locator(".card .bad")).to_have_text(f"⟨U+202E⟩{MARKUP}")
+    expect(page.locator("#groups .preview").first).to_have_text(MARKUP)
+    assert page.locator("#samples img, #samples script").count() == 0
+
+
+def test_a_long_completion_comes_in_parts(page: Page, log: SampleLog) -> None:
+    add(log, "word " * 20_000)
+    newest(page, log)
+    tokens, more = page.locator(".card .t"), page.locator(".card").get_by_role("button", name="Show more")
+    expect(tokens).to_have_count(2048)
+    expect(more).to_have_text("Show more: 97,952 tokens left")
+    more.click()
+    expect(tokens).to_have_count(4096)
+    assert page.locator(".card .tokens").inner_text().startswith("word word ")
+
+
+def test_weights_that_changed_within_a_sample_are_marked(page: Page, log: SampleLog) -> None:
+    add(log, "abcdef", WeightSpan(3, 0, 4), WeightSpan(4, 4, 6))
+    newest(page, log)
+    expect(page.locator(".card .tokens")).to_have_text("weights 3abcdweights 4ef")
+    page.locator(".card .t", has_text="e").click()
+    expect(page.locator(".card .about")).to_contain_text(
+        re.compile(r"token 4 · id \d+ · “e” · log-prob -7\.2 .* · weights 4")
+    )
+    expect(page.locator(".card .facts")).to_contain_text("weights 3 → 4 · ")
+    expect(page.locator(".card .facts")).to_contain_text(f"seed {2**64 - 1}")
+
+
+def test_everything_is_reached_by_the_keyboard(page: Page, log: SampleLog) -> None:
+    add(log, "first")
+    add(log, "second")
+    page.reload()
+    expect(page.locator(f"#groups li[data-id='{log.after(0)[-1].id}']")).to_be_visible()
+    names = []
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        focused = page.locator(":focus")
+        names.append(
+            focused.evaluate("e => e.id || e.className || e.closest('li, .bar, .card')?.className || e.tagName")
+        )
+        assert focused.evaluate("e => getComputedStyle(e).outlineStyle") != "none", names
+        if focused.evaluate("e => e.closest('#groups') !== null"):
+            break
+    assert names[:3] == ["skip", "range", "events"], "in the order in which they are read"
+    page.keyboard.press("Enter")
+    expect(page.locator(".card .tokens")).to_have_text("second")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page.locator(".card .tokens")).to_have_text("first")
+    page.keyboard.press("Tab")
+    expect(page.locator(":focus")).to_have_text("Score all again")
+    page.locator(".card .tokens").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    expect(page.locator(".card .about")).to_contain_text("token 1 · ")
+    for button in page.get_by_role("button").all():
+        assert button.evaluate("e => e.ariaLabel || e.innerText.trim()")
+
+
+def test_it_fits_a_phone_and_the_dark(browser: Browser, front: Front, log: SampleLog) -> None:
+    add(log, "W" * 500 + HOSTILE, prompt="x" * 300)
+    colors = []
+    for scheme in ("light", "dark"):
+        size = dict(width=360, height=640)
+        page, complaints = open_page(browser, front, front.key, viewport=size, color_scheme=scheme, has_touch=True)
+        newest(page, log)
+        expect(page.locator(".card .t").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        assert all(canvas.bounding_box()["width"] > 100 for canvas in page.locator("canvas").all())  # type: ignore[index]
+        colors.append(
+            page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
+        )
+        assert complaints == []
+        page.context.close()
+    assert colors[0] != colors[1]

@@ -1,0 +1,63 @@
+"""Environments of verifiers for tests, with data and a harness of their own: a question, and a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.runtimes import ProgramResult
+
+__all__ = ["Chat", "Conversation", "Questions"]
+QUESTIONS = ("Which animals live in the sea, and which of them are fish?", "What is 6 times 7?")
+REPLIES = ("Are you sure? Say it again.", "And why is that?")
+
+
+class Question(vf.Task[vf.TaskData]):
+    """Rewarded for letters."""
+
+    @vf.reward
+    async def letters(self, trace: vf.Trace) -> float:
+        text = "".join(message.content or "" for message in trace.assistant_messages)
+        return sum(letter.isalpha() for letter in text) / max(len(text), 1)
+
+
+class Questions(vf.Taskset[Question, vf.TasksetConfig]):
+    def load(self) -> Iterable[Question]:
+        return [Question(vf.TaskData(prompt=question)) for question in QUESTIONS]
+
+
+class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
+    """Two replies follow the first answer, whatever it is."""
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            for reply in REPLIES:
+                await talk.turn(reply)
+
+
+class Chat(vf.Harness[vf.HarnessConfig]):
+    """Asks once for each turn, in this process."""
+
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> ProgramResult:
+        prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
+        messages: list[Any] = [message_to_wire(message) for message in prompt]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=ctx.model, messages=messages)
+        return ProgramResult(0, "", "")
