@@ -11,7 +11,8 @@ where they are not all 1, with `--staleness 1` or `--unaligned`, each step tells
 Without `--staleness 1` a run is the same to the bit each time, also when the worker is killed on the way, or the
 trainer, and goes on with `--resume`.
 
-With `--fsdp 2` two processes train: each keeps a part of every weight (FSDP2), and computes half of the samples.
+With `--fsdp 2` two processes train: each keeps a part of every weight (FSDP2), and computes half of the samples. With
+`--lora 16` a LoRA adapter of that rank is trained, and nothing else pushed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import reasoning_gym
 import torch
 import typer
 from matplotlib.figure import Figure
+from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -58,7 +60,7 @@ from trueroll.rollout import (
 
 GROUP_SIZE = 8
 MAX_TOKENS = 12
-LEARNING_RATE = 2e-5
+LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
 CLIP = 0.2
 CAP = 2.0  # of importance ratios
 CHUNK = 64  # samples that go through the model at once
@@ -123,14 +125,16 @@ class Trainer:
     """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
 
     rank, num_ranks = 0, 1
+    learning_rate, pushes_adapters = LEARNING_RATE, False
 
     def __init__(self, folder: Path, is_aligned: bool, staleness: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        self._adapt()
         self.version, self.is_aligned, self.is_on_policy = 0, is_aligned, is_aligned and not staleness
         if is_aligned:
             align(self.model)
         self._shard()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
 
     def step(self, samples: list[Sample]) -> dict[str, Any]:
         """Take one optimizer step, and return its metrics."""
@@ -156,7 +160,7 @@ class Trainer:
     def push(self, publisher: WeightPublisher) -> None:
         """Have the workers of `publisher` serve the weights."""
         # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
-        publisher.push(self.model, self.version, allow_older=True)
+        publisher.push(self.model, self.version, allow_older=True, adapters=self.pushes_adapters)
 
     def state(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
@@ -166,6 +170,9 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.version = version
+
+    def _adapt(self) -> None:
+        pass
 
     def _shard(self) -> None:
         pass
@@ -198,6 +205,21 @@ class Trainer:
             return token_log_probs(self.model, ids, mask, completion_mask=is_own)[is_own]
         logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_own[:, 1:]].float()
         return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
+
+
+class AdapterTrainer(Trainer):
+    """Trains a LoRA adapter of the model, and pushes it alone: the worker adds it to the checkpoint that it has."""
+
+    learning_rate, pushes_adapters = LORA_LEARNING_RATE, True
+
+    def __init__(self, lora: int, *arguments: Any) -> None:
+        self.lora = lora
+        super().__init__(*arguments)
+
+    def _adapt(self) -> None:
+        torch.manual_seed(0)  # of the matrices A; B begins with zeros
+        config = LoraConfig(r=self.lora, lora_alpha=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model = get_peft_model(self.model, config)
 
 
 class ShardedTrainer(Trainer):
@@ -446,15 +468,22 @@ def main(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     fsdp: Annotated[int, typer.Option(min=1, max=2, help="Processes that share the weights.")] = 1,
+    lora: Annotated[int, typer.Option(min=0, help="Train a LoRA adapter of this rank; 0: all weights.")] = 0,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
         raise typer.BadParameter("--sleep: expected 0 with --staleness 1, where the worker has no rest; drop one")
+    if lora and (sleep == 2 or fsdp > 1):
+        raise typer.BadParameter("--lora: expected --sleep 0 or 1, where the worker keeps its weights, and --fsdp 1")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
+    settings |= dict(lora=lora)
     folder = resolve_model(model)
     with ExitStack() as ranks, ExitStack() as resources:
         arguments = folder, not unaligned, staleness
-        trainer = Trainer(*arguments) if fsdp == 1 else start_ranks(ranks, fsdp, *arguments)
+        if fsdp > 1:
+            trainer = start_ranks(ranks, fsdp, *arguments)
+        else:
+            trainer = AdapterTrainer(lora, *arguments) if lora else Trainer(*arguments)
         tasks, record = Tasks(folder, seed, prompts), Record(out, trainer, settings)
         record.begin(resume)
         rollouts = Rollouts(resources, folder, trainer, tasks)

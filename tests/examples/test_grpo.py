@@ -113,6 +113,30 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_adapter_is_trained_and_pushed_alone(
+    run: Run, grpo: Any, model: Path, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a worker that serves its checkpoint, also when the run begins again."""
+    pushed, push = [], WeightPublisher.push
+
+    def noted(self: WeightPublisher, *arguments: Any, **options: Any) -> Any:
+        pushed.append(options["adapters"])
+        return push(self, *arguments, **options)
+
+    monkeypatch.setattr(WeightPublisher, "push", noted)
+    with launch_worker(str(model), **SETTINGS) as worker:
+        monkeypatch.setattr(grpo, "launch_worker", lambda *_, **__: nullcontext(worker))
+        for folder, sleep in (("first", 0), ("again", 1)):
+            rows = run(tmp_path / folder, lora=4, sleep=sleep)
+            assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
+            assert all(float(row["grad_norm"]) > 0 for row in rows)
+    assert pushed == [True] * 2 * (STEPS + 1)
+    metrics = [(tmp_path / folder / "metrics.csv").read_bytes() for folder in ("first", "again")]
+    assert metrics[0] == metrics[1] != undisturbed
+    with pytest.raises(typer.BadParameter, match="--lora: expected --sleep 0 or 1"):
+        run(tmp_path, lora=4, sleep=2)
+
+
 def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: Path) -> None:
     run(tmp_path, seed=2)
     assert (tmp_path / "metrics.csv").read_bytes() != undisturbed
