@@ -110,7 +110,8 @@ WEIGHT_SYNC = {
     "worker": {"payload", "transports", "worker"},
 }
 ROLLOUT = {
-    "__init__": {"protocol", "client", "publisher"},
+    "__init__": {"protocol", "client", "publisher", "auditing"},
+    "auditing": {"protocol", "client"},
     "config": set(),
     "protocol": {"protocol"},
     "network": {"config", "protocol", "network"},
@@ -120,7 +121,19 @@ ROLLOUT = {
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "text": {"protocol"},
     "http": {"config", "protocol", "network", "monitoring", "client", "publisher", "text", "http"},
-    "tools": {"config", "protocol", "network", "monitoring", "client", "publisher", "worker", "text", "http", "tools"},
+    "tools": {
+        "auditing",
+        "config",
+        "protocol",
+        "network",
+        "monitoring",
+        "client",
+        "publisher",
+        "worker",
+        "text",
+        "http",
+        "tools",
+    },
     "integrations": {"client", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}

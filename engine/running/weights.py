@@ -115,6 +115,10 @@ class WeightStore:
         """Takes the memory again."""
         self._arena.restore()
 
+    def served(self, name: str) -> Tensor:
+        """A live parameter, dense; perhaps the parameter itself."""
+        return self.tensors[name].to_dense()
+
     def before_adapters(self, name: str) -> Tensor:
         """A parameter of the base, dense, in memory that the live weights do not share. They must be whole."""
         if (kept := self.base.kept.get(name)) is not None:

@@ -1,6 +1,6 @@
-"""The worker's side of adapters: are they of its weights, and what they make of these.
+"""The worker's side of adapters: are they of its weights, and what they make of these; and what these are.
 
-Owns nothing. Every function goes over weights one by one, each under `guarded`, which says whether to go on.
+Owns nothing. What is done for a push goes over weights one by one, each under `guarded`, which says whether to go on.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard)
                 )
 
 
+def served_checksums(weights: Destination) -> dict[str, int]:
+    """Of every parameter that is served."""
+    return {name: _checksum(weights.served(name)) for name in weights.shapes}
+
+
 def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> None:
     known, others = weights.base.checksums, []
     for name, expected in base.items():
         if name not in known:
             with guarded():
-                known[name] = checksum(raw_bytes(_on_host(weights.before_adapters(name))))
+                known[name] = _checksum(weights.before_adapters(name))
         if known[name] != expected:
             others.append(name)
     if others:
@@ -56,5 +61,5 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
         )
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu").contiguous()
+def _checksum(tensor: torch.Tensor) -> int:
+    return checksum(raw_bytes(tensor.to("cpu").contiguous()))

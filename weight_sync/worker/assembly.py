@@ -70,6 +70,10 @@ class Destination(Parameters, Protocol):
     @property
     def base(self) -> KeptBase: ...
 
+    def served(self, name: str) -> torch.Tensor:
+        """A parameter as it is served, dense."""
+        ...
+
     def before_adapters(self, name: str) -> torch.Tensor:
         """A parameter as it was before adapters. The live weights must be whole."""
         ...
