@@ -47,10 +47,12 @@ class AdaptedTensors:
     adapters: Mapping[str, Adapter]
 
     def merged(self, dtype: torch.dtype, ops: Backend) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in `dtype`, with the adapters in the weights."""
+        """Every tensor in `dtype`, with the adapters in the weights; gathered, where they are sharded."""
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                yield name, with_adapter(ops, tensor.to(dtype), self.adapters.get(name))
+                adapter = self.adapters.get(name)
+                factors = None if adapter is None else Adapter(*map(_whole, adapter[:2]), adapter.scale)
+                yield name, with_adapter(ops, _whole(tensor).to(dtype), factors)
 
 
 def check_adapters(model: Any) -> None:
@@ -88,13 +90,13 @@ def check_tie(base: Any, is_tied: bool) -> None:
         )
 
 
-def trained(module: nn.Module) -> nn.Module:
+def trained(module: nn.Module) -> Any:
     """The module whose parameters count: the one inside an adapter, or the active copy of a module to save."""
     module = current(module)
-    return module.base_layer if _kind(module) == _LINEAR else module  # type: ignore[return-value]
+    return module.base_layer if _kind(module) == _LINEAR else module
 
 
-def current(module: Any) -> nn.Module:
+def current(module: Any) -> Any:
     """The active copy of a module to save, or the module itself."""
     if _kind(module) != _WRAPPER:
         return module
@@ -167,6 +169,10 @@ def _active(module: Any, among: Any) -> str | None:
             f"adapters: expected one that is active, found {', '.join(active)}; call set_adapter with one"
         )
     return active[0]
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _is_of_peft(module: nn.Module) -> bool:
