@@ -278,7 +278,7 @@ def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
     """The program of every rank but 0."""
     join_ranks(meeting, rank, num_ranks)
     ShardedTrainer(*arguments).follow()
-    os._exit(0)  # what gloo leaves running can abort a normal exit
+    distributed.destroy_process_group()
 
 
 def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
@@ -290,6 +290,7 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
         process.start()
         resources.callback(process.join)
     join_ranks(meeting, 0, num_ranks)
+    resources.callback(distributed.destroy_process_group)
     trainer = ShardedTrainer(*arguments)
     resources.callback(trainer.close)
     return trainer

@@ -73,7 +73,7 @@ def found(told: list[dict[str, Any]], case: str) -> list[Found]:
 def test_a_wrapped_trainer_computes_the_bits_of_a_bare_one(told: list[dict[str, Any]], name: str) -> None:
     for rank in found(told, name):
         assert rank.count > 100 and rank.differences == dict.fromkeys(BATCHES, 0)
-        assert rank.errors and all(here < bound < 0.1 for here, bound in rank.errors.values())
+        assert rank.errors and all(here < bound < 0.25 for here, bound in rank.errors.values())
 
 
 @pytest.mark.parametrize("family", OTHERS)
