@@ -24,7 +24,8 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, Wor
 
 from .trainer_rank import PROMPTS, REFUSED, STEPS, WRAPPERS, Found
 
-SECONDS = 280
+SECONDS = 900
+pytestmark = pytest.mark.timeout(SECONDS + 100)  # of which 70 are needed, on two cores that are free
 BATCHES = {"micro-batches of 6", "micro-batches of 1", "micro-batches of 2", "positioned", "padded"}
 OTHERS = [name for name in (*FAMILIES, *WINDOWED, *HYBRID, *MIXTURES) if name != "llama"]
 
