@@ -19,7 +19,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -138,7 +138,7 @@ class Trainer:
         own = samples[self.rank :: self.num_ranks]
         parts = [self._backward(own[i : i + CHUNK], len(versions)) for i in range(0, len(own), CHUNK)]
         lengths = [len(sample.log_probs) for sample in own]
-        each = (torch.cat(part).split(lengths) for part in zip(*parts, strict=True))
+        each = (list(torch.cat(part).split(lengths)) for part in zip(*parts, strict=True))
         losses, log_probs = (torch.cat(self._of_all_ranks(part)) for part in each)
         sampled = torch.cat([sample.log_probs for sample in samples])
         differences = (log_probs - sampled).abs()
@@ -170,7 +170,7 @@ class Trainer:
     def _shard(self) -> None:
         pass
 
-    def _of_all_ranks(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         return own
 
     def _clip_gradients(self) -> Any:
@@ -259,10 +259,10 @@ class ShardedTrainer(Trainer):
         for module in (*self.model.model.layers, self.model):
             fully_shard(module, mp_policy=policy)
 
-    def _of_all_ranks(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         """In the order of the samples, which go to one rank after the other."""
         parts: list[Any] = [None] * self.num_ranks
-        distributed.all_gather_object(parts, list(own))
+        distributed.all_gather_object(parts, own)
         return [part for of_each in zip(*parts, strict=True) for part in of_each]
 
     def _clip_gradients(self) -> Any:
