@@ -35,8 +35,8 @@ import typer
 from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,11 +161,15 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
 
-    def load(self, state: dict[str, Any], version: int) -> None:
-        """Be where a trainer was that had this state."""
+    def load(self, checkpoint: Path) -> None:
+        """Go on from where the trainer was that had the state in it, and its version."""
+        state = self._of_this_rank(torch.load(checkpoint, weights_only=True))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.version = version
+        self.version = state["version"]
+
+    def _of_this_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
 
     def _shard(self) -> None:
         pass
@@ -200,6 +204,18 @@ class Trainer:
         return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
 
 
+def gathered(state: Any) -> Any:
+    """A state, with whole tensors in the place of those that ranks share."""
+    if isinstance(state, dict):
+        return {name: gathered(part) for name, part in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def like(own: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, shared by the ranks as `own` is; a number as it is."""
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if whole.dim() else whole
+
+
 class ShardedTrainer(Trainer):
     """A trainer on each of several ranks. What rank 0 does with its own, `follow` does on the others."""
 
@@ -232,17 +248,20 @@ class ShardedTrainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         self._announce("state")
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(
-            zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer, options=options), strict=True)
-        )
+        return gathered(super().state())
 
-    def load(self, state: dict[str, Any], version: int) -> None:
-        self._announce("load", dict(model={}, optimizer={}), version)
-        states = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_state_dict(self.model, self.optimizer, **states, options=options)
-        self.version = version
+    def load(self, checkpoint: Path) -> None:
+        self._announce("load", checkpoint)
+        super().load(checkpoint)
+
+    def _of_this_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        model, optimizer = state["model"], state["optimizer"]
+        model = {name: like(own, model[name]) for name, own in self.model.state_dict().items()}
+        moments = {
+            index: {name: like(own, moment) for name, moment in optimizer["state"][index].items()}
+            for index, own in enumerate(self.model.parameters())
+        }
+        return state | dict(model=model, optimizer=optimizer | dict(state=moments))
 
     def _announce(self, *call: Any) -> None:
         if self.rank == 0:
@@ -378,10 +397,10 @@ class Record:
         if not self.checkpoint.exists():
             self.metrics.write_text("")
             return
-        state = torch.load(self.checkpoint, weights_only=True)
-        if state["settings"] != self.settings:
-            raise typer.BadParameter(f"--resume: expected {state['settings']}, found {self.settings}; give the same")
-        self.trainer.load(state, state["version"])
+        settings = torch.load(self.checkpoint, weights_only=True, mmap=True)["settings"]
+        if settings != self.settings:
+            raise typer.BadParameter(f"--resume: expected {settings}, found {self.settings}; give the same")
+        self.trainer.load(self.checkpoint)
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))
 
