@@ -10,7 +10,7 @@ BIN := .venv/bin
 IN_PARALLEL := --numprocesses $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu test-integrations fuzz lint docs clean
+.PHONY: demo test test-gpu test-integrations test-verl fuzz lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -23,8 +23,11 @@ test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/pytest tests/gpu/test_engine.py \
 		tests/gpu/test_push.py
 
-test-integrations: .venv-integrations/.done
+test-integrations: .venv-integrations/.done test-verl
 	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
+
+test-verl: .venv-verl/.done
+	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
@@ -59,7 +62,11 @@ endef
 	@$(@D)/bin/python -P .ci/chromium.py
 	@touch $@
 
+.venv-verl/.done: .ci/verl.txt | .venv/.dev
+	@$(BIN)/python .ci/install.py $(@D) $<
+	@touch $@
+
 clean:
-	@rm -rf .venv .venv-integrations build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-integrations .venv-verl build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

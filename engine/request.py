@@ -90,9 +90,9 @@ class SamplingParams(Distribution):
     same salt.
     """
 
-    n: int = Field(default=1, ge=1)
-    max_tokens: Annotated[int, Field(ge=1)] | None = 128
-    min_tokens: int = Field(default=0, ge=0)
+    n: int = Field(default=1, ge=1, lt=2**63)
+    max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = 128
+    min_tokens: int = Field(default=0, ge=0, lt=2**63)
     seed: Seed | None = None
     stop_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(
         default=(), strict=False

@@ -20,7 +20,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ from matplotlib.figure import Figure
 from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from torch import distributed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,7 +142,7 @@ class Trainer:
         own = samples[self.rank :: self.num_ranks]
         parts = [self._backward(own[i : i + CHUNK], len(versions)) for i in range(0, len(own), CHUNK)]
         lengths = [len(sample.log_probs) for sample in own]
-        each = (torch.cat(part).split(lengths) for part in zip(*parts, strict=True))
+        each = (list(torch.cat(part).split(lengths)) for part in zip(*parts, strict=True))
         losses, log_probs = (torch.cat(self._of_all_ranks(part)) for part in each)
         sampled = torch.cat([sample.log_probs for sample in samples])
         differences = (log_probs - sampled).abs()
@@ -165,11 +165,15 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
 
-    def load(self, state: dict[str, Any], version: int) -> None:
-        """Be where a trainer was that had this state."""
+    def load(self, checkpoint: Path) -> None:
+        """Go on from where the trainer was that had the state in it, and its version."""
+        state = self._of_this_rank(torch.load(checkpoint, weights_only=True))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.version = version
+        self.version = state["version"]
+
+    def _of_this_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
 
     def _adapt(self) -> None:
         pass
@@ -177,7 +181,7 @@ class Trainer:
     def _shard(self) -> None:
         pass
 
-    def _of_all_ranks(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         return own
 
     def _clip_gradients(self) -> Any:
@@ -222,6 +226,18 @@ class AdapterTrainer(Trainer):
         self.model = get_peft_model(self.model, config)
 
 
+def gathered(state: Any) -> Any:
+    """A state, with whole tensors in the place of those that ranks share."""
+    if isinstance(state, dict):
+        return {name: gathered(part) for name, part in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def like(own: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, shared by the ranks as `own` is; a number as it is."""
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if whole.dim() else whole
+
+
 class ShardedTrainer(Trainer):
     """A trainer on each of several ranks. What rank 0 does with its own, `follow` does on the others."""
 
@@ -254,17 +270,20 @@ class ShardedTrainer(Trainer):
 
     def state(self) -> dict[str, Any]:
         self._announce("state")
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return dict(
-            zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer, options=options), strict=True)
-        )
+        return gathered(super().state())
 
-    def load(self, state: dict[str, Any], version: int) -> None:
-        self._announce("load", dict(model={}, optimizer={}), version)
-        states = dict(model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_state_dict(self.model, self.optimizer, **states, options=options)
-        self.version = version
+    def load(self, checkpoint: Path) -> None:
+        self._announce("load", checkpoint)
+        super().load(checkpoint)
+
+    def _of_this_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        model, optimizer = state["model"], state["optimizer"]
+        model = {name: like(own, model[name]) for name, own in self.model.state_dict().items()}
+        moments = {
+            index: {name: like(own, moment) for name, moment in optimizer["state"][index].items()}
+            for index, own in enumerate(self.model.parameters())
+        }
+        return state | dict(model=model, optimizer=optimizer | dict(state=moments))
 
     def _announce(self, *call: Any) -> None:
         if self.rank == 0:
@@ -281,10 +300,10 @@ class ShardedTrainer(Trainer):
         for module in (*self.model.model.layers, self.model):
             fully_shard(module, mp_policy=policy)
 
-    def _of_all_ranks(self, own: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         """In the order of the samples, which go to one rank after the other."""
         parts: list[Any] = [None] * self.num_ranks
-        distributed.all_gather_object(parts, list(own))
+        distributed.all_gather_object(parts, own)
         return [part for of_each in zip(*parts, strict=True) for part in of_each]
 
     def _clip_gradients(self) -> Any:
@@ -300,7 +319,7 @@ def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
     """The program of every rank but 0."""
     join_ranks(meeting, rank, num_ranks)
     ShardedTrainer(*arguments).follow()
-    os._exit(0)  # what gloo leaves running can abort a normal exit
+    distributed.destroy_process_group()
 
 
 def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
@@ -312,6 +331,7 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
         process.start()
         resources.callback(process.join)
     join_ranks(meeting, 0, num_ranks)
+    resources.callback(distributed.destroy_process_group)
     trainer = ShardedTrainer(*arguments)
     resources.callback(trainer.close)
     return trainer
@@ -399,10 +419,10 @@ class Record:
         if not self.checkpoint.exists():
             self.metrics.write_text("")
             return
-        state = torch.load(self.checkpoint, weights_only=True)
-        if state["settings"] != self.settings:
-            raise typer.BadParameter(f"--resume: expected {state['settings']}, found {self.settings}; give the same")
-        self.trainer.load(state, state["version"])
+        settings = torch.load(self.checkpoint, weights_only=True, mmap=True)["settings"]
+        if settings != self.settings:
+            raise typer.BadParameter(f"--resume: expected {settings}, found {self.settings}; give the same")
+        self.trainer.load(self.checkpoint)
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))
 

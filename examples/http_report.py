@@ -212,8 +212,8 @@ class Bench:
             (f"{SINGLES.num_prompts} streams", SINGLES, self.client.streams, self.http.streams),
         ):
             asked = self.asked(workload)
-            runs = [await self.compare(asked, by_client, by_http) for _ in range(REPEATS + 1)][
-                1:
+            _, *runs = [
+                await self.compare(asked, by_client, by_http) for _ in range(REPEATS + 1)
             ]  # the first is slower
             count = workload.num_samples * workload.max_tokens
             ours, theirs, cpu = zip(*runs, strict=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from trueroll.errors import AlignmentError
 
 _SERVED = {"DistributedDataParallel": "module", "CheckpointWrapper": "_checkpoint_wrapped_module"}
@@ -56,7 +54,7 @@ def plain_class(found: type) -> type:
     return found.__bases__[-1] if found.__bases__[0].__name__ in _IN_PLACE else found
 
 
-def check_gathered(name: str, weight: Tensor) -> None:
+def check_gathered(name: str, weight: Any) -> None:
     """Raise AlignmentError for a parameter that is in parts while the module that reads it computes."""
     if hasattr(weight, "ds_id"):
         raise AlignmentError(f"{name}: expected a whole tensor, found a part of ZeRO-3; {_FULLY_SHARD}")

@@ -67,9 +67,11 @@ class TextModel:
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         """The token ids of a conversation in which the user has said `text` and the assistant is to answer."""
         messages = [] if system is None else [{"role": "system", "content": system}]
-        return self.encode_conversation([*messages, {"role": "user", "content": text}], add_generation_prompt=True)
+        return self.encode_conversation(
+            [*messages, {"role": "user", "content": text}], dict(add_generation_prompt=True)
+        )
 
-    def encode_conversation(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
+    def encode_conversation(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
         """The token ids of a conversation in the model's chat template, which gets `arguments` such as `tools`."""
         if not self._tokenizer.chat_template:
             raise ModelError("chat: expected a model with a chat template, found one without; use plain prompts")

@@ -27,7 +27,7 @@ OWN = {
 FOREIGN_FORBIDDEN = {
     "weight_sync": {"transformers"},
     "engine": {"zmq"},
-    "rollout": {"starlette", "uvicorn"},
+    "rollout": {"starlette", "uvicorn", "ray", "verl"},
 }
 # The only third-party packages of a folder that promises to need little.
 FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "kernels": {"torch"}}
@@ -40,6 +40,9 @@ FOREIGN_ALLOWED_TO = {
     },
     **{f"rollout.http.{name}": {"starlette"} for name in ("app", "guard", "lifecycle", "pages", "wire")},
     "rollout.http.server": {"uvicorn"},
+    "rollout.integrations.verl.plugin": {"verl"},
+    "rollout.integrations.verl.server": {"verl"},
+    **{f"rollout.integrations.verl.{name}": {"ray", "verl"} for name in ("adapter", "replica")},
 }
 
 # What each module or package of a folder may import from that folder: modules, or whole packages. One that is not here
@@ -314,6 +317,7 @@ def test_no_folder_is_in_a_circle(table: dict[str, set[str]]) -> None:
         ("rollout.http.chat", "from starlette.requests import Request"),
         ("rollout.http.samples", "from starlette.requests import Request"),
         ("rollout.tools.top", "import uvicorn"),
+        ("rollout.integrations.verl.settings", "from verl.workers.config import RolloutConfig"),
         ("rollout.protocol.messages", "from ..client import client"),
         ("rollout.monitoring.metrics", "from ..worker.worker import Worker"),
         ("rollout.worker.worker", "from ..tools import cli"),

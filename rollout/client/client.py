@@ -448,14 +448,14 @@ class AsyncRolloutClient:
                 yield positions[id], reply
         finally:
             self._open -= set(positions)
-            self._connection.give_up(unfinished)
+            known = self._connection.give_up(unfinished)
             if not is_lost:
-                self._settle(requests.values(), unfinished, finished)
+                self._settle(requests.values(), known, finished)
 
-    def _settle(self, requests: Iterable[Request], unfinished: Collection[str], finished: Collection[str]) -> None:
+    def _settle(self, requests: Iterable[Request], given_up: Collection[str], finished: Collection[str]) -> None:
         """Tell the worker what is not waited for any more, and what has arrived."""
         for request in requests:
-            if request.id in unfinished:
+            if request.id in given_up:
                 self._connection.notify(
                     protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller)
                 )

@@ -134,10 +134,10 @@ class Connection:
         """Whether a call with this id waits for its end."""
         return id in self._calls
 
-    def give_up(self, ids: Iterable[str]) -> None:
-        """Expect nothing more for these calls."""
-        for id in ids:
-            self._calls.pop(id, None)
+    def give_up(self, ids: Iterable[str]) -> set[str]:
+        """Expect nothing more for these calls. Returns those that the worker may know of."""
+        given_up = {id: self._calls.pop(id, None) for id in ids}
+        return {id for id, call in given_up.items() if call is not None and call.was_sent}
 
     def notify(self, message: protocol.Abort | protocol.Ack) -> None:
         """Send a message whose reply, if any, nobody waits for."""

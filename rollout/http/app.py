@@ -95,7 +95,7 @@ class Endpoints:
             tokens = await self._served.texts.encode(own.prompt, own.add_special_tokens)
         told = {"count": len(tokens), "max_model_len": self._served.max_model_len, "tokens": tokens}
         if own.return_token_strs:
-            told["token_strs"] = [self._served.texts.token(token_id) for token_id in tokens]
+            told["token_strs"] = await self._served.texts.tokens(tokens)
         return answer(told)
 
     async def detokenize(self, request: Request) -> Response:
@@ -152,6 +152,7 @@ def make_app(
     ]
     handlers = {TruerollError: _tell, Gone: _note_gone, HTTPException: _tell_http, Exception: _tell_fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.router.redirect_slashes = False  # to whatever name a request gives in `Host`
     return Guard(app, key, config.max_open_requests, counters, {route.path for route in routes})
 
 

@@ -154,8 +154,10 @@ async def token_ids_of(own: ConversationFields, served: ServedModel) -> list[int
     reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
     if found := reserved & own.chat_template_kwargs.keys():
         raise InvalidRequestError(f"chat_template_kwargs: expected other names than {sorted(found)}; leave these out")
-    arguments = own.chat_template_kwargs | dict(add_generation_prompt=own.add_generation_prompt)
-    return await served.texts.encode_conversation(messages, tools=_tools(own) or None, **arguments)
+    arguments = own.chat_template_kwargs | dict(
+        tools=_tools(own) or None, add_generation_prompt=own.add_generation_prompt
+    )
+    return await served.texts.encode_conversation(messages, arguments)
 
 
 def _tools(own: ConversationFields) -> list[dict[str, Any]]:
@@ -164,7 +166,7 @@ def _tools(own: ConversationFields) -> list[dict[str, Any]]:
 
 def _for_template(position: int, message: Message) -> dict[str, Any]:
     """A message as chat templates expect it: content is text, and arguments of calls are objects."""
-    told = {name: value for name, value in message.model_dump().items() if value is not None or name == "content"}
+    told = {name: value for name, value in message if value is not None or name == "content"}
     if isinstance(content := message.content, list):
         told["content"] = "\n".join(_text_of(position, part) for part in content)
     if isinstance(calls := told.get("tool_calls"), list):

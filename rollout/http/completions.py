@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ...engine.request import ScoreOutput, TokenId
 from .fields import NumTop, TextFields, TokenIds, checked, given, take_sampling
-from .logprobs import TokenName, completion_logprobs, name_by_id, piece_columns, top_rows
+from .logprobs import TokenName, completion_logprobs, name_by_id, numbers, piece_columns, top_rows
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 from .texts import Texts
@@ -153,6 +153,6 @@ async def _prefixes(
 
 
 def _prompt_columns(prompt: list[int], score: ScoreOutput | None) -> dict[str, Any]:
-    logprobs = [] if score is None else score.logprobs.tolist()
+    logprobs = [] if score is None else numbers(score.logprobs)
     rows = None if score is None else top_rows(score.top_token_ids, score.top_logprobs)
     return {"token_ids": prompt, "logprobs": [None, *logprobs], "tops": [None, *chain(rows or [])]}

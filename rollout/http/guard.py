@@ -110,7 +110,7 @@ class Guard:
 
     def _check_origin(self, request: Request) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             raise HttpError(403, "Origin: expected a page of this server or none, found another; ask without a browser")
         if self._digest is None and not _is_local(host):
             raise HttpError(403, "Host: expected localhost or a loopback IP, found another name; use one of these")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,7 +16,7 @@ from ...engine.request import InFlight
 from ...weight_sync.payload.manifest import MANIFEST_FILE
 from .. import protocol
 from ..client.client import AsyncRolloutClient
-from ..monitoring.metrics import WorkerMetrics
+from ..monitoring.metrics import WorkerMetrics, exposition
 from ..network.keys import Key
 from .errors import HttpError
 from .fields import Fields, checked
@@ -118,8 +117,8 @@ class Lifecycle:
         registry = CollectorRegistry()
         registry.register(WorkerMetrics(health, stats))
         registry.register(self._counters)
-        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+        content_type, page = exposition(registry, request.headers.get("Accept", ""))
+        return Response(page, headers={"Content-Type": content_type})
 
     async def _health(self) -> protocol.Health:
         try:

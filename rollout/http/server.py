@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
+from types import FrameType
 
 import uvicorn
 
@@ -55,8 +56,6 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 
     def settle(url: str, name: str) -> None:
         gc.freeze()  # a collection that walks through all of transformers would hold up every request
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when it has ended
         on_ready(url, name)
 
     with listen(config) as listener:
@@ -76,15 +75,31 @@ async def run(
         served = await _meet(client, config)
         watch = Watch(client)
         app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
-        server = uvicorn.Server(_uvicorn_config(app, config))
         host, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}", served.name)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        server = _Server(_uvicorn_config(app, config), lambda: on_ready(url, served.name))
         with closing(served.texts):
             watching = asyncio.create_task(watch.run())
             try:
                 await server.serve(sockets=[listener])
             finally:
                 watching.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Calls `on_ready` once it serves and signals end it. When one has ended it, it does not raise that again."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:

@@ -21,6 +21,8 @@ T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
 _MOST_PENDING = 8
 """Tokens that may wait for the rest of a character. None needs so many; what waits longer is no text."""
+_MOST_BYTES_LEFT = 3
+"""Of a character that has begun, but for its end."""
 _KNOWN_TOKENS = 2**16
 
 
@@ -41,10 +43,12 @@ class Texts:
         """The token ids of a text."""
         return await self._run(self._model.encode, text, add_special_tokens)
 
-    async def encode_conversation(self, messages: list[dict[str, Any]], **arguments: Any) -> list[int]:
-        """The token ids of a conversation. Raise InvalidRequestError if the chat template does not take it."""
+    async def encode_conversation(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+        """The token ids of a conversation, with `arguments` of the chat template. Raise InvalidRequestError if that
+        does not take it.
+        """
         try:
-            return await self._run(self._model.encode_conversation, messages, **arguments)
+            return await self._run(self._model.encode_conversation, messages, arguments)
         except ModelError as error:
             raise InvalidRequestError(f"messages: {error}") from None
 
@@ -59,6 +63,10 @@ class Texts:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of some tokens."""
         return self._model.decode(token_ids, skip_special_tokens)
+
+    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The text of each token, however many."""
+        return await self._run(lambda: [self.token(token_id) for token_id in token_ids])
 
     def close(self) -> None:
         """Let the thread end, and the process of the chat template."""
@@ -79,7 +87,8 @@ class Texts:
 class GrowingText:
     """The text of one sample: without the token that ended it, and up to the stop string that did.
 
-    What is returned makes, put together, the text of all tokens. Of the end so much is kept back as may be the
+    What is returned makes, put together, the text of all tokens, unless the decoder changes, by later tokens, what was
+    returned: that stays, and what follows is decoded alone. Of the end so much is kept back as may be the
     beginning of a stop string or of a character, or a token of `stop_token_ids`.
     """
 
@@ -117,18 +126,39 @@ class GrowingText:
         if isinstance(stop, str):
             text = self._cut(text, stop, token_ids)
         if not text.startswith(self._text[: self._num_told]):
-            text = self._text  # of a decoder that changes what came before: what was told stays
+            text = self._end_as_told(stop)
         self._text = text
         return self._tell(len(text))
 
     def _read(self) -> None:
-        settled = self._decode(self._window[: self._num_settled])
         text = self._decode(self._window)
-        is_whole = not text.endswith(_REPLACEMENT) or len(self._window) - self._num_settled > _MOST_PENDING
-        if is_whole and text.startswith(settled):
-            self._text += text[len(settled) :]
-            self._window = self._window[self._num_settled :]
-            self._num_settled = len(self._window)
+        if not text.endswith(_REPLACEMENT):
+            self._settle(text, len(self._window))
+        elif len(self._window) - self._num_settled > _MOST_PENDING:
+            self._settle(*self._without_a_beginning(text))
+
+    def _settle(self, text: str, count: int) -> None:
+        """So many tokens of the window make `text`."""
+        settled = self._decode(self._window[: self._num_settled])
+        is_sequel = text.startswith(settled)
+        # A decoder may change what came before, as by a byte that makes those before it invalid: that was told, and
+        # what follows is read alone.
+        self._text += text[len(settled) :] if is_sequel else self._decode(self._window[self._num_settled : count])
+        self._window, self._num_settled = self._window[self._num_settled :], count - self._num_settled
+
+    def _without_a_beginning(self, text: str) -> tuple[str, int]:
+        """The text of the window, and how many tokens that is, without the last ones that may begin a character."""
+        for count in range(len(self._window) - _MOST_BYTES_LEFT, len(self._window)):
+            if text.startswith(shorter := self._decode(self._window[:count])):
+                return shorter, count
+        return text, len(self._window)
+
+    def _end_as_told(self, stop: int | str | None) -> str:
+        """The whole text, where the decoder has changed what was told of it."""
+        held = [] if isinstance(stop, int) else self._held
+        text = self._text + self._decode([*self._window[self._num_settled :], *held])
+        at = text.find(stop, self._num_told) if isinstance(stop, str) else -1
+        return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
         """Before the stop string whose last character came with the last token."""

@@ -55,9 +55,11 @@ def _call(text: str, index: int) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
+        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + told).encode()  # JSON can say half a character, which nobody can send back
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    function = {"name": name, "arguments": told}
     return {"index": index, "id": f"call_{new_id()}", "type": "function", "function": function}

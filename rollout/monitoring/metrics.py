@@ -56,6 +56,15 @@ class Source(Protocol):
     def timings(self) -> Timings: ...
 
 
+def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
+    """Prometheus' page, and its content type before it: as `accepted`, the header of the request, prefers it."""
+    try:
+        encode, content_type = choose_encoder(accepted)
+    except (TypeError, ValueError):  # it names a version that is none
+        encode, content_type = choose_encoder("")
+    return content_type, encode(registry)
+
+
 class MetricsServer:
     """Serves what `source` tells on `port` of 127.0.0.1, until closed. Port 0 is any free one; `port` says which.
 
@@ -161,8 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         match urlsplit(self.path).path:
             case "/metrics":
-                encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-                self._answer(200, content_type, encode(self.server.registry))
+                self._answer(200, *exposition(self.server.registry, self.headers.get("Accept", "")))
             case "/healthz":
                 self._answer_health()
             case _:

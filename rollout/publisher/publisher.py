@@ -143,8 +143,9 @@ class WeightPublisher:
         samples of two different weights may carry the same version.
 
         `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
-        on any device. Where they are sharded (DTensor), every rank of the trainer calls this with the same names in the
-        same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
+        on any device. Where they are sharded (DTensor, as by FSDP2), every rank of the trainer calls this with the same
+        names in the same order: rank 0 gathers one after the other and pushes, the others return when it is done, or
+        raise what it raises. Of DistributedDataParallel the module inside is pushed, by rank 0 alone. Raise
         PushError if not all workers have committed; the next push then sends every tensor whole.
 
         A model of PEFT is sent as it is, and workers add its LoRA adapter to its weights, as an aligned forward pass

@@ -393,27 +393,19 @@ class Worker:
                 self._reply_error(identity, entry.message.id, error, caller)
 
     def _lose(self, identity: bytes) -> None:
-        """A client gets no more replies. What it alone waited for, and what waits for weights itself, need not go on:
-        the client asks again if it comes back.
-        """
-        for entry in self._forget(identity):
-            find = self._waiting_room.get if _ends_with_client(entry) else self._waiting_room.early
-            if (waiting := find(entry.key)) is not None:
-                entry.is_wanted = False
-                self._publish_outputs(waiting.abort(None))
-
-    def _forget(self, identity: bytes) -> list[Entry]:
-        """A client gets no more replies. Returns what nobody waits for any more; of that ends what runs only while
-        somebody does.
+        """A client gets no more replies. What nobody waits for any more ends, if it is to do so or waits for weights
+        itself: the client asks again if it comes back.
         """
         self._streams.lose(identity)
-        unwanted = self._ledger.lose(identity)
-        for entry in unwanted:
-            if _ends_with_client(entry) and entry.key not in self._waiting_room:
+        for entry in self._ledger.lose(identity):
+            waits = self._waiting_room.get(entry.key)
+            if waits is not None and (_ends_with_client(entry) or self._waiting_room.early(entry.key)):
+                entry.is_wanted = False
+                self._publish_outputs(waits.abort(None))
+            elif _ends_with_client(entry):
                 entry.is_wanted = False
                 entry.num_aborts += 1
                 self._engine_thread.commands.put(End(entry.key, None, tag=entry))
-        return unwanted
 
     def _check_admission(self, message: protocol.Generate | protocol.GetScores) -> None:
         if self._control.lifecycle.is_ending or self._state == "failed":
@@ -582,7 +574,7 @@ class Worker:
 
     def _tell(self, identity: bytes, deltas: protocol.Deltas) -> None:
         if not self._send(identity, protocol.encode(deltas)):
-            self._forget(identity)
+            self._lose(identity)
 
     def _publish_outputs(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -613,7 +605,7 @@ class Worker:
         entry.replies.append(reply)
         for identity, caller, _ in entry.subscribers:
             if not self._send(identity, protocol.address(reply, caller)):
-                self._forget(identity)
+                self._lose(identity)
 
     def _publish_error(self, key: str, error: TruerollError) -> None:
         entry = self._ledger.fail(key)
@@ -703,8 +695,9 @@ class Worker:
 
 
 def _check_peer(peer: Peer, message: protocol.Call) -> None:
-    """Raise ForbiddenError unless the client's role and its connection allow the call, UnavailableError if the replies
-    that it asks for could come to whoever gets its connection's identity next.
+    """Raise ForbiddenError unless the client's role and its connection allow the call, UnavailableError if its
+    connection has ended where it matters: the replies could come to whoever gets the connection's identity next, or the
+    request was to end with it.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
@@ -715,7 +708,8 @@ def _check_peer(peer: Peer, message: protocol.Call) -> None:
     # Replies to a request go to the identity that asked for it, which another user could take up once it is free.
     if client.user is not None and not peer.identity.startswith(b"\0"):
         raise ForbiddenError("connection: expected no identity of its own (ZMQ_ROUTING_ID), found one; set none")
-    if client.user is not None and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
+    needs_peer = client.user is not None or getattr(message, "while_connected", False)
+    if needs_peer and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
         raise UnavailableError("connection: expected one that is there, found that it has ended; connect and ask again")
 
 

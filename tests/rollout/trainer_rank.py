@@ -22,11 +22,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from trueroll.errors import AlignmentError
+from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics, unalign
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
 
 LENS = (40, 33, 5, 17, 1, 21)
-POLICY = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+POLICY: dict[str, Any] = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
 STEPS = 2
 
@@ -43,14 +52,10 @@ class Found:
 
 
 def load(folder: str, dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
 
 
 def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
-    from trueroll.kernels.training import align
-
     model = load(folder, dtype).train()
     align(model)
     return model
@@ -60,8 +65,6 @@ def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     settings = dict(mp_policy=MixedPrecisionPolicy(**POLICY)) | settings
     for layer in [] if whole else model.model.layers:
         fully_shard(layer, **settings)
@@ -69,14 +72,10 @@ def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
 
 
 def offloaded(model: Any) -> Any:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def sharded_masters(model: Any) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     return sharded(model, mp_policy=MixedPrecisionPolicy())
 
 
@@ -85,8 +84,8 @@ def sharded_by_accelerate(model: Any) -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    wrap = dict(auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+    wrap: dict[str, Any] = dict(auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
+    plugin: Any = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16, "premise: outputs are rounded"
     state = SimpleNamespace(fsdp_plugin=plugin)
@@ -108,16 +107,12 @@ def checkpointed(model: Any) -> Any:
 
 
 def checkpointed_by_torch(model: Any) -> Any:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = checkpoint_wrapper(layer)
     return sharded(model)
 
 
 def sharded_before(model: Any) -> Any:
-    from trueroll.kernels.training import align, unalign
-
     unalign(model)
     sharded(model)
     align(model)
@@ -169,21 +164,15 @@ def loss(log_probs: Tensor, rank: int, start: int = 0) -> Tensor:
 
 
 def packed(model: Any, rows: list[Tensor]) -> Tensor:
-    from trueroll.kernels.training import token_log_probs
-
     return token_log_probs(model, torch.cat(rows), lengths=[len(row) for row in rows])
 
 
 def positioned(model: Any, rows: list[Tensor]) -> Tensor:
-    from trueroll.kernels.training import token_log_probs
-
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     return token_log_probs(model, torch.cat(rows)[None], position_ids=positions[None])[0]
 
 
 def padded(model: Any, rows: list[Tensor]) -> Tensor:
-    from trueroll.kernels.training import token_log_probs
-
     ids = F.pad(pad_sequence(rows, batch_first=True, padding_value=-1), (3, 2), value=-1)
     found = token_log_probs(model, ids.clamp(min=0), ids >= 0)
     return found[ids >= 0]
@@ -266,8 +255,6 @@ def compare(name: str, folder: str, rank: int) -> Found:
 
 def compare_family(folder: str, rank: int) -> Found:
     """Sharded by layers. Gradients are those of a single process but for one rounding of bfloat16."""
-    from trueroll.kernels.training import token_statistics
-
     rows, model = sequences(rank), sharded(aligned(folder))
     found = packed(model, rows)
     loss(found, rank).backward()
@@ -282,9 +269,6 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
     """After some steps of the optimizer on samples of a worker: what that generates then, and what the trainer makes of
     it.
     """
-    from trueroll.kernels.training import aligned_with
-    from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
-
     model = WRAPPERS[name](aligned(folder))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     found: dict[str, int] = {}
@@ -318,29 +302,20 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
 
 
 def sharded_inside(model: Any) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
     fully_shard(model.model.layers[1].mlp)
     return sharded(model)
 
 
 def sharded_as_in_fsdp1(model: Any) -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
 def parallel_tensors(model: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.layers.0.mlp.up_proj": ColwiseParallel()})
     return model
 
 
 def with_a_wide_head(model: Any) -> Any:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     fully_shard(model.lm_head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     return sharded(model)
 
@@ -354,8 +329,6 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 def refusal(name: str, folder: str, rank: int) -> str:
-    from trueroll.errors import AlignmentError
-
     try:
         packed(REFUSED[name](aligned(folder)), sequences(rank))
     except AlignmentError as error:

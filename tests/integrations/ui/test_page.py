@@ -155,6 +155,7 @@ def test_whatever_a_model_writes_is_shown_as_text(page: Page, log: SampleLog) ->
     newest(page, log)
     expect(page.locator(".tokens .t").first).to_be_visible()
     for box in (page.locator(".prompt .tokens"), page.locator(".card .tokens"), page.locator("#groups .preview").first):
+        expect(box).to_contain_text("[31m")  # prompt and samples come in answers of their own
         text = box.inner_text().replace("·", "")  # which stands for a token within a character
         assert "⟨U+202E⟩gnp.exe⟨U+2066⟩␀␇␛[31m⟨U+200B⟩ 🙂 שלום" in text
         assert not re.search("[\u202e\u2066\x00\x07\x1b\u200b]", text)

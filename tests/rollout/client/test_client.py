@@ -430,6 +430,25 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
         pass  # cut
 
 
+def test_what_a_lost_worker_never_had_is_not_given_up_there() -> None:
+    """Or notices of it would gather for as long as the worker is away."""
+
+    async def run() -> None:
+        with serving(FakeEngine()) as worker:
+            client = AsyncRolloutClient(worker.address)
+            await client.health()
+        connection = client._connection
+        while connection._is_connected:
+            await asyncio.sleep(0.01)
+        async with client:
+            for _ in range(3):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(client.generate([[1]], LONG), 0.01)
+            assert connection._notices == [] and connection._calls == {}
+
+    asyncio.run(run())
+
+
 @contextmanager
 def proxied(worker: WorkerOnThread) -> Iterator[Proxy]:
     proxy = Proxy(worker.address)

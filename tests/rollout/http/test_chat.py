@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,14 @@ def test_a_chat_streams_what_it_would_say_whole(front: Front) -> None:
     assert all(event.usage is None for event in told[:-1])
 
 
+def test_what_a_template_gets_may_have_any_name_and_depth(front: Front) -> None:
+    nested: Any = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})
+    told = FIELDS | {"messages": [{"role": "user", "content": "x", "more": nested}], "max_tokens": 1}
+    for name, status in (("function", 200), ("self", 400)):  # transformers has one of its own
+        response = front.post("/v1/chat/completions", told | {"chat_template_kwargs": {name: 1}})
+        assert response.status_code == status, response.text
+
+
 def test_tools_may_be_left_out_by_choice(front: Front) -> None:
     with_tools = front.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json()["count"]
     without = front.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).json()["count"]
@@ -78,6 +87,7 @@ def test_tools_may_be_left_out_by_choice(front: Front) -> None:
 
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü<"}}\n</tool_call>'
+CALL = '<tool_call>{{"name": "add", "arguments": {{"a": {}}}}}</tool_call>'
 TWO = ONE + '\n<tool_call>{"name": "stop"}</tool_call>\n'
 
 
@@ -93,6 +103,7 @@ TWO = ONE + '\n<tool_call>{"name": "stop"}</tool_call>\n'
         ("x<tool_call>[]</tool_call>", "x<tool_call>[]</tool_call>", []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
         (ONE + "and then", ONE + "and then", []),
+        *[(text, text, []) for text in map(CALL.format, ("NaN", "1e999", '"\\ud800"'))],
     ],
 )
 def test_calls_of_tools_are_found_however_the_text_comes(

@@ -170,6 +170,8 @@ def test_echo_tells_the_prompt_and_its_log_probs(front: Front, client: RolloutCl
         assert logprobs[0] is None and logprobs[len(prompt) :] == without.logprobs.token_logprobs
         if prompt is PROMPT:
             assert bits(logprobs[1 : len(prompt)]) == score.logprobs.tobytes()
+    filtered = front.post("/v1/completions", {"prompt": prompts[0], "echo": True, "logprobs": 1, "top_k": 1}).json()
+    assert -9999.0 in filtered["choices"][0]["logprobs"]["token_logprobs"]
     assert front.openai().completions.create(model="tiny", prompt="ab", max_tokens=1, echo=True).choices[0].text[
         :2
     ] == ("ab")

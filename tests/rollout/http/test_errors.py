@@ -49,6 +49,10 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         each.__exit__(None, None, None)
 
 
+BAD, KWARGS = "invalid_request", "chat_template_kwargs"
+HELLO = [{"role": "user", "content": "hi"}]
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "code"),
     [
@@ -63,6 +67,16 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "n": True}, 400, "n", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "n": 2000}, 400, "n", "invalid_request"),
+        ("/v1/completions", {"prompt": "x", "n": 10**30}, 400, "n", "invalid_request"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"min_tokens": 2**64}},
+            400,
+            "min_tokens",
+            BAD,
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, 400, KWARGS, BAD),
+        ("/v1/chat/completions/", {"messages": HELLO}, 404, None, "not_found"),
         ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "top_p": 2}, 400, "top_p", "invalid_request"),
@@ -347,7 +361,8 @@ def test_a_page_in_a_browser_gets_nothing(plain: Front) -> None:
     for host in (f"evil.example:{port}", "", "127.0.0.1.evil.example", "[bad"):
         assert plain.get("/health", Host=host).status_code == 403
     assert plain.post("/pause", Origin="http://evil.example").status_code == 403
-    assert plain.post("/pause", Origin="null").status_code == 403
+    for origin in ("null", "http://[evil", "", plain.url + "0"):
+        assert plain.post("/pause", Origin=origin).status_code == 403
     assert plain.get("/is_paused", Origin=plain.url).json() == {"is_paused": False}
 
 

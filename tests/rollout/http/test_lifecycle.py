@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess
 from trueroll.rollout.http import app, server
+from trueroll.rollout.http.config import HttpConfig
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
 
@@ -121,7 +123,8 @@ def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -
     assert caught.value.code == "push_failed"
     reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|409)"}', get("/metrics"))
     template = {"/v1/models/{name:path}"}
-    paths = {*re.findall(r'Route\("([^"]+)"', Path(app.__file__).read_text())} - template - {"/metrics"}
+    of_the_page = r"(?!/ui)"
+    paths = {*re.findall(rf'Route\("({of_the_page}[^"]+)"', Path(app.__file__).read_text())} - template - {"/metrics"}
     assert paths <= {*reached} and len(paths) > 10
 
 
@@ -134,7 +137,7 @@ def test_metrics_tell_of_worker_and_front_end(fronted: Front) -> None:
     fronted.post("/v1/completions", {"prompt": [1]})
     fronted.post("/v1/completions", {"prompt": [1], "bad": 1})
     fronted.get("/secret/path")
-    lines = fronted.get("/metrics").text.splitlines()
+    lines = fronted.get("/metrics", Accept="application/openmetrics-text;version=none").text.splitlines()
     assert 'trueroll_http_requests_total{path="/v1/completions",status="200"} 1.0' in lines
     assert 'trueroll_http_requests_total{path="/v1/completions",status="400"} 1.0' in lines
     assert 'trueroll_http_requests_total{path="other",status="404"} 1.0' in lines
@@ -269,6 +272,18 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
     finally:
         process.kill()
         process.wait()
+
+
+def test_it_can_be_told_to_end_as_soon_as_it_is_ready(
+    running: WorkerOnThread, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.gc, "freeze", lambda: None)  # of this process, with all tests to come
+    rescue = threading.Timer(60, lambda: signal.raise_signal(signal.SIGINT))
+    rescue.start()
+    config = HttpConfig(address=running.address, port=0, tokenizer=str(chat_model))
+    server.serve(config, (None, None), lambda url, model: signal.raise_signal(signal.SIGTERM))
+    assert rescue.is_alive(), "it ended by itself"
+    rescue.cancel()
 
 
 def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model: Path) -> None:

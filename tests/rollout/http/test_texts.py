@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +57,43 @@ def test_pieces_of_any_tokens_make_the_text_of_all(texts: Texts, seed: int) -> N
     token_ids = [generator.randrange(512) for _ in range(60)]
     told = pieces(texts, token_ids, [], None)
     assert "".join(told) == texts.decode(token_ids, True)
+
+
+@pytest.mark.parametrize("count", [6, 7, 8, 12])
+def test_a_character_behind_bytes_that_are_none_is_whole(texts: Texts, count: int) -> None:
+    first, middle, last = texts._model.encode("世")
+    token_ids = [*[middle] * count, first, middle, last, *texts._model.encode(" on")]
+    text = GrowingText(texts, [], set(), True)
+    told = [text.add([token_id]) for token_id in token_ids]
+    assert (
+        "".join([*told, text.finish(ended(token_ids))]) == texts.decode(token_ids, True) == "\ufffd" * count + "世 on"
+    )
+    assert told[-1] == "n", "it is told while it grows"
+
+
+class ByteFallback:
+    """Decodes as SentencePiece's models do: bytes, ids above 255, are text only if all that follow one another are."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        runs = [(is_byte, [*run]) for is_byte, run in itertools.groupby(token_ids, lambda each: each > 255)]
+        return "".join(self._bytes(run) if is_byte else "".join(map(chr, run)) for is_byte, run in runs)
+
+    def _bytes(self, run: list[int]) -> str:
+        try:
+            return bytes(each - 256 for each in run).decode()
+        except ValueError:
+            return "\ufffd" * len(run)
+
+
+@pytest.mark.parametrize("stop", [None, "ore", 46])
+def test_a_decoder_that_changes_what_was_told_ends_no_text(stop: str | int | None) -> None:
+    texts: Any = ByteFallback()
+    token_ids = [*[256 + byte for byte in "世".encode()], 256 + 0xFF, *map(ord, " and more" + "." * (stop == 46))]
+    assert texts.decode(token_ids[:3], True) == "世" and texts.decode(token_ids, True).startswith("\ufffd" * 4)
+    text = GrowingText(texts, [stop] if isinstance(stop, str) else [], {46}, True)
+    told = [text.add([token_id]) for token_id in token_ids]
+    told.append(text.finish(ended(token_ids, stop)))
+    assert "".join(told) == "世\ufffd and " + ("m" if stop == "ore" else "more")
 
 
 def test_nothing_of_a_stop_string_is_told(texts: Texts) -> None:

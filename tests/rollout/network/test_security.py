@@ -1042,6 +1042,22 @@ def test_what_one_who_is_gone_asks_for_is_not_computed_and_its_replies_go_to_nob
         worker._close_system()
 
 
+def test_what_ends_with_its_client_ends_whoever_finds_out_that_it_is_gone(certificates: Certificates) -> None:
+    """A reply that reaches nobody, before the end of the connection is told, or that before a message is read."""
+    worker = FaultyWorker(WorkerConfig(**certificates.settings), FakeEngine())
+    try:
+        for id, is_gone, ends in (("a", False, True), ("b", True, True), ("c", False, False), ("d", True, False)):
+            waits: dict[str, Any] = dict(min_weight_version=1, wait_for_weights=True, while_connected=ends)
+            fields: dict[str, Any] = dict(prompt_token_ids=bytes(4), params=SamplingParams(), **waits)
+            peer = Peer(b"\0abcd", Client(None, "control"), is_gone)
+            worker._handle_message(peer, [protocol.encode(protocol.Generate(id=id, **fields))])
+        assert [*worker._ledger.open] == ["a", "c", "d"]
+        worker._tell(b"\0abcd", protocol.Deltas(samples=()))
+        assert not worker._ledger.open and not worker._ledger.kept, "what waits for weights ends in any case"
+    finally:
+        worker._close_system()
+
+
 def test_a_users_connections_count_together(certificates: Certificates) -> None:
     router = Router(WorkerConfig(**certificates.settings), lambda identity: None)
     try:

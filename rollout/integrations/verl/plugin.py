@@ -1,0 +1,20 @@
+"""What `import verl` imports, by the entry point `verl.plugins`: tells verl's two registries of trueroll.
+
+verl imports plugins in each of its processes, and goes on without one that fails.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+
+
+def _load_replica() -> type[RolloutReplica]:
+    from .replica import TruerollReplica
+
+    return TruerollReplica
+
+
+_ROLLOUT_REGISTRY["trueroll", "async"] = f"{__package__}.adapter.TruerollAdapter"
+RolloutReplicaRegistry.register("trueroll", _load_replica)

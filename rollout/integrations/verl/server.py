@@ -1,0 +1,140 @@
+"""What verl calls a server: a Ray actor that owns one worker process, and passes verl's requests to it.
+
+Owns the worker, its client, and the gate that is closed between abort and resume. Does not own the weights: the
+adapter, in the trainer's process, pushes them past this actor and says so afterwards. Promises: no token comes from
+weights older than the last that were pushed when its request began; what an abort ends returns what it has.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from verl.utils import normalize_token_ids
+from verl.utils.fs import copy_to_local
+from verl.workers.rollout.replica import TokenOutput
+
+from trueroll.errors import InvalidRequestError, TruerollError
+
+from ....engine.request import Tag, derive_seed, seed_of
+from ...client.client import AsyncRolloutClient
+from ...client.local_worker import launch_worker
+from .settings import sampling_params, worker_settings
+
+
+class TruerollServer:
+    """`config`: verl's RolloutConfig. `model_config`: has the `path` of the checkpoint that the worker loads first.
+    `device`: as for EngineConfig. `can_sleep`: whether sleeping gives memory back, or does nothing.
+    """
+
+    def __init__(self, config: Any, model_config: Any, device: str, can_sleep: bool) -> None:
+        self._config, self._can_sleep = config, can_sleep
+        folder = copy_to_local(model_config.path, use_shm=model_config.get("use_shm", False))
+        self._worker = launch_worker(folder, **worker_settings(config, device))
+        self._client = AsyncRolloutClient(self._worker.address)
+        self._version = 0
+        self._asked: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._rejects = False
+
+    def address(self) -> str:
+        """Of the worker. What answers there speaks trueroll's protocol, not HTTP."""
+        return self._worker.address
+
+    def version(self) -> int:
+        """Of the weights that were pushed last; 0: those of the checkpoint."""
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """The worker serves these weights: from now on nothing older is good enough."""
+        self._version = version
+        self._asked.clear()
+
+    async def generate(
+        self, request_id: str, prompt_ids: Any, sampling_params: dict[str, Any], **media: Any
+    ) -> TokenOutput:
+        """One sample of a prompt, given as token ids. While the gate is closed it waits, or comes back empty.
+
+        Raise InvalidRequestError for images and other media, and for parameters that a worker does not serve;
+        StaleWeightsError if the worker was started anew.
+        """
+        if given := [name for name, value in media.items() if value]:
+            raise InvalidRequestError(f"{', '.join(given)}: expected none, as a worker serves text only; leave it out")
+        prompt = normalize_token_ids(prompt_ids)
+        while not self._gate.is_set():
+            if self._rejects:
+                return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
+            await self._gate.wait()
+        # From here on until the client has sent the request nothing else runs on the loop, so an abort knows of it.
+        return await self._sample(request_id, prompt, sampling_params)
+
+    async def _sample(self, request_id: str, prompt: list[int], given: dict[str, Any]) -> TokenOutput:
+        params = sampling_params(given, self._config, len(prompt), self._seed(request_id, prompt))
+        [group] = await self._client.generate([prompt], params, min_weight_version=self._version)
+        [sample] = group.samples
+        if sample.finish_reason == "error":
+            raise TruerollError(f"sample: expected one, found an error: {sample.error}; see the worker's log")
+        return TokenOutput(
+            token_ids=sample.token_ids,
+            log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
+            stop_reason="aborted" if sample.finish_reason == "abort" else "completed",
+            extra_fields=self._steps([span.version for span in sample.weight_versions])
+            | {"num_cached_tokens": sample.num_cached_tokens},
+        )
+
+    def _seed(self, request_id: str, prompt: list[int]) -> int | None:
+        """With `full_determinism`, the same for the k-th request with this id and prompt under these weights. verl's
+        ids are then not unique, and its requests come in any order.
+        """
+        if not self._config.full_determinism:
+            return None
+        key = request_id, tuple(prompt)
+        self._asked[key] += 1
+        name = f"{self._config.seed}/{self._version}/{request_id}"
+        return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
+
+    def _steps(self, versions: Sequence[int]) -> dict[str, int]:
+        """verl's steps whose weights a sample's tokens came from."""
+        steps = [version - 1 for version in versions or [self._version]]
+        return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """End all requests with what they have, and let none begin until `resume_generation`. Those that come meanwhile
+        wait, or with `reject_request` come back empty.
+        """
+        self._gate.clear()
+        self._rejects = reject_request
+        await self._client.abort_all()
+
+    async def resume_generation(self) -> None:
+        """Open the gate."""
+        self._gate.set()
+
+    async def sleep(self) -> None:
+        """Give back the memory of weights and KV cache; a push must follow. Running requests go on after it."""
+        if self._can_sleep:
+            await self._client.sleep(level=2)
+
+    async def wake_up(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
+        """Take the memory of `tags` again; harmless if it was not given back."""
+        if self._can_sleep:
+            await self._client.wake_up(tags=tags)
+
+    async def release_kv_cache(self) -> None:
+        """Give back the memory of the KV cache alone."""
+        if self._config.free_cache_engine:
+            await self._client.sleep(level=1, tags=["kv_cache"])
+
+    async def resume_kv_cache(self) -> None:
+        """Take the memory of the KV cache again."""
+        if self._config.free_cache_engine:
+            await self._client.wake_up(tags=["kv_cache"])
+
+    async def clear_kv_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self._client.invalidate_prefix_cache()

@@ -1,0 +1,63 @@
+"""verl's GRPO main with `rollout.name=trueroll`, on a CPU: trainer and worker in turn, and partial rollouts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from .reward import compute_score
+from .running import PROMPTS, SAMPLES, Run, make_inputs, run_main
+
+STEPS = 3
+ROUNDING = 1e-4
+"""The most that rounding changes of a probability."""
+STALE = 1e-2
+"""The least that weights of another step change of one."""
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+def train(folder: Path, *changes: str) -> Run:
+    make_inputs(folder)
+    return run_main(os.environ["TRUEROLL_VERL_PYTHON"], folder, STEPS, *changes)
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("sync"), "actor_rollout_ref.rollout.full_determinism=True")
+
+
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    # The worker runs the samples of one step at a time, and has those of five: some run whenever a step has its own.
+    changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=4"
+    changes += ("data.max_response_length=512",)
+    return train(tmp_path_factory.mktemp("async"), *changes)
+
+
+def test_each_step_trains_on_samples_of_the_weights_that_were_pushed_last(in_turn: Run) -> None:
+    assert [step["training/global_step"] for step in in_turn.metrics] == [1, 2, 3]
+    for step in in_turn.metrics:
+        assert step["training/rollout_probs_diff_valid"] == 1
+        assert step["training/rollout_probs_diff_max"] < ROUNDING
+        assert step["training/off_policy/trajectory_staleness_worst/max"] == 0
+        assert step["training/off_policy/trajectory_spans/max"] == 1
+        assert step["actor/grad_norm"] > 0.0, "so the weights changed"
+
+
+def test_rewards_are_of_the_samples_and_differ(in_turn: Run) -> None:
+    for step, samples in zip(in_turn.metrics, in_turn.samples, strict=True):
+        assert len(samples) == PROMPTS * SAMPLES
+        scores = [sample["score"] for sample in samples]
+        assert scores == pytest.approx([compute_score("", sample["output"], "") for sample in samples])
+        assert step["critic/rewards/mean"] == pytest.approx(sum(scores) / len(scores))
+        assert len(set(scores)) > 1
+        assert len({sample["output"] for sample in samples}) == len(samples), "each has noise of its own"
+
+
+def test_an_aborted_sample_goes_on_with_other_weights(partial: Run) -> None:
+    assert max(step["training/off_policy/trajectory_spans/max"] for step in partial.metrics) > 1
+    stale = [step for step in partial.metrics if step["training/off_policy/trajectory_staleness_worst/max"] > 0]
+    assert stale and all(step["training/rollout_probs_diff_max"] > STALE for step in stale)

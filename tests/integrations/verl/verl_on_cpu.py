@@ -1,0 +1,104 @@
+"""Makes verl run on a CPU, where it has no platform of its own: `VERL_USE_EXTERNAL_MODULES=verl_on_cpu`, together with
+`VERL_PLATFORM=cpu`. Nothing of this is needed on a GPU, and nothing of it concerns the rollout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+init_process_group = torch.distributed.init_process_group
+
+
+def init_on_a_cpu(backend: str, **options: Any) -> None:
+    """verl asks for gloo on the CPU and the platform's backend on its device, which are the same here."""
+    init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **options)
+
+
+torch.distributed.init_process_group = init_on_a_cpu
+
+MODULE = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
+    get_device_name=lambda *_: "CPU",
+    empty_cache=lambda: None,
+    memory_allocated=lambda *_: 0,
+    memory_reserved=lambda *_: 0,
+    max_memory_allocated=lambda *_: 0,
+    max_memory_reserved=lambda *_: 0,
+    mem_get_info=lambda *_: (0, 1),
+    manual_seed=torch.manual_seed,
+    get_rng_state=lambda *_: torch.get_rng_state(),
+    set_rng_state=lambda state, *_: torch.set_rng_state(state),
+)
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """One device, on which Ray counts a GPU that is not there."""
+
+    device_name = "cpu"
+    vendor_name = "none"
+    device_module = MODULE
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> None:
+        return None
