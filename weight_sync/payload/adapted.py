@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,9 @@ from trueroll.errors import PushError
 from ...kernels.spellings import Parts
 from .manifest import Adapters, Shape, factor_names
 from .parameters import Parameters, describe_unknown, list_names
+
+MOST_OF_WEIGHT = 4
+"""How many times a weight's elements A and B may have, so that no number in a message takes memory without end."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):
             raise PushError(f"tensor {name}: expected a matrix for an adapter, found shape {list(shape)}; leave it out")
+        if rank * sum(shape) > MOST_OF_WEIGHT * math.prod(shape):
+            raise PushError(
+                f"tensor {name}: expected A and B with at most {MOST_OF_WEIGHT} times its elements, found rank {rank}; "
+                "push the merged weight"
+            )
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
     parts = {} if adapters.is_alone else wanted.parts

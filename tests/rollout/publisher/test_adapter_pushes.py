@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from adapters import ATTENTION, HYBRID, adapt, change
+from pushing import HandPush
+from serving import RawClient
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -226,6 +229,45 @@ def test_what_is_wrong_is_refused_and_the_old_weights_are_served(
         model = adapt(folders["llama"], seed=3)
         to.push(model, 2, adapters=True)
         assert_serves(engine, model)
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        (dict(weights=[["nowhere.weight", 4, 1.0]]), "nowhere.weight: unknown to the worker's model"),
+        (dict(weights=[["model.norm.weight", 4, 1.0]]), r"expected a matrix for an adapter, found shape \[64\]"),
+        (dict(weights=[[NAME, 129, 1.0]]), "expected A and B with at most 4 times its elements, found rank 129"),
+        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"expected a base for each, but none has {NAME}"),
+        (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"found others in {NAME}"),
+        (dict(weights=[[NAME, 0, 1.0]]), "expected a rank and a finite scale"),
+        (dict(weights=[[NAME, 4, float("nan")]]), "expected a rank and a finite scale"),
+        (dict(weights=[[NAME, 4, 1.0]] * 2), "expected each name once"),
+        (dict(weights=[NAME]), "expected a name and 2 more"),
+        (dict(weights={NAME: [4, 1.0]}), "expected an array"),
+        (dict(weights=[], base=[[NAME, -1]]), r"expected an integer in \[0, 2\*\*64\)"),
+        (dict(weights=[[NAME, 4, 1.0]], in_place=True), "expected no in_place with adapters"),
+        (dict(weights=[[NAME, 4, 1.0]], base_push="0" * 32), "expected no base with adapters"),
+    ],
+)
+def test_what_a_message_may_say_wrong(refusing: tuple[Engine, str], adapters: dict[str, Any], message: str) -> None:
+    engine, address = refusing
+    others = {"in_place": adapters.pop("in_place", False), "base": adapters.pop("base_push", None)}
+    before, client = dense(engine), RawClient(address)
+    with HandPush(client, {}) as push:
+        reply = push.begin(dtype="bfloat16", adapters=adapters, **others)
+        assert reply["type"] == "error" and re.search(message, reply["message"]), reply
+    client.close()
+    assert_equal(dense(engine), before)
+
+
+@pytest.fixture(scope="module")
+def refusing(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, str]]:
+    address = f"ipc://{tmp_path_factory.mktemp('refusing')}/worker"
+    with serving(folders["llama"], address, dtype="bfloat16") as engine:
+        yield engine, address
 
 
 def test_what_is_no_adapter_is_refused(llama: tuple[Engine, str], folders: Any, tmp_path: Path) -> None:
