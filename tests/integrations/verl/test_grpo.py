@@ -31,9 +31,10 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    # The worker runs the samples of one step at a time, and has those of five: some run whenever a step has its own.
+    # The worker runs two samples at a time, and has those of five steps: two run whenever a step has its own, for which
+    # verl looks every two seconds.
     changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=4"
-    changes += ("data.max_response_length=512",)
+    changes += "data.max_response_length=512", "actor_rollout_ref.rollout.engine_kwargs.trueroll.max_num_seqs=2"
     return train(tmp_path_factory.mktemp("async"), *changes)
 
 

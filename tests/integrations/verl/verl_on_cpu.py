@@ -1,5 +1,6 @@
 """Makes verl run on a CPU, where it has no platform of its own: `VERL_USE_EXTERNAL_MODULES=verl_on_cpu`, together with
-`VERL_PLATFORM=cpu`. Nothing of this is needed on a GPU, and nothing of it concerns the rollout.
+`VERL_PLATFORM=cpu`. Nothing of this is needed on a GPU, and nothing of it concerns the rollout. Besides, verl does not
+find TRL: where it does, it wants a class that TRL 1.16, which these tests' environment has, no longer has.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.utils import import_utils
 
+import_utils.is_trl_available = lambda: False
 init_process_group = torch.distributed.init_process_group
 
 
