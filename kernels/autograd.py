@@ -90,6 +90,26 @@ class _Product(Function):
         return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
 
 
+class _Merge(Function):
+    """A weight with an adapter in it. The gradient passes through its rounding as if there were none."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.scale = scale
+        return ops.merge(weight, a, b, scale)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (a, b), (_, needs_weight, needs_a, needs_b, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_a = (b.T @ grad).mul_(ctx.scale) if needs_a else None
+        grad_b = (grad @ a.T).mul_(ctx.scale) if needs_b else None
+        return None, grad if needs_weight else None, grad_a, grad_b, None
+
+
 class _Rmsnorm(Function):
     @staticmethod
     @_without_autocast
@@ -546,7 +566,8 @@ class _LogProbs(Function):
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
+        # Without rows zeros, not None: the ranks of a trainer reduce the gradients of the same weights.
+        grad_weight = None if len(hidden) else torch.zeros_like(weight)
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
@@ -567,6 +588,10 @@ class GradientOps:
     """
 
     backend: Backend
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """`Backend.merge`. The gradient of the merged weight is held only until those of a and b are computed."""
+        return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from ..weight_sync.trainer.outcome import (
         PushResult,
     )
+    from .auditing import (
+        Audit,
+        audit,
+    )
     from .client.client import (
         AsyncRolloutClient,
         Group,
@@ -98,6 +102,7 @@ _NAMES = {
         "WorkerLostError",
     ],
     "..weight_sync.trainer.outcome": ["PushResult"],
+    ".auditing": ["Audit", "audit"],
     ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".client.local_worker": ["WorkerProcess", "launch_worker"],
     ".protocol": ["Health", "Stats", "Status"],
@@ -108,6 +113,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "AlignmentError",
     "AsyncRolloutClient",
+    "Audit",
     "ConfigError",
     "DeadlineError",
     "Distribution",
@@ -142,6 +148,7 @@ __all__ = [
     "WorkerFailedError",
     "WorkerLostError",
     "WorkerProcess",
+    "audit",
     "derive_seed",
     "launch_worker",
     "resolve_model",

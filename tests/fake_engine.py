@@ -138,6 +138,9 @@ class FakeWeights:
         for name, indices, values in staging.elements:
             self.live[name].put_(indices, values)
 
+    def served(self, name: str) -> torch.Tensor:
+        return self.live[name]
+
     def checksums(self) -> dict[str, int]:
         return {name: checksum(raw_bytes(tensor)) for name, tensor in self.live.items()}
 

@@ -19,6 +19,7 @@ from ...engine.request import (
     Tag,
     TopLogprobs,
 )
+from ...weight_sync.payload.manifest import PushId
 from ...weight_sync.payload.messages import (
     Count,
     GetWeights,
@@ -183,6 +184,13 @@ class Invalidate(Message):
     """Asks to forget all cached prefixes; running requests keep their blocks."""
 
     type: Literal["invalidate"] = "invalidate"
+    id: Id
+
+
+class GetChecksums(Message):
+    """Asks what the served weights are. Computed between two steps, which wait for it."""
+
+    type: Literal["checksums"] = "checksums"
     id: Id
 
 
@@ -359,11 +367,35 @@ class Stats(Message):
     service: dict[str, Count]
 
 
-LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate
+class Checksums(Message):
+    """`checksums`: of every parameter's bytes in `dtype`, adapters included, by its Hugging Face name: the 64-bit XXH3
+    hash. `push_id`: as in `Weights`.
+    """
+
+    type: Literal["checksums"] = "checksums"
+    id: Id
+    dtype: str
+    checksums: dict[str, Count]
+    weight_version: Count
+    push_id: PushId | None
+
+
+LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate | GetChecksums
 Call: TypeAlias = Generate | GetScores | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
 FromClient: TypeAlias = Call | Ack
 FromWorker: TypeAlias = (
-    FinishedSample | Deltas | Done | Scores | Error | Aborted | Health | Stats | Status | Weights | PushStatus
+    FinishedSample
+    | Deltas
+    | Done
+    | Scores
+    | Error
+    | Aborted
+    | Health
+    | Stats
+    | Status
+    | Weights
+    | Checksums
+    | PushStatus
 )
 
 REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
@@ -375,5 +407,6 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     GetWeights: (Weights,),
     **dict.fromkeys(get_args(LifecycleCall), (Status,)),
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
+    GetChecksums: (Checksums,),
 }
 """What a worker answers each kind of call by, beside errors, and `Deltas` where they are asked for."""

@@ -35,6 +35,7 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "sleep": _STANDING,
     "wake_up": _STANDING,
     "invalidate": _STANDING,
+    "checksums": _STANDING,
     "weights": _STANDING | _BUSY,
     "begin_push": _STANDING,
     "commit_push": _STANDING,

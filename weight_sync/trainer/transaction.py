@@ -17,7 +17,7 @@ from typing import Any
 from trueroll.errors import PushError, TruerollError, VersionGapError
 
 from ...engine.request import InFlight
-from ..payload.manifest import Bucket, Source
+from ..payload.manifest import Adapters, Bucket, Source
 from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush, new_id
 from .workers import WorkerFailure, Workers
 
@@ -88,13 +88,20 @@ class Transaction:
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def begin(self, dtype: str, source: Callable[[int], Source], base: str | None = None) -> Future[list[PushStatus]]:
-        """Announce the push. `source`: of the worker at each position. `base`: see `BeginPush`."""
+    def begin(
+        self,
+        dtype: str,
+        source: Callable[[int], Source],
+        base: str | None = None,
+        adapters: Adapters | None = None,
+    ) -> Future[list[PushStatus]]:
+        """Announce the push. `source`: of the worker at each position. `base`, `adapters`: see `BeginPush`."""
         settings = self._settings
         fields: dict[str, Any] = dict(
             push_id=self.push_id,
             weight_version=self.version,
             base=base,
+            adapters=adapters,
             allow_older=self.allow_older,
             dtype=dtype,
             in_place=settings.in_place,

@@ -270,6 +270,7 @@ CONTROL_CALLS: dict[str, dict[str, Any]] = {
     "wake_up": {},
     "invalidate": {},
     "weights": {},
+    "checksums": {},
     "begin_push": dict(
         push_id="0" * 32, weight_version=1, dtype="float32", source={"kind": "disk", "folder": "/nowhere"}
     ),
