@@ -1,5 +1,5 @@
-# Every target puts what it needs into the virtual environment .venv, and installs again only after pyproject.toml or the
-# native sources changed.
+# Every target puts what it needs into the virtual environment .venv, or into one that lies in front of it, and installs again
+# only after pyproject.toml, the native sources or the files in .ci that name packages changed.
 
 PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
