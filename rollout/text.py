@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from trueroll.errors import ConfigError, ModelError, brief
+from trueroll.errors import ConfigError, ModelError, brief, said
 
 from . import protocol
 
@@ -92,8 +92,6 @@ class TextModel:
     @contextmanager
     def _explained(self, expected: str) -> Iterator[None]:
         """Raises ModelError for whatever a tokenizer raises, of which its files decide."""
-        from trueroll.errors import said
-
         try:
             yield
         except Exception as error:
@@ -207,8 +205,6 @@ def _render_in_child(pipe: Connection, tokenizer: Any) -> None:
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bytes:
-    from trueroll.errors import said
-
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
         if len(text) > _MAX_CHARS:

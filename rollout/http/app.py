@@ -26,7 +26,7 @@ from .generate import read_generate
 from .guard import CLIENT_LEFT, Counters, Guard
 from .lifecycle import Lifecycle
 from .model import ServedModel
-from .pages import Pages
+from .pages import FILES, Pages
 from .pieces import Asker, Form, Task
 from .samples import SampleLog
 from .watch import Watch
@@ -69,7 +69,7 @@ class Endpoints:
 
         async def handle(request: Request) -> Response:
             body = await self._body(request)
-            task, form = await while_present(request.receive, read(body, self._served))  # type: ignore[arg-type]
+            task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
             if task.is_stream:
                 return await event_stream(request.receive, asker.events(task, form))
             return answer(await while_present(request.receive, asker.whole(task, form)))
@@ -137,14 +137,7 @@ def make_app(
         Route("/is_sleeping", lifecycle.is_sleeping),
         Route("/update_weights", lifecycle.update_weights, methods=["POST"]),
         Route("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
-        Route("/ui", pages.file),
-        Route("/ui/page.css", pages.file),
-        Route("/ui/page.js", pages.file),
-        Route("/ui/base.js", pages.file),
-        Route("/ui/charts.js", pages.file),
-        Route("/ui/samples.js", pages.file),
-        Route("/ui/uPlot.min.css", pages.file),
-        Route("/ui/uPlot.iife.min.js", pages.file),
+        *(Route(path, pages.file) for path in FILES),
         Route("/ui/live", pages.live),
         Route("/ui/group", pages.group),
         Route("/ui/tokens", pages.tokens),

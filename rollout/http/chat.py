@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 
 from trueroll.errors import InvalidRequestError, brief
 
-from .fields import Fields, NumTop, TextFields, checked, given, take_sampling
+from .fields import Fields, NumTop, TextFields, checked, given, recording, take_sampling, unsupported
 from .logprobs import TokenName, chat_logprobs, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
@@ -124,7 +124,6 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         raise InvalidRequestError("top_logprobs: expected logprobs to be true with it, found false; set it")
     prompt = await token_ids_of(own, served)
     served.check_lengths([prompt], params.max_tokens)
-    recorded = dict(top_logprobs=own.top_logprobs or None) if own.logprobs else dict(logprobs=None)
     form = ChatForm(
         id=served.new_id("chatcmpl"),
         created=served.now(),
@@ -137,7 +136,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     )
     task = Task(
         prompts=[prompt],
-        params=params.model_copy(update=recorded),
+        params=recording(params, (own.top_logprobs or 0) if own.logprobs else None),
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,
@@ -149,7 +148,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
 async def token_ids_of(own: ConversationFields, served: ServedModel) -> list[int]:
     """The prompt that a conversation becomes. Raise InvalidRequestError, HttpError."""
     if own.tool_choice not in ("auto", "none"):
-        raise served.unsupported("tool_choice", "'auto' or 'none'")
+        raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)
     messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
     reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
     if found := reserved & own.chat_template_kwargs.keys():

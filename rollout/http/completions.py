@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...engine.request import ScoreOutput, TokenId
-from .fields import NumTop, TextFields, TokenIds, checked, given, take_sampling
+from .fields import NumTop, TextFields, TokenIds, checked, given, recording, take_sampling, unsupported
 from .logprobs import TokenName, completion_logprobs, name_by_id, numbers, piece_columns, top_rows
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
@@ -99,9 +99,8 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     prompts = [await _token_ids(each, own, served.texts) for each in given_prompts]
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
-        raise served.unsupported("echo", "false in a stream")
-    recorded = dict(logprobs=None) if own.logprobs is None else dict(top_logprobs=own.logprobs or None)
-    params = params.model_copy(update=recorded)
+        raise unsupported("echo", "false in a stream", own.echo)
+    params = recording(params, own.logprobs)
     form = CompletionForm(
         id=served.new_id("cmpl"),
         created=served.now(),

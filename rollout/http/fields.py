@@ -131,14 +131,14 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     for name in [name for name in fields if name in OFF]:
         value = fields.pop(name)
         if value not in OFF[name]:
-            allowed = " or ".join(["null", *map(repr, OFF[name])])
-            raise HttpError(
-                400,
-                f"{name}: expected {allowed}, as this is not served, found {brief(value)}; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise unsupported(name, " or ".join(["null", *map(repr, OFF[name])]), value)
     return fields
+
+
+def unsupported(name: str, expected: str, value: Any) -> HttpError:
+    """What to say of a field whose value asks for what is not served."""
+    text = f"{name}: expected {expected}, as this is not served, found {brief(value)}; leave it out"
+    return HttpError(400, text, param=name, code="unsupported_parameter")
 
 
 def checked(kind: type[F], fields: dict[str, Any]) -> F:
@@ -161,3 +161,8 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
         named["top_k"] = -1  # off, as others write it
     seed = SamplingParams(seed=fields.pop("seed", None)).seed
     return SamplingParams(**named), seed
+
+
+def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
+    """These, with log-probs of the tokens and of `num_top` most probable ones; None: without any."""
+    return params.model_copy(update=dict(logprobs=None) if num_top is None else dict(top_logprobs=num_top or None))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.request import CacheSalt
-from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, take_sampling
+from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, recording, take_sampling
 from .logprobs import chat_logprobs, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
@@ -68,10 +68,9 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     params, seed = take_sampling(fields, None)
     wanted = checked(SamplingFields, fields)
     served.check_lengths([own.token_ids], params.max_tokens)
-    recorded = dict(logprobs=None) if wanted.logprobs is None else dict(top_logprobs=wanted.logprobs or None)
     task = Task(
         prompts=[own.token_ids],
-        params=params.model_copy(update=recorded),
+        params=recording(params, wanted.logprobs),
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,

@@ -19,12 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
 from .errors import RETRY_AFTER_SECONDS, HttpError
+from .pages import FILES
 from .wire import error_answer
 
-OPEN_PATHS = {
-    *("/health", "/ui", "/ui/page.css", "/ui/page.js", "/ui/base.js", "/ui/charts.js", "/ui/samples.js"),
-    *("/ui/uPlot.min.css", "/ui/uPlot.iife.min.js"),
-}
+OPEN_PATHS = {"/health", *FILES}
 """For which no key is needed."""
 WORK_PATHS = {
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize", "/ui/score"),

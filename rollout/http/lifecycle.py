@@ -25,8 +25,8 @@ from .wire import answer, read_json
 
 HEALTH_SECONDS = 5.0
 MAX_BODY_BYTES = 2**16
-_PAUSES = ("abort", "wait", "keep")
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
+_PAUSES = tuple(_IN_FLIGHT)
 
 
 class UpdateFields(Fields):
@@ -107,7 +107,7 @@ class Lifecycle:
             version = fields.weight_version
             if version is None:
                 version = ((await self._health()).weight_version or 0) + 1
-            await asyncio.to_thread(_push, self._address, self._keys, Path(fields.weight_dir), fields, version)
+            await asyncio.to_thread(_push, self._address, self._keys, fields, version)
         health = await self._health()
         return answer({"status": "updated", "weight_version": health.weight_version})
 
@@ -129,11 +129,12 @@ class Lifecycle:
             raise HttpError(503, text, code="worker_lost") from None
 
 
-def _push(address: str, keys: tuple[Key | None, Key | None], folder: Path, fields: UpdateFields, version: int) -> None:
+def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """On a thread: the publisher blocks, and imports torch."""
     from ...engine.models.loader import read_checkpoint
     from ..publisher.publisher import WeightPublisher
 
+    folder = Path(fields.weight_dir)
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
             publisher.connect([address])
@@ -153,9 +154,8 @@ def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, l
     for name, value in request.query_params.multi_items():
         if value.lower() not in known.get(name, ()):
             expected = " or ".join(known[name]) if name in known else f"one of {sorted(known)}" if known else "none"
-            raise HttpError(
-                400, f"{name}: expected {expected} in the query, found {brief(value)}; correct it", param=name[:80]
-            )
+            text = f"{name}: expected {expected} in the query, found {brief(value)}; correct it"
+            raise HttpError(400, text, param=name[:80], code="invalid_request")
         found.setdefault(name, []).append(value.lower())
     return found
 

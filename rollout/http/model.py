@@ -61,11 +61,6 @@ class ServedModel:
                 code="context_length_exceeded",
             )
 
-    def unsupported(self, field: str, expected: str) -> HttpError:
-        """What to say of a field that asks for what is not served."""
-        text = f"{field}: expected {expected}, found something else; leave it out"
-        return HttpError(400, text, param=field, code="unsupported_parameter")
-
     async def score(self, sequences: list[list[int]], params: SamplingParams) -> list[ScoreOutput]:
         """Log-probs of given tokens, of the distribution that `params` draws from."""
         return await self.client.score(

@@ -21,13 +21,18 @@ from .errors import HttpError
 from .fields import Fields, checked
 from .logprobs import numbers
 from .model import ServedModel
+from .pieces import told_spans
 from .samples import KeptGroup, KeptSample, SampleLog
 from .watch import Watch
 from .wire import answer, read_json, while_present
 
 FOLDER = Path(__file__).parent / "ui"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE = "index.html"
+FILES = {"/ui": "index.html"} | {
+    f"/ui/{name}": name
+    for name in ("page.css", "page.js", "base.js", "charts.js", "samples.js", "uPlot.min.css", "uPlot.iife.min.js")
+}
+"""The page's files, by their paths here."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
@@ -60,12 +65,12 @@ class Pages:
     def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:
         self._served, self._samples, self._watch = served, samples, watch
         self._run = served.new_id("ui")
-        self._files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in TYPES}
+        self._files = {path: (FOLDER / name).read_bytes() for path, name in FILES.items()}
 
     async def file(self, request: Request) -> Response:
         """One of the page's files."""
-        name = request.url.path.removeprefix("/ui").lstrip("/") or PAGE
-        return Response(self._files[name], headers=HEADERS, media_type=TYPES[Path(name).suffix])
+        path = request.scope["path"]
+        return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
 
     async def live(self, request: Request) -> Response:
         """Looks at the worker since `since`, in seconds since 1970, and the groups after the one of id `after`."""
@@ -119,7 +124,7 @@ class Pages:
         sequence = group.prompt.tolist() + sample.token_ids.tolist()
         [score] = await self._served.score([sequence], group.params)
         again = score.logprobs[len(group.prompt) - 1 :]
-        told: dict[str, Any] = {"weight_versions": _spans(score.weight_versions)}
+        told: dict[str, Any] = {"weight_versions": told_spans(score.weight_versions)}
         if sample.logprobs is None:
             return told | {"logprobs": numbers(again)}
         return told | compared(sample.logprobs, again, min(group.params.min_tokens, len(again)))
@@ -180,13 +185,9 @@ def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
         "error": sample.error,
         "seed": str(sample.seed),
         "num_cached_tokens": sample.num_cached_tokens,
-        "weight_versions": _spans(sample.weight_versions),
+        "weight_versions": told_spans(sample.weight_versions),
         "mean_logprob": None if logprobs is None or not logprobs.size else numbers(logprobs.mean(keepdims=True))[0],
     }
-
-
-def _spans(spans: Any) -> list[list[int]]:
-    return [[span.version, span.start, span.end] for span in spans]
 
 
 def _whole(request: Request, name: str) -> int:

@@ -5,7 +5,7 @@ An endpoint says what it wants by a `Task` and how it is written by a `Form`; th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 
 from trueroll.errors import WorkerLostError
 
-from ...engine.request import SampleDelta, SampleOutput, SamplingParams
+from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan
 from ..client.client import AsyncRolloutClient
 from .errors import HttpError
 from .samples import SampleLog
@@ -187,9 +187,14 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
-    stop_reason, spans = piece.ended.stop_reason, piece.ended.weight_versions
+    stop_reason = piece.ended.stop_reason
     return {
         "finish_reason": piece.ended.finish_reason,
         "stop_reason": None if stop_reason in eos_token_ids else stop_reason,
-        "weight_versions": [[span.version, span.start, span.end] for span in spans],
+        "weight_versions": told_spans(piece.ended.weight_versions),
     }
+
+
+def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
+    """`[version, start, end]` of each span of tokens."""
+    return [[span.version, span.start, span.end] for span in spans]

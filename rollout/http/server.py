@@ -21,7 +21,6 @@ import uvicorn
 
 from trueroll.errors import ConfigError
 
-from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
@@ -110,16 +109,12 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
     return ServedModel(
         client=client,
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
-        name=config.model_name or _name(health),
+        name=config.model_name or str(engine["model"]),
         max_model_len=engine["max_model_len"],
         max_prompts=health.limits["max_queued_requests"],
         eos_token_ids=frozenset(engine["eos_token_ids"]),
         created=int(time.time()),
     )
-
-
-def _name(health: protocol.Health) -> str:
-    return str((health.engine or {})["model"])
 
 
 def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:

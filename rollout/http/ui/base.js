@@ -1,6 +1,6 @@
 // What all of the page uses: making elements, and asking the server, with its key if it has one.
 const KEY = "trueroll-key";
-const get = (id) => document.getElementById(id);
+export const get = (id) => document.getElementById(id);
 
 // An element. Children are text or elements: nothing is ever read as markup.
 export function make(tag, properties = {}, ...children) {

@@ -1,11 +1,10 @@
 // Asks the server once a second, and hands on what is new; the line at the top.
-import { ask } from "./base.js";
+import { ask, get } from "./base.js";
 import { Charts } from "./charts.js";
 import { Samples } from "./samples.js";
 
 const POLL_MS = 1000;
 const MOST_LOOKS = 3600;
-const get = (id) => document.getElementById(id);
 
 const looks = [];
 const charts = new Charts(get("charts"), get("events"));

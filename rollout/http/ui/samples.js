@@ -31,7 +31,7 @@ function shade(logprob) {
   return `p${SHADES.findIndex((least) => Math.exp(logprob) >= least)}`;
 }
 
-// Each version with the tokens that it drew.
+// The versions in their order, each once.
 const versionsOf = (spans) => [...new Set(spans.map(([version]) => version))].join(" → ");
 
 export class Samples {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.metrics_core import Metric
 
-from trueroll.rollout.http import app, guard, server
+from trueroll.rollout.http import app, guard, pages, server
 from trueroll.rollout.http.chat import ChatFields
 from trueroll.rollout.http.completions import CompletionFields
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
@@ -34,6 +34,7 @@ def test_every_option_is_described() -> None:
 def test_every_path_is_described() -> None:
     source = Path(app.__file__).read_text()
     paths = {path.replace("{name:path}", "NAME") for path in re.findall(r'Route\("([^"]+)"', source)}
+    paths |= pages.FILES.keys()
     assert len(paths) > 10 and paths - WORDS == set() and guard.WORK_PATHS | guard.OPEN_PATHS <= paths
 
 
