@@ -51,8 +51,9 @@ class AdaptedTensors:
         with torch.no_grad():
             for name, tensor in self.tensors.items():
                 adapter = self.adapters.get(name)
-                factors = None if adapter is None else Adapter(*map(_whole, adapter[:2]), adapter.scale)
-                yield name, with_adapter(ops, _whole(tensor).to(dtype), factors)
+                if adapter is not None:
+                    adapter = Adapter(_whole(adapter.a), _whole(adapter.b), adapter.scale)
+                yield name, with_adapter(ops, _whole(tensor).to(dtype), adapter)
 
 
 def check_adapters(model: Any) -> None:
