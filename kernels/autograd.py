@@ -548,10 +548,19 @@ class _LogProbs(Function):
     @staticmethod
     @_without_autocast
     def forward(
-        ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
+        ctx: Any,
+        ops: Backend,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        found: Tensor | None = None,
     ) -> Tensor:
+        """`found`: the log-probs, if they were computed before."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
+        if found is not None:
+            return found.clone()
         return ops.next_tokens(hidden, _backend_weight(ops, weight), _wanted(token_ids, temperature))[1]
 
     @staticmethod
@@ -578,7 +587,7 @@ class _LogProbs(Function):
             if ctx.needs_input_grad[2]:
                 product = grad_logits.T @ hidden[rows]
                 grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
-        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 @dataclass(frozen=True)
@@ -674,7 +683,9 @@ class GradientOps:
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
+        """What `log_probs` gives, with the entropy and the k most probable tokens of each row, without gradient."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            wanted = _wanted(token_ids, temperature)
-            return self.backend.next_token_statistics(hidden, _backend_weight(self.backend, weight), wanted, k)[1]
+            wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)
+            found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]
+        given = self.backend, hidden, weight, token_ids, temperature, found.logprobs
+        return found._replace(logprobs=_LogProbs.apply(*given))

@@ -218,10 +218,12 @@ def token_statistics(
     position_ids: Tensor | None = None,
     *,
     top_logprobs: int,
+    gradient: bool = False,
 ) -> TokenStatistics:
     """What a worker's `top_logprobs` gives, computed without gradient.
 
-    `logprobs` has the bits of `token_log_probs`, whose arguments these are. `entropy` float32, in the shape of
+    `logprobs` has the bits of `token_log_probs`, whose arguments these are, and with `gradient` its gradient, so that a
+    loss needs no other forward pass; the rest has none. `entropy` float32, in the shape of
     `input_ids`: of the distribution that each token comes from, in nats. `top_token_ids` int64 and `top_logprobs`
     float32, in that shape and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id
     first. Where `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
@@ -234,7 +236,7 @@ def token_statistics(
             f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has"
         )
     batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
         places, found = _ask_of_tokens(model, *batch, partial(GradientOps.statistics, k=top_logprobs))
     return TokenStatistics._make(spread(_unsealed(column), places, input_ids.shape) for column in found)
 
