@@ -84,9 +84,10 @@ def test_a_sharded_model_of_any_family(told: list[dict[str, Any]], family: str) 
         assert rank.errors and all(here < bound for here, bound in rank.errors.values())
 
 
+@pytest.mark.parametrize("what", ["pushed", "adapters pushed"])
 @pytest.mark.parametrize("name", ["fsdp", "fsdp offloaded", "ddp autocast"])
-def test_what_was_trained_was_pushed(told: list[dict[str, Any]], name: str) -> None:
-    for rank in found(told, f"{name}, pushed"):
+def test_what_was_trained_was_pushed(told: list[dict[str, Any]], name: str, what: str) -> None:
+    for rank in found(told, f"{name}, {what}"):
         assert rank.count > 100 and rank.differences == {f"step {step}": 0 for step in range(STEPS + 1)}
 
 

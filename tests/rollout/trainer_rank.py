@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from trueroll.errors import AlignmentError
 from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics, unalign
+from trueroll.kernels.wrappers import unwrapped
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
 
 LENS = (40, 33, 5, 17, 1, 21)
@@ -66,7 +67,7 @@ def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
     settings = dict(mp_policy=MixedPrecisionPolicy(**POLICY)) | settings
-    for layer in [] if whole else model.model.layers:
+    for layer in [] if whole else unwrapped(model).model.layers:
         fully_shard(layer, **settings)
     return fully_shard(model, **settings)
 
@@ -265,12 +266,23 @@ def compare_family(folder: str, rank: int) -> Found:
     return Found(len(expected), {what: differences(part, expected) for what, part in each.items()}, errors)
 
 
-def train_and_push(name: str, folder: str, rank: int, address: str, version: int) -> Found:
+def adapted(folder: str) -> Any:
+    """With LoRA, and a norm that is trained whole."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from adapters import adapt
+
+    config = dict(target_modules="all-linear", modules_to_save=["norm"])
+    model = adapt(Path(folder), **config).train()
+    align(model)
+    return model
+
+
+def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
     """After some steps of the optimizer on samples of a worker: what that generates then, and what the trainer makes of
     it.
     """
-    model = WRAPPERS[name](aligned(folder))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model = WRAPPERS[name](adapted(folder) if adapters else aligned(folder))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
     found: dict[str, int] = {}
     count = 0
     with RolloutClient(address) as client, WeightPublisher(timeout=60.0) as publisher:
@@ -278,7 +290,7 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
             if rank == 0:
                 publisher.connect([address])
             if rank == 0 or not isinstance(model, DistributedDataParallel):
-                publisher.push(model, version + step, allow_older=True)
+                publisher.push(model, version + step, allow_older=True, adapters=adapters and step > 0)
             distributed.barrier()
             groups = client.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed=step * 2 + rank)
             pairs = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group.samples]
@@ -344,7 +356,9 @@ def cases(rank: int, settings: dict[str, Any]) -> Iterator[tuple[str, Callable[[
         if family != "llama":
             yield family, partial(compare_family, folder, rank)
     for i, name in enumerate(("fsdp", "fsdp offloaded", "ddp autocast")):
-        yield f"{name}, pushed", partial(train_and_push, name, folders["llama"], rank, address, 10 * i)
+        pushing = partial(train_and_push, name, folders["llama"], rank, address)
+        yield f"{name}, pushed", partial(pushing, 10 * i)
+        yield f"{name}, adapters pushed", partial(pushing, 10 * i + 5, adapters=True)
     for name in REFUSED:
         yield f"{name}, refused", partial(refusal, name, folders["llama"], rank)
 
