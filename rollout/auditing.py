@@ -22,7 +22,7 @@ from trueroll.errors import AlignmentError, ConfigError
 
 from ..engine.models.loader import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
-from ..kernels.plain_models import is_aligned
+from ..kernels.plain_models import is_aligned, is_decoder
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs
 from ..kernels.wrappers import adapted_inside, unwrapped
 from ..weight_sync.payload.tensors import dtype_named, host_chunks, raw_bytes
@@ -92,8 +92,11 @@ def audit(
     the weights that the trainer pushed last, if it has. `log_probs`: how the trainer computes them, by default
     `token_log_probs` of an aligned model, and else the log-softmax of the model's logits.
 
-    Raise what the client raises.
+    Raise what the client raises; ConfigError for no prompts, for a model of fewer tokens than the worker's, and for
+    log-probs of another shape; AlignmentError for adapters that no worker serves.
     """
+    if not len(prompts):
+        raise ConfigError("prompts: expected some, found none; give token ids")
     params = SamplingParams(n=4, max_tokens=32, ignore_eos=True) if params is None else params
     asked, of_distribution = _temperature(params, temperature)
     # One that is given, so that all ranks have the same samples; each prompt gets one of its own from it.
@@ -104,10 +107,12 @@ def audit(
         for number, (prompt, group) in enumerate(zip(prompts, groups, strict=True))
         for index, sample in enumerate(group.samples)
     ]
-    compute = log_probs or _log_probs_of(model, asked)
+    engine = client.health().engine or {}
+    _check_vocabulary(model, engine)
+    compute = _on_device(log_probs or _log_probs_of(model, asked), model)
     rows = [_difference(found, sample) for found, (*_, sample) in zip(_compute(compute, samples), samples, strict=True)]
     tensors, served = _compare_tensors(model, client)
-    causes = [*of_distribution, *_compare_arithmetic(model, client.health().engine or {})]
+    causes = [*of_distribution, *_compare_arithmetic(model, engine)]
     causes += _compare_version(samples, version) + _describe_tensors(tensors, served)
     together = torch.cat(rows)
     num_different = int((together != 0).sum())
@@ -152,6 +157,39 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
         f"logits by {given:g}; use params.trainer_temperature"
     )
     return given, [Cause("distribution", text)]
+
+
+def _decoder(model: Any) -> Any:
+    """The transformers model inside of any wrapper, served or not, that keeps it as a module."""
+    return next(filter(is_decoder, model.modules()), model)
+
+
+def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
+    """Raise ConfigError if the worker samples tokens that the model does not have."""
+    config = getattr(_decoder(model), "config", None)
+    most = engine["vocab_size"] if config is None else config.get_text_config().vocab_size
+    if most < engine["vocab_size"]:
+        raise ConfigError(
+            f"model: expected a vocabulary of {engine['vocab_size']} tokens, like the worker's, found {most}; it is "
+            "another model, audit the one that is served"
+        )
+
+
+def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
+    """With token ids and mask where the model computes. Raise ConfigError for a result that is not [B, T]."""
+    weight = next(iter(model.parameters()))
+    device = torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
+
+    def compute(ids: Tensor, mask: Tensor) -> Tensor:
+        found = log_probs(ids.to(device), mask.to(device))
+        if found.shape != ids.shape:
+            raise ConfigError(
+                f"log_probs: expected {list(ids.shape)} like input_ids, found {list(found.shape)}; give each token's, "
+                "and 0.0 for the first ones"
+            )
+        return found
+
+    return compute
 
 
 def _is_aligned(model: Any) -> bool:
@@ -199,6 +237,12 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
             "the model computes with the ops of transformers, which round otherwise than the worker's; call "
             "align(model) of trueroll.kernels.training, and compute log-probs by token_log_probs"
         )
+        if any(map(is_aligned, model.modules())):
+            text = (
+                f"a {type(model).__name__} is around the aligned model, and log-probs come from its logits, by another "
+                "softmax than the worker's; compute them by token_log_probs, with the model bare or in a wrapper that "
+                "this takes"
+            )
         return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model), served.dtype)]
     own = aligned_with(model)
     causes = _compare_dtype(own.dtype, served.dtype)
@@ -250,7 +294,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     adapted = adapted_inside(model) is not None
     own = {
         name: _checksum(tensor, dtype)
-        for name, tensor in (merged_weights(model, dtype) if adapted else TrainerTensors(model))
+        for name, tensor in (merged_weights(model, dtype) if adapted else TrainerTensors(_decoder(model)))
     }
     known = set(served.checksums.values())
     # A name that the worker does not have may be a copy of another tensor, as a tied head is.

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tiny import make_tiny_model
+from trueroll.errors import ConfigError
 from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.training import align, unalign
 from trueroll.rollout import Audit, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, audit, launch_worker
@@ -121,6 +122,22 @@ def test_the_command_tells_whether_a_checkpoint_is_what_is_served(
     other = make_tiny_model("llama", tmp_path / "other", dtype="bfloat16", rms_norm_eps=0.1)
     result = CliRunner().invoke(cli.app, ["audit", str(other), worker.address])
     assert result.exit_code == 1 and "- unknown: nothing that was compared explains it" in result.stdout
+
+
+def test_a_wrapper_that_is_not_served(model: Any, client: RolloutClient) -> None:
+    """Weights are compared all the same."""
+    text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
+    assert text.startswith("a DataParallel is around the aligned model") and "compute them by token_log_probs" in text
+
+
+def test_what_cannot_be_compared_is_refused(model: Any, client: RolloutClient, tmp_path: Path) -> None:
+    small = make_tiny_model("llama", tmp_path / "small", vocab_size=64)
+    with pytest.raises(ConfigError, match="expected a vocabulary of 512 tokens, like the worker's, found 64; it is"):
+        run(AutoModelForCausalLM.from_pretrained(small), client)
+    with pytest.raises(ConfigError, match="prompts: expected some, found none"):
+        audit(model, client, [])
+    with pytest.raises(ConfigError, match=r"log_probs: expected \[6, 29\] like input_ids, found \[6, 28\]"):
+        run(model, client, log_probs=lambda ids, mask: torch.zeros(len(ids), ids.shape[1] - 1))
 
 
 def test_what_the_trainers_own_code_does(model: Any, client: RolloutClient) -> None:
