@@ -12,11 +12,16 @@ it came from, and its importance ratio is relative to the log-prob that it was s
 where they are not all 1, with `--staleness 1` or `--unaligned`, each step tells how far trainer and rollout are apart.
 Without `--staleness 1` a run is the same to the bit each time, also when the worker is killed on the way, or the
 trainer, and goes on with `--resume`.
+
+With `--fsdp 2` two processes train: each keeps a part of every weight (FSDP2), and computes half of the samples. With
+`--lora 16` a LoRA adapter of that rank is trained, and nothing else pushed.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,7 +36,11 @@ import reasoning_gym
 import torch
 import typer
 from matplotlib.figure import Figure
+from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
+from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,7 +64,7 @@ from trueroll.rollout import (
 
 GROUP_SIZE = 8
 MAX_TOKENS = 12
-LEARNING_RATE = 2e-5
+LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
 CLIP = 0.2
 CAP = 2.0  # of importance ratios
 CHUNK = 64  # samples that go through the model at once
@@ -119,22 +128,30 @@ class Tasks:
 class Trainer:
     """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: the steps taken so far."""
 
+    rank, num_ranks = 0, 1
+    learning_rate, pushes_adapters = LEARNING_RATE, False
+
     def __init__(self, folder: Path, is_aligned: bool, staleness: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        self._adapt()
         self.version, self.is_aligned, self.is_on_policy = 0, is_aligned, is_aligned and not staleness
         if is_aligned:
             align(self.model)
+        self._shard()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
 
     def step(self, samples: list[Sample]) -> dict[str, Any]:
         """Take one optimizer step, and return its metrics."""
         versions = torch.cat([sample.versions for sample in samples])
-        parts = [self._backward(samples[i : i + CHUNK], len(versions)) for i in range(0, len(samples), CHUNK)]
-        losses, log_probs = (torch.cat(part) for part in zip(*parts, strict=True))
+        own = samples[self.rank :: self.num_ranks]
+        parts = [self._backward(own[i : i + CHUNK], len(versions)) for i in range(0, len(own), CHUNK)]
+        lengths = [len(sample.log_probs) for sample in own]
+        each = (list(torch.cat(part).split(lengths)) for part in zip(*parts, strict=True))
+        losses, log_probs = (torch.cat(self._of_all_ranks(part)) for part in each)
         sampled = torch.cat([sample.log_probs for sample in samples])
         differences = (log_probs - sampled).abs()
         fresh, stale = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        grad_norm = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.version += 1
@@ -143,6 +160,37 @@ class Trainer:
         row |= dict(stale_difference=max(stale, default=None), stale_share=len(stale) / len(versions))
         row |= dict(oldest_version=versions.min().item(), loss=losses.sum().item(), grad_norm=grad_norm.item())
         return row if self.is_on_policy else row | diagnose(log_probs, sampled, high=CAP)._asdict()
+
+    def push(self, publisher: WeightPublisher) -> None:
+        """Have the workers of `publisher` serve the weights."""
+        # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
+        publisher.push(self.model, self.version, allow_older=True, adapters=self.pushes_adapters)
+
+    def state(self) -> dict[str, Any]:
+        return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from where the trainer was that had the state in it, and its version."""
+        state = self._of_this_rank(torch.load(checkpoint, weights_only=True))
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+
+    def _of_this_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def _adapt(self) -> None:
+        pass
+
+    def _shard(self) -> None:
+        pass
+
+    def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        return own
+
+    def _clip_gradients(self) -> Any:
+        """Their norm before."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
 
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradients of a micro-batch. Returns each sampled token's part of the loss, and its log-prob."""
@@ -153,7 +201,7 @@ class Trainer:
         # PPO's ratio, truncated: the weight is a constant, and the other factor is 1 and has the gradient.
         ratios = truncated_weights(log_probs, sampled, cap=CAP) * (log_probs - log_probs.detach()).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
-        losses.sum().backward()
+        (losses.sum() * self.num_ranks).backward()  # of ranks' gradients the mean is taken
         return losses.detach(), log_probs.detach()
 
     def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
@@ -165,6 +213,132 @@ class Trainer:
             return token_log_probs(self.model, ids, mask, completion_mask=is_own)[is_own]
         logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_own[:, 1:]].float()
         return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
+
+
+class AdapterTrainer(Trainer):
+    """Trains a LoRA adapter of the model, and pushes it alone: the worker adds it to the checkpoint that it has."""
+
+    learning_rate, pushes_adapters = LORA_LEARNING_RATE, True
+
+    def __init__(self, lora: int, *arguments: Any) -> None:
+        self.lora = lora
+        super().__init__(*arguments)
+
+    def _adapt(self) -> None:
+        torch.manual_seed(0)  # of the matrices A; B begins with zeros
+        config = LoraConfig(r=self.lora, lora_alpha=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+        self.model = get_peft_model(self.model, config)
+
+
+def gathered(state: Any) -> Any:
+    """A state, with whole tensors in the place of those that ranks share."""
+    if isinstance(state, dict):
+        return {name: gathered(part) for name, part in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def like(own: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, shared by the ranks as `own` is; a number as it is."""
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None) if whole.dim() else whole
+
+
+class ShardedTrainer(Trainer):
+    """A trainer on each of several ranks. What rank 0 does with its own, `follow` does on the others."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.num_ranks))
+        super().__init__(*arguments)
+
+    def follow(self) -> None:
+        """Do what rank 0 does, until it closes."""
+        publisher = WeightPublisher("shared")  # without workers, which rank 0 has
+        while (call := self._share(None))[0] != "close":
+            name, *arguments = call
+            try:
+                getattr(self, name)(*([publisher] if name == "push" else arguments))
+            except PushError:
+                pass  # rank 0 got it too, and sees to it
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        self._share(["close"])
+
+    def step(self, samples: list[Sample]) -> dict[str, Any]:
+        self._announce("step", samples)
+        return super().step(samples)
+
+    def push(self, publisher: WeightPublisher) -> None:
+        self._announce("push")
+        super().push(publisher)
+
+    def state(self) -> dict[str, Any]:
+        self._announce("state")
+        return gathered(super().state())
+
+    def load(self, checkpoint: Path) -> None:
+        self._announce("load", checkpoint)
+        super().load(checkpoint)
+
+    def _of_this_rank(self, state: dict[str, Any]) -> dict[str, Any]:
+        model, optimizer = state["model"], state["optimizer"]
+        model = {name: like(own, model[name]) for name, own in self.model.state_dict().items()}
+        moments = {
+            index: {name: like(own, moment) for name, moment in optimizer["state"][index].items()}
+            for index, own in enumerate(self.model.parameters())
+        }
+        return state | dict(model=model, optimizer=optimizer | dict(state=moments))
+
+    def _announce(self, *call: Any) -> None:
+        if self.rank == 0:
+            self._share(call)
+
+    def _share(self, call: Any) -> Any:
+        """Rank 0's call."""
+        calls = [call]
+        distributed.broadcast_object_list(calls)
+        return calls[0]
+
+    def _shard(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*self.model.model.layers, self.model):
+            fully_shard(module, mp_policy=policy)
+
+    def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        """In the order of the samples, which go to one rank after the other."""
+        parts: list[Any] = [None] * self.num_ranks
+        distributed.all_gather_object(parts, own)
+        return [part for of_each in zip(*parts, strict=True) for part in of_each]
+
+    def _clip_gradients(self) -> Any:
+        return super()._clip_gradients().full_tensor()
+
+
+def join_ranks(meeting: str, rank: int, num_ranks: int) -> None:
+    """`meeting`: a file that only these ranks know."""
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+
+
+def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
+    """The program of every rank but 0."""
+    join_ranks(meeting, rank, num_ranks)
+    ShardedTrainer(*arguments).follow()
+    distributed.destroy_process_group()
+
+
+def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
+    """Rank 0's trainer. The others end with the resources, or when this process dies."""
+    meeting = resources.enter_context(tempfile.TemporaryDirectory()) + "/ranks"
+    context = multiprocessing.get_context("spawn")
+    for rank in range(1, num_ranks):
+        process = context.Process(target=follow, args=(meeting, rank, num_ranks, *arguments), daemon=True)
+        process.start()
+        resources.callback(process.join)
+    join_ranks(meeting, 0, num_ranks)
+    resources.callback(distributed.destroy_process_group)
+    trainer = ShardedTrainer(*arguments)
+    resources.callback(trainer.close)
+    return trainer
 
 
 class Rollouts:
@@ -243,8 +417,7 @@ class Rollouts:
 
     def _push(self) -> None:
         self.client.wake_up(["weights"])
-        # Not always a later one: a new worker serves version 0, as an untrained model is, and may get a version twice.
-        self.publisher.push(self.trainer.model, self.trainer.version, allow_older=True)
+        self.trainer.push(self.publisher)
         self.client.wake_up(["kv_cache"])
 
     def _generate(self, step: int) -> list[Group]:
@@ -266,17 +439,15 @@ class Record:
         if not self.checkpoint.exists():
             self.metrics.write_text("")
             return
-        state = torch.load(self.checkpoint, weights_only=True)
-        if state["settings"] != self.settings:
-            raise typer.BadParameter(f"--resume: expected {state['settings']}, found {self.settings}; give the same")
-        self.trainer.model.load_state_dict(state["model"])
-        self.trainer.optimizer.load_state_dict(state["optimizer"])
-        self.trainer.version = state["version"]
+        settings = torch.load(self.checkpoint, weights_only=True, mmap=True)["settings"]
+        if settings != self.settings:
+            raise typer.BadParameter(f"--resume: expected {settings}, found {self.settings}; give the same")
+        self.trainer.load(self.checkpoint)
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))
 
     def save(self) -> None:
-        state = dict(model=self.trainer.model.state_dict(), optimizer=self.trainer.optimizer.state_dict())
+        state = self.trainer.state()
         new = self.checkpoint.with_suffix(".new")
         torch.save(state | dict(version=self.trainer.version, settings=self.settings), new)
         os.replace(new, self.checkpoint)
@@ -337,16 +508,25 @@ def main(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
     workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, of one thread each.")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, max=2, help="Processes that share the weights.")] = 1,
+    lora: Annotated[int, typer.Option(min=0, help="Train a LoRA adapter of this rank; 0: all weights.")] = 0,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
         raise typer.BadParameter("--sleep: expected 0 with --staleness 1, where the worker has no rest; drop one")
-    settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness)
+    if lora and (sleep == 2 or fsdp > 1):
+        raise typer.BadParameter("--lora: expected --sleep 0 or 1, where the worker keeps its weights, and --fsdp 1")
+    settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
+    settings |= dict(lora=lora)
     folder = resolve_model(model)
-    trainer, tasks = Trainer(folder, not unaligned, staleness), Tasks(folder, seed, prompts)
-    record = Record(out, trainer, settings)
-    record.begin(resume)
-    with ExitStack() as resources:
+    with ExitStack() as ranks, ExitStack() as resources:
+        arguments = folder, not unaligned, staleness
+        if fsdp > 1:
+            trainer = start_ranks(ranks, fsdp, *arguments)
+        else:
+            trainer = AdapterTrainer(lora, *arguments) if lora else Trainer(*arguments)
+        tasks, record = Tasks(folder, seed, prompts), Record(out, trainer, settings)
+        record.begin(resume)
         rollouts = Rollouts(resources, folder, trainer, tasks, workers, staleness)
         train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)
     record.draw()

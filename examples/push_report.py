@@ -1,8 +1,8 @@
 """What weight pushes and sleeps cost: `python examples/push_report.py [MODEL]`.
 
 Pushes a model's own weights to a worker process by each transport, idle and while it generates, next to plain memory
-copies of as many bytes; pushes what one optimiser step changes; lets the worker sleep and wake up. The worker checks
-every byte it gets, and commits between two steps.
+copies of as many bytes; pushes what one optimiser step changes, and LoRA adapters; lets the worker sleep and wake up.
+The worker checks every byte it gets, and commits between two steps.
 """
 
 import itertools
@@ -17,9 +17,11 @@ from pathlib import Path
 
 import psutil
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from trueroll.rollout import (
     PushResult,
@@ -37,6 +39,8 @@ KV_MEMORY = 256 * 2**20
 PROMPTS = 64
 PROMPT_TOKENS = 128
 LEARNING_RATE = 1e-6
+RANK = 16
+ADAPTED = (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear")
 VERSIONS = itertools.count(1)
 """Each push needs a later one than those before."""
 Weights = dict[str, torch.Tensor]
@@ -151,6 +155,27 @@ def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> 
     )
 
 
+def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
+    """Adapters alone, for some and for all matrices, each in turn with a push of all weights."""
+    table = Table(f"rank {RANK}, target modules", "MB", "of whole", "ms", "whole ms", "faster", "commit pause ms")
+    for modules in ADAPTED:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=modules, task_type="CAUSAL_LM"))
+        with WeightPublisher("shared") as publisher:
+            publisher.connect([worker.address])
+            publisher.push(weights, next(VERSIONS))
+            publisher.push(model, next(VERSIONS), adapters=True)  # the first one compares checksums of all weights
+            alone = [publisher.push(model, next(VERSIONS), adapters=True) for _ in range(REPEATS)]
+            whole = [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
+        quick, slow = (statistics.median(result.total_seconds for result in each) for each in (alone, whole))
+        pause = statistics.median(result.pause_seconds for result in alone)
+        size = alone[0].num_bytes
+        cells = f"{size / 1e6:.2f}", f"1/{whole[0].num_bytes / size:.0f}", f"{quick * 1e3:.1f}", f"{slow * 1e3:.1f}"
+        name = modules if isinstance(modules, str) else ", ".join(modules)
+        table.add_row(name, *cells, f"{slow / quick:.1f} times", f"{pause * 1e3:.1f}")
+    console.print(table)
+
+
 def resident(worker: WorkerProcess) -> int:
     return psutil.Process(worker.pid).memory_info().rss
 
@@ -205,6 +230,7 @@ def main(model: str) -> None:
     with launch_worker(model, kv_memory=KV_MEMORY) as worker, RolloutClient(worker.address) as client:
         report_transports(console, worker, client, weights)
         report_sparse(console, worker, weights)
+        report_adapters(console, worker, resolve_model(model), weights)
         report_sleep(console, worker, client, weights)
 
 

@@ -1,22 +1,30 @@
 """What alignment costs a trainer: `python examples/training_report.py [MODEL]`, 5 minutes and 8 GB with `smollm2`.
 
 For several batches and dtypes: the time of an aligned training step (forward and backward pass, no optimizer) over that
-of an unaligned one, the median over pairs of steps that run one right after the other.
+of an unaligned one, the median over pairs of steps that run one right after the other. With `--fsdp 2`, of a model that
+two processes share (FSDP2, float32 weights that compute in bfloat16), with half of the cores and of the batch each.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from trueroll.kernels.training import align, token_log_probs, unalign
@@ -53,22 +61,59 @@ def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]
     return unaligned, aligned
 
 
+def time_pairs(model: Any, ids: Tensor, is_autocast: bool, pairs: int) -> tuple[float, float, float]:
+    """Median seconds of a step as it is, and aligned, and the median ratio."""
+    times = [time_pair(model, ids, is_autocast) for _ in range(pairs + 1)][1:]
+    unaligned, aligned = (statistics.median(column) for column in zip(*times, strict=True))
+    return unaligned, aligned, statistics.median(aligned / unaligned for unaligned, aligned in times)
+
+
+def time_rank(
+    folder: Path, meeting: str, num_ranks: int, shapes: list[tuple[int, int]], pairs: int, rank: int
+) -> list[tuple[float, float, float]]:
+    """`time_pairs` for each shape, on one of the ranks. `meeting`: a file that only these ranks know."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mp_policy=policy)
+    found = []
+    for rows, columns in shapes:
+        ids = torch.randint(3, model.config.vocab_size, (-(-rows // num_ranks), columns))
+        found.append(time_pairs(model, ids, False, pairs))
+    return found
+
+
+def time_ranks(folder: Path, num_ranks: int, shapes: list[tuple[int, int]], pairs: int) -> list[Any]:
+    """`time_rank` of the first; a step ends on all of them together."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(num_ranks, context) as pool:
+        run = partial(time_rank, folder, f"{scratch}/ranks", num_ranks, shapes, pairs)
+        return list(pool.map(run, range(num_ranks)))[0]
+
+
 def main(
     model: Annotated[str, typer.Argument(help="A model folder, hf://ORG/NAME, or smollm2.")] = "smollm2",
     pairs: Annotated[int, typer.Option(min=1, help="Counted pairs of steps; one more comes first.")] = 3,
     shapes: Annotated[str, typer.Option(help="Sequences x tokens, with commas.")] = "1x128,8x128,4x512",
+    fsdp: Annotated[int, typer.Option(min=1, help="Processes that share the weights.")] = 1,
 ) -> None:
     """Compare training steps of an aligned model with those of the same model unaligned."""
     table = Table("weights", "batch", "unaligned, s", "aligned, s", "ratio", title=f"Training steps of {model}")
-    for way, (dtype, is_autocast) in WAYS.items():
-        trained = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
-        for shape in shapes.split(","):
-            rows, columns = map(int, shape.split("x"))
-            ids = torch.randint(3, trained.config.vocab_size, (rows, columns))
-            times = [time_pair(trained, ids, is_autocast) for _ in range(pairs + 1)][1:]
-            unaligned, aligned = (statistics.median(column) for column in zip(*times, strict=True))
-            ratio = statistics.median(aligned / unaligned for unaligned, aligned in times)
-            table.add_row(way, shape, f"{unaligned:.2f}", f"{aligned:.2f}", f"{ratio:.2f}")
+    folder, sizes = resolve_model(model), [(int(rows), int(n)) for rows, n in (s.split("x") for s in shapes.split(","))]
+
+    def add(way: str, size: tuple[int, int], found: tuple[float, float, float]) -> None:
+        table.add_row(way, "{}x{}".format(*size), *(f"{number:.2f}" for number in found))
+
+    if fsdp > 1:
+        for size, found in zip(sizes, time_ranks(folder, fsdp, sizes, pairs), strict=True):
+            add(f"FSDP2, {fsdp} ranks", size, found)
+    for way, (dtype, is_autocast) in {} if fsdp > 1 else WAYS.items():
+        trained = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+        for size in sizes:
+            ids = torch.randint(3, trained.config.vocab_size, size)
+            add(way, size, time_pairs(trained, ids, is_autocast, pairs))
     Console().print(table)
 
 

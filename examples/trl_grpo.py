@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer with trueroll in place of vLLM: `python examples/trl_grpo.py [MODEL] [STEPS]`, on a CPU.
 
-The model is to use the letter e. After each step TRL reports how far its own log-probs are from the worker's.
+The model is to use the letter e. After each step TRL reports how far its log-probs are from the worker's: not at all.
 """
 
 import os
@@ -10,10 +10,10 @@ import tempfile
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # the trainer's threads give way while the worker computes
 
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
-from trueroll.rollout.integrations.trl import trueroll_generation
+from trueroll.rollout.integrations.trl import AlignedGRPOTrainer, trueroll_generation
 
 model = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 
@@ -48,10 +48,10 @@ args = GRPOConfig(
 with launch_worker(model, device="cpu", dtype="float32") as worker, WeightPublisher() as publisher:
     publisher.connect([worker.address])
     with RolloutClient(worker.address) as client, trueroll_generation(client, publisher):
-        trainer = GRPOTrainer(model, reward_funcs=share_of_e, args=args, train_dataset=dataset)
+        trainer = AlignedGRPOTrainer(model, reward_funcs=share_of_e, args=args, train_dataset=dataset)
         trainer.train()
 
 for entry in trainer.state.log_history:
     if "reward" in entry:
         difference = entry["sampling/sampling_logp_difference/max"]
-        print(f"step {entry['step']}: reward {entry['reward']:.3f}, max log-prob difference {difference:.1e}")
+        print(f"step {entry['step']}: reward {entry['reward']:.3f}, max log-prob difference {difference}")

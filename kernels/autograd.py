@@ -90,6 +90,26 @@ class _Product(Function):
         return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
 
 
+class _Merge(Function):
+    """A weight with an adapter in it. The gradient passes through its rounding as if there were none."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.scale = scale
+        return ops.merge(weight, a, b, scale)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (a, b), (_, needs_weight, needs_a, needs_b, _) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_a = (b.T @ grad).mul_(ctx.scale) if needs_a else None
+        grad_b = (grad @ a.T).mul_(ctx.scale) if needs_b else None
+        return None, grad if needs_weight else None, grad_a, grad_b, None
+
+
 class _Rmsnorm(Function):
     @staticmethod
     @_without_autocast
@@ -528,10 +548,19 @@ class _LogProbs(Function):
     @staticmethod
     @_without_autocast
     def forward(
-        ctx: Any, ops: Backend, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float
+        ctx: Any,
+        ops: Backend,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        found: Tensor | None = None,
     ) -> Tensor:
+        """`found`: the log-probs, if they were computed before."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
+        if found is not None:
+            return found.clone()
         return ops.next_tokens(hidden, _backend_weight(ops, weight), _wanted(token_ids, temperature))[1]
 
     @staticmethod
@@ -546,7 +575,8 @@ class _LogProbs(Function):
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
+        # Without rows zeros, not None: the ranks of a trainer reduce the gradients of the same weights.
+        grad_weight = None if len(hidden) else torch.zeros_like(weight)
         size = max(1, _LOGITS_BYTES // (4 * len(weight)))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
@@ -557,7 +587,7 @@ class _LogProbs(Function):
             if ctx.needs_input_grad[2]:
                 product = grad_logits.T @ hidden[rows]
                 grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
-        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 @dataclass(frozen=True)
@@ -567,6 +597,10 @@ class GradientOps:
     """
 
     backend: Backend
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """`Backend.merge`. The gradient of the merged weight is held only until those of a and b are computed."""
+        return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [M, K] times weight [N, K] transposed, plus bias [N]: [M, N]."""
@@ -649,7 +683,9 @@ class GradientOps:
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """What `log_probs` gives, with the entropy and the k most probable tokens of each row. It has no gradient."""
+        """What `log_probs` gives, with the entropy and the k most probable tokens of each row, without gradient."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            wanted = _wanted(token_ids, temperature)
-            return self.backend.next_token_statistics(hidden, _backend_weight(self.backend, weight), wanted, k)[1]
+            wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)
+            found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]
+        given = self.backend, hidden, weight, token_ids, temperature, found.logprobs
+        return found._replace(logprobs=_LogProbs.apply(*given))

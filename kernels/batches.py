@@ -17,15 +17,22 @@ OWN_CHOICE = -1
 """In place of the experts of a token that goes where the model sends it."""
 
 
-def locate(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int] | None) -> tuple[Tensor, Packed]:
-    """The flat indices of the tokens of padded `input_ids` [B, T] that are not padding, or of all of packed ones [M],
-    which have `lengths`; and the sequences that they make.
+def locate(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    lengths: Sequence[int] | None,
+    position_ids: Tensor | None = None,
+) -> tuple[Tensor, Packed]:
+    """The flat indices of the tokens of `input_ids` [B, T] that are not padding, or of all of packed ones [M], which
+    have `lengths`; and the sequences that they make.
 
     Raise AlignmentError for shapes that do not fit together, and for a batch without tokens.
     """
     if lengths is None:
-        return unpad(input_ids, attention_mask)
+        return unpad(input_ids, attention_mask, position_ids)
     _check_lengths(input_ids, attention_mask, lengths)
+    if position_ids is not None:
+        raise AlignmentError("position_ids: expected none with lengths, found both; lengths say where sequences begin")
     return torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
 
 

@@ -299,6 +299,16 @@ class Backend(Protocol):
         """
         ...
 
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """weight [N, K] + scale * (b [N, R] times a [R, K]): [N, K] in weight's dtype, all of them plain tensors.
+
+        In float32: an element's products are rounded and added to 0 one by one, ascending along R; their sum times
+        `scale`, which is rounded to float32, is added to the weight; and that is rounded once. As each of these steps
+        rounds exactly, the bits are the same on every backend, instruction set and device. May be called beside other
+        ops.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Rows `token_ids` (int64 [M]) of weight [V, H]: [M, H]."""
         ...

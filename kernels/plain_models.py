@@ -8,6 +8,7 @@ from trueroll.errors import AlignmentError, ModelError
 
 from .families import describe, families
 from .specs import DecoderSpec
+from .wrappers import plain_class
 
 
 def is_decoder(model: Any) -> bool:
@@ -35,10 +36,10 @@ def describe_plain(model: Any) -> DecoderSpec:
     if any(map(is_aligned, model.modules())):
         raise AlignmentError("model: expected one that is not aligned, found an aligned one; call unalign first")
     try:
-        return describe(model.config.to_dict() | {"architectures": [type(model).__name__]})
+        return describe(model.config.to_dict() | {"architectures": [plain_class(type(model)).__name__]})
     except ModelError as error:
         raise AlignmentError(f"model: {error}") from None
 
 
 def _is_of_family(model: Any) -> bool:
-    return type(model).__name__ in families()
+    return plain_class(type(model)).__name__ in families()

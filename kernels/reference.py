@@ -50,6 +50,7 @@ COLUMN_TILE = 512
 DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
+MERGE_TILE = 2**16
 # GELU by a tanh is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE + GELU_CUBIC x^2).
 GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 GELU_CUBIC = GELU_SLOPE * 0.044715
@@ -115,6 +116,19 @@ def _multiply(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for piece in others:
         out += F.linear(*piece)
     return out if bias is None else out + bias
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    out, columns, rows = torch.empty_like(weight), b.float().T, a.float()
+    factor = torch.tensor(scale, dtype=torch.float32).item()
+    length = max(1, MERGE_TILE // max(1, weight.shape[1]))
+    for start in range(0, len(weight), length):
+        part = slice(start, start + length)
+        total = torch.zeros(weight[part].shape, dtype=torch.float32, device=weight.device)
+        for column, row in zip(columns, rows, strict=True):
+            total += column[part, None] * row
+        out[part] = weight[part].float() + total * factor
+    return out
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

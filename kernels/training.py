@@ -1,10 +1,11 @@
 """The trainer's side: a transformers model that computes with the ops of a rollout, and its log-probs of given tokens.
 
-`align` gives the decoder, its embedding, its layers and the head of a model of any of the `families` another forward
-pass, and leaves parameters, names and checkpoints alone; `unalign` gives them their own back. The forward pass drops
+`align` gives a model of any of the `families`, its decoder, embedding, layers, last norm and head another forward pass,
+and leaves parameters, names and checkpoints alone; `unalign` gives them their own back. The forward pass drops
 padding, computes the tokens of all sequences as rows, and keeps no KV cache. What a layer computes is `layer.run_layer`
-with `autograd.GradientOps`. Forward hooks run on the decoder, the embedding and the layers: the modules inside a layer
-are read, not called.
+with `autograd.GradientOps`. Each of these modules is called, the model by way of its wrapper, and reads its own
+parameters then: so whatever a wrapper hooks into them runs, as to gather weights or to reduce gradients. The modules
+inside a layer are read, not called.
 
 Promises: with the same backend, instruction set, dtype and weights as a worker, `token_log_probs` returns the bits of
 the worker's log-probs, and `token_statistics` those of its `top_logprobs`, whatever the micro-batch, padding or
@@ -17,10 +18,11 @@ a model that is not aligned.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +30,33 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trueroll.errors import AlignmentError
 
+from .adapters import (
+    adapter_of,
+    check_adapters,
+    check_tie,
+    copies_of,
+    current,
+    read_tensors,
+    trained,
+    with_adapter,
+)
 from .autograd import GradientOps, Packed
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
-from .layer import LAYERS, gated, make_layer, project, run_layer, scale_embedding
+from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, project, run_layer, scale_embedding
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
 from .selection import SelectedBackend, select_backend
 from .specs import AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec
 from .stacks import StackLayout
+from .wrappers import adapted_inside, check_gathered, plain_class, unwrapped
 
 __all__ = [
     "Arithmetic",
     "TokenStatistics",
     "align",
     "aligned_with",
+    "merged_weights",
     "replayed",
     "token_experts",
     "token_log_probs",
@@ -56,12 +70,30 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REFUSED = ("past_key_values", "inputs_embeds", "output_attentions", "output_hidden_states", "output_router_logits")
 
 
+_Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
+"""question(ops, hidden, weight): what the head returns of hidden states [M, H], with its weight [V, H], in the place of
+logits. Its float32 tensors are sealed."""
+
+
 class _Aligned(NamedTuple):
     """What an aligned module knows beside its own parameters. `index`: of a layer."""
 
     backend: str
     spec: DecoderSpec
     index: int = -1
+
+
+class _Rows:
+    """What a layer computes with beside hidden states [M, H] and its parameters; `route` and `record`: int32 [M, top_k]
+    or None.
+
+    No dataclass and no tuple: in these a wrapper rounds floats, such as those of rotations, to the dtype of its policy.
+    """
+
+    def __init__(
+        self, packed: Packed, rotations: Sequence[Rotation], route: Tensor | None, record: Tensor | None
+    ) -> None:
+        self.packed, self.rotations, self.route, self.record = packed, rotations, route, record
 
 
 class Arithmetic(NamedTuple):
@@ -77,13 +109,16 @@ class Arithmetic(NamedTuple):
 
 def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`: `auto` (the fastest
-    that serves it), `cpu`, `triton` or `reference`.
+    that serves it), `cpu`, `triton` or `reference`. A model of PEFT, with a LoRA adapter, computes with the weights
+    that `merged_weights` gives, and gradients reach A and B.
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
-    Raise AlignmentError for a model that is aligned already, or that the ops do not compute, and ConfigError for a
-    backend that cannot serve it.
+    It may be wrapped before or after, by `fully_shard` or DistributedDataParallel; by accelerate only after. Raise
+    AlignmentError for a model that is aligned already, or that the ops do not compute, and ConfigError for a backend
+    that cannot serve it.
     """
-    spec, weight = _check_model(model), model.lm_head.weight
+    spec, model = _check_model(model), unwrapped(model)
+    weight = model.lm_head.weight
     # Under autocast float32 parameters compute in 16 bits: what serves the forward pass is known only there.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
     _select_backend(backend, weight.device, dtype, spec)
@@ -94,26 +129,48 @@ def align(model: Any, backend: str = "auto") -> None:
 
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
+    model = unwrapped(model)
     if not is_decoder(model) or not any(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
         )
     for module, *_ in _parts(model):
         if is_aligned(module):
-            module.__class__ = type(module).__bases__[0]
             del module._aligned
+            if plain_class(type(module)) is type(module):  # else fully_shard has put another before ours
+                module.__class__ = type(module).__bases__[0]
 
 
 def aligned_with(model: Any) -> Arithmetic:
-    """What an aligned model computes with, in the autocast around this call. Log-probs are a worker's only if
-    `aligned_with(model)._asdict().items() <= client.health().engine.items()`.
+    """What an aligned model computes with, in its wrapper and in the autocast around this call. Log-probs are a
+    worker's only if `aligned_with(model)._asdict().items() <= client.health().engine.items()`.
 
-    Raise AlignmentError for a model that is not aligned.
+    It makes a forward pass of one token, on every rank where weights are sharded. Raise AlignmentError for a model that
+    is not aligned.
     """
-    _check_aligned(model)
-    dtype = _forward_dtype(model.lm_head.weight)
-    chosen = _chosen(model.lm_head, model.lm_head.weight.device, dtype)
-    return Arithmetic(chosen.name, chosen.ops.instruction_set(), str(dtype).removeprefix("torch."))
+    head = _check_aligned(model).lm_head
+
+    def tell(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Arithmetic:
+        name = _chosen(current(head), hidden.device, hidden.dtype).name
+        return Arithmetic(name, ops.backend.instruction_set(), str(hidden.dtype).removeprefix("torch."))
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
+    with torch.no_grad():
+        return _ask(model, token, *locate(token, None, None), tell)
+
+
+def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """What a worker of `dtype` serves that was given the adapters of a model of PEFT: every tensor, in that dtype, by
+    the name that it has without PEFT, with the adapters in the weights (`Backend.merge`, the same bits on any device).
+
+    Raise AlignmentError for a model without PEFT, or with other adapters than `align` takes.
+    """
+    adapted = adapted_inside(model)
+    if adapted is None:
+        raise AlignmentError(f"model: expected one of PEFT, found {type(model).__name__}; its weights are as they are")
+    tensors = read_tensors(adapted)
+    device = next(iter(tensors.tensors.values())).device
+    return tensors.merged(dtype, select_backend("auto", device, dtype, []).ops)
 
 
 def token_log_probs(
@@ -124,15 +181,18 @@ def token_log_probs(
     temperature: float = 1.0,
     completion_mask: Tensor | None = None,
     routed_experts: Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """The log-prob of each token given those before it in its sequence: float32 in the shape of `input_ids`.
 
-    `model`: itself, not a wrapper such as DDP or FSDP, whose forward pass is not called here. `input_ids` (integers):
-    padded [B, T], with `attention_mask` [B, T] (bool or integers) unless there is no padding, which may be on either
-    side; or packed [M], with the `lengths` of the sequences. `temperature`: of the log-probs; 0 for greedy samples,
-    whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the tokens whose
-    log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence. Mixed precision is
-    that of the autocast around this call: under accelerate, make it inside `accelerator.autocast()`.
+    `model`: as it is trained, be it bare, sharded by `fully_shard`, in DistributedDataParallel or prepared by
+    accelerate. Its forward pass is called, in which weights are gathered, and gradients prepared to be reduced, as in
+    any other. `input_ids` (integers): padded [B, T], with `attention_mask` [B, T] (bool or integers) unless there is no
+    padding, which may be on either side; packed [M], with the `lengths` of the sequences; or packed [B, T], with
+    `position_ids` of that shape, which are 0 where a sequence begins. `temperature`: of the log-probs; 0 for greedy
+    samples, whose log-probs are those of temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the
+    tokens whose log-prob is wanted. The others are 0.0, and so are padding and the first token of each sequence. Mixed
+    precision is that of the wrapper, and of the autocast around this call.
 
     `routed_experts` (integers, in the shape of `input_ids` and [layers with experts, experts per token]): the experts
     that each token goes to, in any order; gradients flow through their gates. Those of a worker that computes alike
@@ -142,8 +202,9 @@ def token_log_probs(
     Raise AlignmentError for shapes that do not fit together, for routes that are none, or of another model, and for a
     model that is not aligned.
     """
-    places, ops, asked = _ask(model, input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts)
-    return spread(ops.log_probs(*asked), places, input_ids.shape)
+    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
+    places, found = _ask_of_tokens(model, *batch, GradientOps.log_probs)
+    return spread(_unsealed(found), places, input_ids.shape)
 
 
 def token_statistics(
@@ -154,34 +215,38 @@ def token_statistics(
     temperature: float = 1.0,
     completion_mask: Tensor | None = None,
     routed_experts: Tensor | None = None,
+    position_ids: Tensor | None = None,
     *,
     top_logprobs: int,
+    gradient: bool = False,
 ) -> TokenStatistics:
     """What a worker's `top_logprobs` gives, computed without gradient.
 
-    `logprobs` has the bits of `token_log_probs`, whose arguments these are. `entropy` float32, in the shape of
+    `logprobs` has the bits of `token_log_probs`, whose arguments these are, and with `gradient` its gradient, so that a
+    loss needs no other forward pass; the rest has none. `entropy` float32, in the shape of
     `input_ids`: of the distribution that each token comes from, in nats. `top_token_ids` int64 and `top_logprobs`
     float32, in that shape and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id
     first. Where `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
 
     Raise AlignmentError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the vocabulary's size.
     """
-    _check_aligned(model)
-    vocab_size = len(model.lm_head.weight)
+    vocab_size = len(_check_aligned(model).lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
         raise AlignmentError(
             f"top_logprobs: expected 0 to {vocab_size}, found {top_logprobs}; that is all the model has"
         )
-    with torch.no_grad():
-        places, ops, asked = _ask(
-            model, input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts
-        )
-        found = ops.statistics(*asked, top_logprobs)
-    return TokenStatistics._make(spread(column, places, input_ids.shape) for column in found)
+    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
+    with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+        places, found = _ask_of_tokens(model, *batch, partial(GradientOps.statistics, k=top_logprobs))
+    return TokenStatistics._make(spread(_unsealed(column), places, input_ids.shape) for column in found)
 
 
 def token_experts(
-    model: Any, input_ids: Tensor, attention_mask: Tensor | None = None, lengths: Sequence[int] | None = None
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """The experts that an aligned model sends each token to: int32, in the shape of `input_ids` and [layers with
     experts, experts per token], ascending; 0 for padding. They are those of a worker that computes alike, and what
@@ -189,29 +254,27 @@ def token_experts(
 
     Raise AlignmentError where `token_log_probs` does, and for a model without experts.
     """
-    _check_aligned(model)
-    spec = model.model._aligned.spec
+    spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
         raise AlignmentError(
             f"model: expected one with experts, found a {type(model).__name__} of this config, without"
         )
-    indices, packed = locate(input_ids, attention_mask, lengths)
+    indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
     record = input_ids.new_empty(len(spec.experts), len(indices), spec.experts[0].top_k, dtype=torch.int32)
     with torch.no_grad():
-        _run_decoder(model, input_ids, indices, packed, record=record)
+        _ask(model, input_ids, indices, packed, lambda ops, hidden, weight: None, record=record)
     return spread(record.transpose(0, 1), indices, input_ids.shape)
 
 
-def _run_decoder(
-    model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, **routes: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The ids of the M tokens at flat `indices`, and their hidden states [M, H]; `routes` as in `_decoder_forward`."""
-    ids = input_ids.flatten()[indices].long()
-    found = model.model(input_ids=ids[None], position_ids=packed.positions[None], **routes)
-    return ids, found.last_hidden_state[0]
-
-
 def _ask(
+    model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, question: _Question, **routes: Tensor | None
+) -> Any:
+    """The head's answer on the M tokens at flat `indices`; `routes` as in `_decoder_forward`."""
+    ids = input_ids.flatten()[indices].long()
+    return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **routes)
+
+
+def _ask_of_tokens(
     model: Any,
     input_ids: Tensor,
     attention_mask: Tensor | None,
@@ -219,28 +282,62 @@ def _ask(
     temperature: float,
     completion_mask: Tensor | None,
     routed_experts: Tensor | None,
-) -> tuple[Tensor, GradientOps, tuple[Tensor, Tensor, Tensor, float]]:
-    """The places of the M tokens that are asked for in flat `input_ids`, the ops, and the arguments of `log_probs`."""
-    _check_aligned(model)
+    position_ids: Tensor | None,
+    what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
+) -> tuple[Tensor, Any]:
+    """The places of the tokens that are asked for in flat `input_ids`, and `what` is of them, sealed: `log_probs` of
+    GradientOps, or what has its arguments.
+    """
+    spec = _check_aligned(model)._aligned.spec
     if not temperature >= 0.0:
         raise AlignmentError(f"temperature: expected a number from 0 on, found {temperature}; give that of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     check_shape("completion_mask", mask, input_ids.shape)
-    indices, packed = locate(input_ids, attention_mask, lengths)
+    indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
     routes = None
     if routed_experts is not None:
-        routes = read_routes(routed_experts, model.model._aligned.spec, input_ids.shape, indices, packed)
-    ids, hidden = _run_decoder(model, input_ids, indices, packed, routes=routes)
+        routes = read_routes(routed_experts, spec, input_ids.shape, indices, packed)
     wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
-    weight = model.lm_head.weight.to(hidden.dtype)
-    return (
-        indices[wanted],
-        _ops(model.lm_head, hidden),
-        (hidden[wanted - 1], weight, ids[wanted], _divisor(temperature)),
-    )
+    places, divisor = indices[wanted], _divisor(temperature)
+    ids = input_ids.flatten()[places].long()
+
+    def answer(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Any:
+        return _sealed(what(ops, hidden[wanted - 1], weight, ids, divisor))
+
+    return places, _ask(model, input_ids, indices, packed, answer, routes=routes)
 
 
-# The four forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
+def _sealed(found: Any) -> Any:
+    """float32 tensors, or a named tuple that has some, as complex numbers: a wrapper's policy on the dtype of outputs
+    would round floats.
+    """
+    if isinstance(found, tuple):
+        return type(found)(*map(_sealed, found))
+    return torch.complex(found, torch.zeros_like(found)) if found.is_floating_point() else found
+
+
+def _unsealed(found: Any) -> Tensor:
+    if not isinstance(found, Tensor):
+        raise AlignmentError(
+            f"model: expected a wrapper that passes `question` on to the model, and returns its answer, found "
+            f"{type(found).__name__} returned; give the model itself"
+        )
+    return found.real if found.is_complex() else found
+
+
+# The forward passes. Each becomes a method of an aligned class; `self` is the transformers module.
+
+
+@cache
+def _model_forward(original: type) -> Callable[..., Any]:
+    """The forward pass of a model of this class, which answers a question if there is one."""
+
+    def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
+        if question is None:
+            return original.forward(self, *args, **kwargs)
+        return self.lm_head(self.model(*args, **kwargs).last_hidden_state, question)
+
+    return forward
 
 
 def _decoder_forward(
@@ -261,6 +358,10 @@ def _decoder_forward(
             raise AlignmentError(
                 f"{name}: expected none for an aligned model, found one; leave it out, or call unalign"
             )
+    if position_ids is None and kwargs.get("cu_seq_lens_q") is not None:
+        raise AlignmentError(
+            "position_ids: expected some with cu_seq_lens_q, found none; they say where sequences begin"
+        )
     if input_ids is None:
         raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
     indices, packed = unpad(input_ids, attention_mask, position_ids)
@@ -271,9 +372,9 @@ def _decoder_forward(
         for rotation in spec.rotations
     ]
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
-    for i, layer in enumerate(self.layers):
-        x = layer(x, packed, rotations, of_layers[i], records[i])
-    x = ops.rmsnorm(x, self.norm.weight.to(x.dtype), spec.norm)
+    for layer, *of_layer in zip(self.layers, of_layers, records, strict=True):
+        x = layer(x, _Rows(packed, rotations, *of_layer))
+    x = self.norm(x)
     hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
     return MoeModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
 
@@ -285,23 +386,18 @@ def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
 
 
 def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
+    check_gathered(EMBEDDING, self.weight)
     x = nn.functional.embedding(token_ids, self.weight).to(_forward_dtype(self.weight))
     return scale_embedding(x, self._aligned.spec.embed_scale)
 
 
-def _layer_forward(
-    self: Any,
-    x: Tensor,
-    packed: Packed,
-    rotations: Sequence[Rotation],
-    route: Tensor | None = None,
-    record: Tensor | None = None,
-) -> Tensor:
+def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     _, spec, index = self._aligned
-    ops = _ops(self, x)
+    ops, packed, rotations = _ops(self, x), rows.packed, rows.rotations
 
     def get(name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
-        found = _parameter(self, index, name, *shape, layout=layout).to(x.dtype)
+        _parameter(self, index, name, *shape, layout=layout)
+        found = _as_computed(name, *_place(self, index, name), x, ops)
         return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
@@ -314,21 +410,34 @@ def _layer_forward(
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
         experts, gates = ops.route(logits, spec)
-        if route is not None:
-            experts, gates = ops.route(logits, spec, torch.where(route == OWN_CHOICE, experts, route))
-        if record is not None:
-            record.copy_(experts)
+        if rows.route is not None:
+            experts, gates = ops.route(logits, spec, torch.where(rows.route == OWN_CHOICE, experts, rows.route))
+        if rows.record is not None:
+            rows.record.copy_(experts)
         return experts, gates
 
     return run_layer(ops, make_layer(spec, index, get), x, attend, recur, choose)
+
+
+def _as_computed(name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps) -> Tensor:
+    """What a module computes with as its parameter `leaf`: in the dtype of hidden states x, its adapter included."""
+    weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
+    for tensor in (weight, *(adapter or ())[:2]):
+        check_gathered(name, tensor)
+    if _forward_dtype(weight) != x.dtype:
+        raise AlignmentError(
+            f"{name}: expected {x.dtype} like the hidden states, found {_forward_dtype(weight)}; give all modules one "
+            "MixedPrecisionPolicy, with the output_dtype of its param_dtype or none"
+        )
+    return with_adapter(ops, weight.to(x.dtype), adapter)
 
 
 def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: StackLayout | None = None) -> Tensor:
     """A layer's parameter of this name, for matrices [E, R, C] or biases [E, R] of this shape if it has a `layout`; of
     a module that multiplies only if it is as transformers made it.
     """
-    path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
-    module = layer.get_submodule(path)
+    module, leaf = _place(layer, index, name)
+    module = trained(module)
     if len(shape) == 2 or layout is not None:
         _check_plain(name, module, layer)
     stored = shape if layout is None else layout.shape(shape)
@@ -341,24 +450,51 @@ def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: Sta
     return found
 
 
-def _head_forward(self: Any, hidden: Tensor) -> Tensor:
-    rows = hidden.flatten(0, -2)
-    return _ops(self, hidden).logits(rows, self.weight.to(hidden.dtype)).unflatten(0, hidden.shape[:-1])
+def _place(layer: nn.Module, index: int, name: str) -> tuple[nn.Module, str]:
+    """The module of a layer that has the parameter of this name, and what the module calls it."""
+    path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
+    return layer.get_submodule(path), leaf
+
+
+def _norm_forward(self: Any, x: Tensor) -> Tensor:
+    ops = _ops(self, x)
+    return ops.rmsnorm(x, _as_computed(LAST_NORM, self, "weight", x, ops), self._aligned.spec.norm)
+
+
+def _head_forward(self: Any, hidden: Tensor, question: _Question | None = None) -> Any:
+    ops, rows = _ops(self, hidden), hidden.flatten(0, -2)
+    weight = _as_computed(HEAD, self, "weight", hidden, ops)
+    if question is not None:
+        return question(ops, rows, weight)
+    return ops.logits(rows, weight).unflatten(0, hidden.shape[:-1])
 
 
 def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
     """The modules whose forward pass is replaced: by which, and a layer's number."""
+    yield model, _model_forward(type(model)), -1
     yield model.model, _decoder_forward, -1
-    yield model.model.embed_tokens, _embedding_forward, -1
+    for copy in copies_of(model.model.embed_tokens):
+        yield copy, _embedding_forward, -1
     for index, layer in enumerate(model.model.layers):
-        yield layer, _layer_forward, index
-    yield model.lm_head, _head_forward, -1
+        yield unwrapped(layer), _layer_forward, index
+    for copy in copies_of(model.model.norm):
+        yield copy, _norm_forward, -1
+    for copy in copies_of(model.lm_head):
+        yield copy, _head_forward, -1
 
 
 @cache
 def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
-    """A class of the same name, by which trainers that wrap or checkpoint layers find them."""
-    return type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+    """A class of the same name, by which trainers that wrap or checkpoint layers find them, and of the same signature,
+    by which they see what a model takes. Its forward pass is `forward` of modules that are aligned.
+    """
+
+    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (forward if is_aligned(self) else original.forward)(self, *args, **kwargs)
+
+    either.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    plain = plain_class(original)
+    return type(plain.__name__, (original,), {"forward": either, "__module__": plain.__module__})
 
 
 @cache
@@ -390,37 +526,48 @@ def _divisor(temperature: float) -> float:
 
 def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
     """Routers and experts are of classes that stand beside those of the family's other modules."""
-    if type(module) is not nn.Linear and type(module).__module__ != type(neighbour).__module__:
+    found = plain_class(type(module))
+    if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:
         raise AlignmentError(
-            f"{name}: expected nn.Linear or a class of {type(neighbour).__module__}, found {type(module).__name__}; "
-            "merge adapters, and align before wrapping"
+            f"{name}: expected nn.Linear or a class of {type(neighbour).__module__}, found {found.__name__}; "
+            "merge adapters"
         )
 
 
-def _check_aligned(model: Any) -> None:
+def _check_aligned(model: Any) -> Any:
+    """The model inside of its wrappers."""
+    model = unwrapped(model)
     if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
         raise AlignmentError(
-            f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first, and "
-            "pass the model without a wrapper"
+            f"model: expected an aligned one, found a {type(model).__name__} that is not; call align(model) first"
         )
+    return model
 
 
 def _check_model(model: Any) -> DecoderSpec:
     """What the model computes. Raise AlignmentError unless the ops compute it too."""
-    spec = describe_plain(model)
-    _check_plain("lm_head", model.lm_head, model)
-    head, embedding = model.lm_head, model.model.embed_tokens.weight
+    spec, adapted, model = describe_plain(unwrapped(model)), adapted_inside(model), unwrapped(model)
+    if adapted is not None:
+        check_adapters(adapted)
+        check_tie(model, spec.tie_word_embeddings)
+    if any("forward" in vars(module) for module, *_ in _parts(model)):
+        raise AlignmentError(
+            "model: expected modules with the forward pass of their class, found another one put in its place; call "
+            "align before accelerator.prepare, or whatever did it"
+        )
+    head, embedding = trained(model.lm_head), model.model.embed_tokens.weight
+    _check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
             f"lm_head: expected {list(embedding.shape)} like the embedding and no bias, found "
             f"{list(head.weight.shape)}{' and none' if head.bias is None else ' and one'}; use another model"
         )
-    dtypes = {parameter.dtype for parameter in model.parameters()}
+    dtypes = {parameter.dtype for name, parameter in model.named_parameters() if ".lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
         raise AlignmentError(f"parameters: expected all in one of {_DTYPES}, found {names}; call model.to(dtype)")
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
         raise AlignmentError(f"attention_dropout: expected 0.0, found {dropout!r}; train this model without alignment")
     for index, layer in enumerate(model.model.layers):
-        make_layer(spec, index, partial(_parameter, layer, index))
+        make_layer(spec, index, partial(_parameter, unwrapped(layer), index))
     return spec

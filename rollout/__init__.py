@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from ..weight_sync.trainer.outcome import (
         PushResult,
     )
+    from .auditing import (
+        Audit,
+        audit,
+    )
     from .client.client import (
         AsyncRolloutClient,
         Group,
@@ -105,6 +109,7 @@ _NAMES = {
         "WorkerLostError",
     ],
     "..weight_sync.trainer.outcome": ["PushResult"],
+    ".auditing": ["Audit", "audit"],
     ".client.client": ["AsyncRolloutClient", "Group", "RolloutClient"],
     ".client.local_worker": ["WorkerProcess", "launch_worker"],
     ".fleet.client": ["AsyncFleetClient", "FleetClient"],
@@ -118,6 +123,7 @@ __all__ = [
     "AlignmentError",
     "AsyncFleetClient",
     "AsyncRolloutClient",
+    "Audit",
     "ConfigError",
     "DeadlineError",
     "Distribution",
@@ -154,6 +160,7 @@ __all__ = [
     "WorkerFailedError",
     "WorkerLostError",
     "WorkerProcess",
+    "audit",
     "derive_seed",
     "launch_worker",
     "resolve_model",

@@ -139,7 +139,7 @@ class FakeWeights:
         for name, indices, values in staging.elements:
             self.live[name].put_(indices, values)
 
-    def dense(self, name: str) -> torch.Tensor:
+    def served(self, name: str) -> torch.Tensor:
         return self.live[name]
 
     def checksums(self) -> dict[str, int]:

@@ -64,9 +64,12 @@ KERNELS = {
     "selection": SPEC | {"cpu", "triton", "reference"},
     "autograd": SPEC,
     "batches": SPEC | {"autograd"},
-    "plain_models": {"families", "specs"},
+    "wrappers": set(),
+    "plain_models": {"families", "specs", "wrappers"},
     "replay": {"batches", "plain_models", "specs"},
-    "training": SPEC | {"autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"},
+    "adapters": SPEC | {"wrappers"},
+    "training": SPEC
+    | {"adapters", "autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks", "wrappers"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}
@@ -112,7 +115,8 @@ WEIGHT_SYNC = {
     "worker": {"payload", "transports", "worker"},
 }
 ROLLOUT = {
-    "__init__": {"protocol", "client", "fleet", "publisher"},
+    "__init__": {"protocol", "client", "fleet", "publisher", "auditing"},
+    "auditing": {"protocol", "client"},
     "config": set(),
     "protocol": {"protocol"},
     "network": {"config", "protocol", "network"},
@@ -123,8 +127,20 @@ ROLLOUT = {
     "worker": {"config", "protocol", "network", "monitoring", "worker"},
     "text": {"protocol"},
     "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
-    "tools": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "worker", "text", "http"}
-    | {"tools"},
+    "tools": {
+        "auditing",
+        "config",
+        "protocol",
+        "network",
+        "monitoring",
+        "client",
+        "fleet",
+        "publisher",
+        "worker",
+        "text",
+        "http",
+        "tools",
+    },
     "integrations": {"client", "fleet", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}

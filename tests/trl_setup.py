@@ -42,12 +42,12 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @contextmanager
-def serve(model: Path) -> Iterator[ServedEngine]:
-    """A worker with the model in float32, on a thread."""
+def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
+    """A worker with the model, on a thread."""
     engines: list[Engine] = []
 
     def make_engine() -> Engine:
-        engines.append(Engine(EngineConfig(model=str(model), dtype="float32", device="cpu", num_blocks=256)))
+        engines.append(Engine(EngineConfig(model=str(model), dtype=dtype, device="cpu", num_blocks=256)))
         return engines[0]
 
     running = WorkerOnThread(WorkerConfig(), make_engine)

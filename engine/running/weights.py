@@ -1,6 +1,7 @@
 """The model's weights as something that is replaced: staged beside the live ones, committed between two steps.
 
-Owns the arena of the weights, and through it the arenas of stagings. Does not know where new weights come from, which
+Owns the arena of the weights, and through it the arenas of stagings; and, while adapters are in the weights, what these
+were before (`Base`). Does not know where new weights come from, which
 version they are, or what becomes of requests and of the KV cache: that is the engine's part.
 
 Workers of one `kin` may share the memory of a staging, from which one commit gives all of them their live weights.
@@ -15,9 +16,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +31,25 @@ from ...kernels.transfer import wait_for_stream
 from ..cache.lending import BorrowedArena, LendableArena, Lent, place_to_lend
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
+
+
+@dataclass
+class Base:
+    """What the live weights were before adapters: `kept` has those parameters, dense, that they changed.
+
+    `checksums`: of its parameters, as far as whoever pushes adapters has computed them.
+    """
+
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+class Factors(NamedTuple):
+    """An adapter on its way: A [R, K] and B [N, R] of a weight [N, K], and what multiplies their product."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
 
 
 class WeightStore:
@@ -53,11 +74,13 @@ class WeightStore:
         self.tied = self.model.tied_tensors()
         self.ignored = self.model.ignored_tensors()
         self.is_whole = True
+        self.base = Base()
 
     @property
     def num_held(self) -> int:
-        """Bytes of the live weights' device that they hold now."""
-        return self._arena.num_held
+        """Bytes of the live weights' device that they, and what they were before adapters, hold now."""
+        kept = (tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device)
+        return self._arena.num_held + sum(kept)
 
     @cached_property
     def kin(self) -> str | None:
@@ -108,16 +131,31 @@ class WeightStore:
             # The staging's memory belongs to the stream that it was filled on, which knows nothing of these copies.
             wait_for_stream(self._device)
         self.is_whole = True
+        self.base = Base() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
         """Gives the device's memory back. `level` 1 keeps the weights on the host, 2 drops them."""
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
+        if level == 1:  # on the host, where it stays until adapters need it again
+            self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
+        else:
+            self.base = Base()
 
     def wake_up(self) -> None:
         """Takes the memory again."""
         self._arena.restore()
+
+    def served(self, name: str) -> Tensor:
+        """A live parameter as a checkpoint has it, perhaps sharing its memory."""
+        return self.tensors[name].to_dense()
+
+    def before_adapters(self, name: str) -> Tensor:
+        """A parameter of the base, dense, in memory that the live weights do not share. They must be whole."""
+        if (kept := self.base.kept.get(name)) is not None:
+            return kept.to(self.model.device)
+        return self.tensors[name].to_dense().clone()
 
     def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
         """Rows of a parameter in `tensors`, or of a part of one; all by default."""
@@ -126,10 +164,6 @@ class WeightStore:
         if part is None:
             return tensors[name].narrow(0, start, length)
         return cast(Stack, tensors[part.stack]).part(part.expert, part.start + start, length)
-
-    def dense(self, name: str) -> Tensor:
-        """A live parameter as a checkpoint has it, perhaps sharing its memory."""
-        return self.tensors[name].to_dense()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of a parameter or of a part. Raise ValueError for another name."""
@@ -157,6 +191,7 @@ class WeightStaging:
     """New weights in the making. Its memory is freed by the commit, by `drop`, or with the last reference to it.
 
     `arena`, `tensors`: where rows are written, once some are. `elements`: what is to be overwritten at the commit.
+    `base`: after `adapt`, what the weights in the making are without adapters.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -166,20 +201,71 @@ class WeightStaging:
         self.elements: list[tuple[str, Tensor, Tensor]] = []
         self._store = store
         self._staged_rows: Counter[str] = Counter()
-        self._elements_bytes = 0
+        self._others_bytes = 0
+        self.base: Base | None = None
+        self._is_alone = False
+        self._factors: dict[str, Factors] = {}
+        self._by_name: dict[str, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it holds beside the live weights."""
         arena = self.arena  # another thread may drop it
-        return self._elements_bytes + (0 if arena is None else arena.num_held)
+        return self._others_bytes + (0 if arena is None else arena.num_held)
+
+    def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
+        """From now on `rows` takes A and B of these weights, too, which have (name of A, name of B, rank, scale); and
+        `merge` adds them: if they come `alone` to what the live weights were before adapters, else to staged rows.
+
+        Raise ValueError for a staging in place, and for live weights that are not whole where those are added to.
+        """
+        if self.in_place or (alone and not self._store.is_whole):
+            raise ValueError("staging: expected whole weights beside the live ones for adapters, found others")
+        self.base = Base(checksums=self._store.base.checksums if alone else {})
+        for name, (a, b, rank, scale) in weights.items():
+            rows, columns = self._store.shape(name)
+            self._factors[name] = Factors(self._empty(rank, columns), self._empty(rows, rank), scale)
+            self._by_name |= {a: self._factors[name].a, b: self._factors[name].b}
+        self._others_bytes += sum(tensor.nbytes for tensor in self._by_name.values())
+        self._is_alone = alone
+
+    def to_merge(self) -> list[str]:
+        """The parameters that `merge` is to be called for once all rows are staged."""
+        if self.base is None:
+            return []
+        store, names = self._store, dict.fromkeys(self._factors)
+        if self._is_alone:
+            names |= dict.fromkeys((*store.base.kept, *self._staged_rows))
+            if 2 * sum(store.tensors[name].nbytes for name in names) > store.model.num_bytes:
+                names |= dict.fromkeys(store.tensors)  # then the commit moves pages, and copies nothing
+        return list(names)
+
+    def merge(self, name: str) -> Tensor | None:
+        """Stages a parameter with its adapter, and returns what came of it, dense; or, if it has neither an adapter nor
+        staged rows, as it was before the adapters that are in the live weights.
+        """
+        assert self.base is not None, "adapt was called"
+        store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows
+        if factors is None and not is_staged:
+            self.rows(name, 0, store.shape(name)[0]).copy_(store.base.kept.get(name, store.tensors[name]))
+            return None
+        plain = store.before_adapters(name) if self._is_alone else store.rows(self.tensors, name).to_dense().clone()
+        self.base.kept[name] = plain
+        self._others_bytes += 0 if name in store.base.kept else plain.nbytes
+        if factors is None:
+            return None
+        merged = store.model.ops.merge(plain, *factors)
+        (store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])).copy_(merged)
+        return merged
 
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Rows [start, start + length) of a parameter or a part, to be written by `copy_` right away and once.
 
         `start` is a multiple of 16 for a matrix; `length` too, unless the rows reach the end. A row of a stack is the
-        matrix of an expert.
+        matrix of an expert. After `adapt` it may also be A or B of an adapter.
         """
+        if name in self._by_name:
+            return self._by_name[name].narrow(0, start, length)
         self._store.shape(name)
         if self.in_place:
             self._store.is_whole = False
@@ -209,7 +295,7 @@ class WeightStaging:
             raise ValueError(f"{name}: expected indices in [0, {numel}), found one outside")
         device, (own_name, first) = self._store.model.device, self._place(name)
         self.elements.append((own_name, indices.to(device, copy=True).add_(first), values.to(device, copy=True)))
-        self._elements_bytes += indices.nbytes + values.nbytes
+        self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
         """The parameters and parts that are staged in rows. Raise ValueError if only some rows of one are."""
@@ -224,7 +310,11 @@ class WeightStaging:
             self.arena.drop(keep=False)
         self.arena, self.tensors, self.elements = None, self._store.tensors if self.in_place else {}, []
         self._staged_rows.clear()
-        self._elements_bytes = 0
+        self._factors, self._by_name, self.base = {}, {}, None
+        self._others_bytes = 0
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self._store.model.dtype, device=self._store.model.device)
 
     def _place(self, name: str) -> tuple[str, int]:
         """The parameter, and where in it the first element is."""

@@ -60,6 +60,13 @@ def new_layers(layers: Sequence[Layer]) -> PackedLayers | tuple[Layer, ...]:
     return PackedLayers(layers) if all(is_packed(layer.spec) for layer in layers) else tuple(layers)
 
 
+def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    weight, a, b = weight.contiguous(), a.float().contiguous(), b.float().contiguous()
+    out, pointers = torch.empty_like(weight), (a.data_ptr(), b.data_ptr())
+    _library.merge(_is_bfloat16(weight), weight.data_ptr(), *weight.shape, *pointers, len(a), scale, out.data_ptr())
+    return out
+
+
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:
     out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype)
     ids = token_ids.contiguous()

@@ -19,11 +19,12 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 12
+_INTERFACE = 13
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
     "unpack": "ippll",
+    "merge": "ipllpplfp",
     "embedding": "liplpllp",
     "rmsnorm": "lipllpfip",
     "linear": "lipllplppp",

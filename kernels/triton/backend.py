@@ -21,6 +21,7 @@ from trueroll.errors import ConfigError
 from ..contract import AttentionWeights, Backend, Rotation
 from ..layer import project, run_layers
 from ..reference import embedding as embedding
+from ..reference import merge as merge
 from ..reference import new_layers as new_layers
 from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation

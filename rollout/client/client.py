@@ -370,6 +370,14 @@ class AsyncRolloutClient:
         """Forget all cached prefixes; running requests keep their blocks."""
         return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
 
+    async def weight_checksums(self) -> protocol.Checksums:
+        """What the served weights are: the XXH3 hash of every parameter's bytes. The worker computes it between two
+        steps, which wait for it.
+        """
+        reply = await self.ask(protocol.GetChecksums(id=protocol.new_id()))
+        assert isinstance(reply, protocol.Checksums)
+        return reply
+
     async def _ask_status(self, message: protocol.LifecycleCall) -> protocol.Status:
         reply = await self.ask(message)
         assert isinstance(reply, protocol.Status)
@@ -518,6 +526,7 @@ class RolloutClient:
     sleep = _blocking(AsyncRolloutClient.sleep)
     wake_up = _blocking(AsyncRolloutClient.wake_up)
     invalidate_prefix_cache = _blocking(AsyncRolloutClient.invalidate_prefix_cache)
+    weight_checksums = _blocking(AsyncRolloutClient.weight_checksums)
 
     @overload
     def stream(

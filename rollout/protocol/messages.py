@@ -19,6 +19,7 @@ from ...engine.request import (
     Tag,
     TopLogprobs,
 )
+from ...weight_sync.payload.manifest import PushId
 from ...weight_sync.payload.messages import (
     Count,
     GetWeights,
@@ -196,6 +197,13 @@ class SaveWeights(Message):
     folder: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+class GetChecksums(Message):
+    """Asks what the served weights are. Computed between two steps, which wait for it."""
+
+    type: Literal["checksums"] = "checksums"
+    id: Id
+
+
 class TopArrays(Message):
     """What `top_logprobs` recorded, of `k` tokens for each one: `entropy` and `logprobs` float32, `token_ids` int32."""
 
@@ -369,11 +377,35 @@ class Stats(Message):
     service: dict[str, Count]
 
 
-LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate | SaveWeights
+class Checksums(Message):
+    """`checksums`: of every parameter's bytes in `dtype`, adapters included, by its Hugging Face name: the 64-bit XXH3
+    hash. `push_id`: as in `Weights`.
+    """
+
+    type: Literal["checksums"] = "checksums"
+    id: Id
+    dtype: str
+    checksums: dict[str, Count]
+    weight_version: Count
+    push_id: PushId | None
+
+
+LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate | SaveWeights | GetChecksums
 Call: TypeAlias = Generate | GetScores | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
 FromClient: TypeAlias = Call | Ack
 FromWorker: TypeAlias = (
-    FinishedSample | Deltas | Done | Scores | Error | Aborted | Health | Stats | Status | Weights | PushStatus
+    FinishedSample
+    | Deltas
+    | Done
+    | Scores
+    | Error
+    | Aborted
+    | Health
+    | Stats
+    | Status
+    | Weights
+    | Checksums
+    | PushStatus
 )
 
 REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
@@ -385,5 +417,6 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     GetWeights: (Weights,),
     **dict.fromkeys(get_args(LifecycleCall), (Status,)),
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
+    GetChecksums: (Checksums,),
 }
 """What a worker answers each kind of call by, beside errors, and `Deltas` where they are asked for."""

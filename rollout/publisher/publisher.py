@@ -17,9 +17,22 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from trueroll.errors import ConfigError, DeadlineError, IllegalStateError, PushError, TruerollError, WorkerLostError
+import torch
+
+from trueroll.errors import (
+    AlignmentError,
+    ConfigError,
+    DeadlineError,
+    IllegalStateError,
+    PushError,
+    TruerollError,
+    WorkerLostError,
+)
 
 from ...engine.request import InFlight
+from ...kernels.adapters import read_tensors
+from ...kernels.wrappers import adapted_inside
+from ...weight_sync.trainer.adapters import TrainerAdapters
 from ...weight_sync.trainer.outcome import PushResult, push_on_all_ranks
 from ...weight_sync.trainer.sender import Transport, WeightSender
 from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors, can_be_read_again
@@ -139,16 +152,22 @@ class WeightPublisher:
         self._disconnect()
         self._fleet = membership
 
-    def push(self, tensors: Tensors, version: int, *, allow_older: bool = False) -> PushResult:
+    def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
         It must be later than the version that each serves, 0 at first and after a restart, unless `allow_older`: then
         samples of two different weights may carry the same version.
 
         `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
-        on any device. Where they are sharded (DTensor), every rank of the trainer calls this with the same names in the
-        same order: rank 0 gathers and pushes, the others return when it is done, or raise what it raises. Raise
+        on any device. Where they are sharded (DTensor, as by FSDP2), every rank of the trainer calls this with the same
+        names in the same order: rank 0 gathers one after the other and pushes, the others return when it is done, or
+        raise what it raises. Of DistributedDataParallel the module inside is pushed, by rank 0 alone. Raise
         PushError if not all workers have committed; the next push then sends every tensor whole.
+
+        A model of PEFT is sent as it is, and workers add its LoRA adapter to its weights, as an aligned forward pass
+        does. `adapters`: send A and B alone, and `modules_to_save`, to workers that have the other weights already,
+        from their checkpoint or from a push without `adapters`: checksums tell. What changes a frozen weight through
+        `.data` is not noticed by them.
         """
         _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
         self._taken_out.clear()
@@ -156,7 +175,7 @@ class WeightPublisher:
             again = bool(self._taken_out)  # some may have committed the version before another one was lost
             push = partial(self._push, version=version, allow_older=allow_older or again)
             try:
-                result = push_on_all_ranks(tensors, self._has_workers, push)
+                result = self._push_on_all_ranks(tensors, adapters, push)
             except PushError as error:
                 if not self._takes_out(error, tensors):
                     raise
@@ -181,7 +200,7 @@ class WeightPublisher:
         push; PushError as `push` does.
         """
         _check(self._transport != "disk", "restore", "a transport that keeps no folder; call push_folder", "disk")
-        return push_on_all_ranks(tensors, self._has_workers, self._restore)
+        return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
         """Push what an earlier push by `disk` wrote to the workers that do not serve it: thus one that was started anew
@@ -250,20 +269,35 @@ class WeightPublisher:
             self._workers.close()
             self._workers = None
 
-    def _push(self, tensors: TrainerTensors, version: int, allow_older: bool) -> PushResult:
+    def _push_on_all_ranks(
+        self,
+        tensors: Tensors,
+        alone: bool,
+        push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
+    ) -> PushResult | None:
+        """`push` of the tensors, or of a model of PEFT with its adapters, or of these `alone`."""
+        adapters = _adapters_of(tensors, alone)
+        in_place = self._settings.in_place and adapters is not None
+        _check(not in_place, "in_place", "False with a model of PEFT, or merged_weights of it", in_place)
+        source = tensors if adapters is None else adapters.tensors
+        return push_on_all_ranks(source, self._has_workers, lambda found: push(found, adapters))
+
+    def _push(
+        self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
+    ) -> PushResult:
         party = self._meet()
-        result = self._push_to(party, tensors, version, allow_older)
+        result = self._push_to(party, tensors, adapters, version, allow_older)
         self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
         self._terms = version, allow_older
         return result
 
-    def _restore(self, tensors: TrainerTensors) -> PushResult | None:
+    def _restore(self, tensors: TrainerTensors, adapters: TrainerAdapters | None) -> PushResult | None:
         if self._terms is None:
             raise ConfigError("restore: expected a push before, whose version it takes, found none; call push")
         stale = self._meet().where(self._is_stale)
         if not stale.replies:
             return None
-        result = self._push_to(stale, tensors, *self._terms)
+        result = self._push_to(stale, tensors, adapters, *self._terms)
         self._latest |= dict.fromkeys(stale.workers.addresses, result.push_id)
         return result
 
@@ -302,8 +336,15 @@ class WeightPublisher:
                 )
             self._instances[address] = reply.instance
 
-    def _push_to(self, party: _Party, tensors: TrainerTensors, version: int, allow_older: bool) -> PushResult:
-        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older)
+    def _push_to(
+        self,
+        party: _Party,
+        tensors: TrainerTensors,
+        adapters: TrainerAdapters | None,
+        version: int,
+        allow_older: bool,
+    ) -> PushResult:
+        result = self._sender.send(party.workers, party.replies, tensors, version, allow_older, adapters)
         return replace(result, left_out=party.left_out)
 
     def _connected(self) -> Workers:
@@ -316,6 +357,16 @@ class WeightPublisher:
         if self._workers is None or not self._workers.addresses:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers
+
+
+def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
+    """Those of a model of PEFT; None for anything else, unless they are to be sent `alone`."""
+    model = adapted_inside(tensors) if isinstance(tensors, torch.nn.Module) else None
+    _check(model is not None or not alone, "adapters", "False but for a model of PEFT", alone)
+    try:
+        return None if model is None else TrainerAdapters(read_tensors(model), alone)
+    except AlignmentError as error:
+        raise PushError(str(error)) from None
 
 
 def _check(holds: bool, name: str, expected: str, found: object) -> None:

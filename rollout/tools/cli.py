@@ -320,6 +320,26 @@ def top(
 
 
 @app.command()
+def audit(
+    model: Model,
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="ipc://... or tcp://... of a worker.")],
+    server_public_key: ServerPublicKey = None,
+    client_key_file: ClientKeyFile = None,
+) -> None:
+    """Compare a worker's log-probs with those that an aligned trainer of MODEL has on this machine, and say why not.
+
+    Exits with 1 if any bit differs.
+    """
+    from ..auditing import audit_folder
+    from ..client.client import RolloutClient
+
+    with RolloutClient(address, server_public_key=server_public_key, client_key=client_key_file) as client:
+        found = audit_folder(model, client)
+    typer.echo(str(found))
+    _exit_unless(not found.num_different)
+
+
+@app.command()
 def demo() -> None:
     """Generate groups of samples with SmolLM2-135M, then show that no bit depends on the cache or the company."""
     from rich.console import Console

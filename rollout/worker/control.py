@@ -87,7 +87,8 @@ class _Operation:
 
     With `in_flight` `drain` it waits until the engine has nothing unfinished, for at most `timeout` seconds. Then the
     push under way ends with `breaks_push`, if that is given, and `action` runs between two steps. `busy` is the state
-    until then, `then` the standing afterwards. `error`: what kept the action from its end, if it may fail.
+    until then, `then` the standing afterwards. `error`: what kept the action from its end, if it may fail. `checksums`:
+    what it has computed, if that is its purpose.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -100,6 +101,7 @@ class _Operation:
     started: float = field(default_factory=time.monotonic)
     run: Run | None = None
     error: TruerollError | None = None
+    checksums: dict[str, int] = field(default_factory=dict)
 
     @property
     def deadline(self) -> float:
@@ -262,6 +264,8 @@ class Control:
                 self._start_invalidate(call)
             case protocol.SaveWeights():
                 self._start_saving(call)
+            case protocol.GetChecksums():
+                self._start_checksums(call)
             case protocol.BeginPush():
                 self._start_push(call)
             case protocol.StageBucket() | protocol.VerifyPush():
@@ -289,6 +293,16 @@ class Control:
     def _reply_status(self, id: str) -> None:
         state = self.lifecycle.state
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
+
+    def _reply_checksums(self, id: str, checksums: dict[str, int]) -> None:
+        reply = protocol.Checksums(
+            id=id,
+            dtype=self._weights.dtype,
+            checksums=checksums,
+            weight_version=self._host.weight_version(),
+            push_id=self._served_push,
+        )
+        self._calls.answer(id, reply)
 
     # Operations.
 
@@ -350,6 +364,8 @@ class Control:
             case protocol.Sleep() | protocol.WakeUp() as call:
                 getattr(self._timings, call.type).observe(time.monotonic() - operation.started)
                 self._reply_status(call.id)
+            case protocol.GetChecksums() as call:
+                self._reply_checksums(call.id, operation.checksums)
             case call:
                 self._reply_status(call.id)
         self.follow()
@@ -415,6 +431,20 @@ class Control:
         operation = _Operation(call, None, self.lifecycle.standing, save)
         self._begin(operation)
 
+    def _start_checksums(self, call: protocol.GetChecksums) -> None:
+        from ...weight_sync.worker.adapting import served_checksums
+
+        self.lifecycle.check_weights_awake(call.type)
+        if self.lifecycle.standing.is_dirty:
+            raise IllegalStateError(f"{call.type}: expected whole weights, found state dirty; push some first")
+
+        def compute(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
+            operation.checksums = served_checksums(self._weights)
+            return engine.settle()
+
+        operation = _Operation(call, None, self.lifecycle.standing, compute)
+        self._begin(operation)
+
     # Pushes.
 
     def _start_push(self, call: protocol.BeginPush) -> None:
@@ -442,6 +472,7 @@ class Control:
             )
         self._check_version(call)
         self._check_abandoned()
+        self._check_adapters(call)
         if call.base is None:
             return
         if call.in_place:
@@ -450,6 +481,19 @@ class Control:
             raise VersionGapError(
                 f"begin_push: expected changes to the push that is served ({self._served_push or 'none'}), found "
                 f"changes to {call.base}; push every tensor whole"
+            )
+
+    def _check_adapters(self, call: protocol.BeginPush) -> None:
+        """Raise PushError for adapters that can be added to nothing."""
+        if call.adapters is None:
+            return
+        if call.in_place or call.base is not None:
+            name = "in_place" if call.in_place else "base"
+            raise PushError(f"begin_push: expected no {name} with adapters, found it; push without, or merged weights")
+        if call.adapters.is_alone and self.lifecycle.standing.is_dirty:
+            raise PushError(
+                "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
+                "the model without adapters=True, which brings the weights too"
             )
 
     def _check_version(self, call: protocol.BeginPush) -> None:

@@ -36,6 +36,7 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "wake_up": _STANDING,
     "invalidate": _STANDING,
     "save_weights": frozenset({"ready", "paused"}),
+    "checksums": _STANDING,
     "weights": _STANDING | _BUSY,
     "begin_push": _STANDING,
     "commit_push": _STANDING,

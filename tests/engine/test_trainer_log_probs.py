@@ -26,7 +26,7 @@ from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.cpu.library import Library
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import NormSpec
-from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics
+from trueroll.kernels.training import TokenStatistics, align, aligned_with, token_log_probs, token_statistics
 
 from .drive import generate, make_engine, run, tokens
 
@@ -136,6 +136,25 @@ def test_a_trainer_computes_the_top_logprobs_of_the_rollout(tiny_llama: Path, dt
             expected = sample.entropy, sample.top_token_ids, sample.top_logprobs
             for mine, theirs in zip((entropy, token_ids.astype(np.int32), logprobs), expected, strict=True):
                 assert theirs is not None and mine.tobytes() == theirs.tobytes()
+
+
+def test_statistics_have_the_gradient_of_log_probs_if_it_is_asked_for(tiny_llama: Path) -> None:
+    model, ids = trainer_model(tiny_llama, "float32"), torch.from_numpy(tokens(9)).view(1, 9)
+    align(model)
+    weight, found = model.model.layers[0].mlp.up_proj.weight, []
+    for log_probs in (
+        token_log_probs(model, ids, temperature=TEMPERATURE),
+        token_statistics(model, ids, temperature=TEMPERATURE, top_logprobs=1, gradient=True),
+    ):
+        if isinstance(log_probs, TokenStatistics):
+            assert [column.requires_grad for column in log_probs] == [True, False, False, False]
+            log_probs = log_probs.logprobs
+        log_probs.sum().backward()
+        found.append((log_probs.detach(), weight.grad))
+        weight.grad = None
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)) and found[0][1].any()
+    with torch.no_grad():
+        assert not token_statistics(model, ids, top_logprobs=1, gradient=True).logprobs.requires_grad
 
 
 def test_statistics_of_what_is_not_asked_for_are_zero(tiny_llama: Path) -> None:

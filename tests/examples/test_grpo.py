@@ -113,6 +113,30 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_adapter_is_trained_and_pushed_alone(
+    run: Run, grpo: Any, model: Path, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a worker that serves its checkpoint, also when the run begins again."""
+    pushed, push = [], WeightPublisher.push
+
+    def noted(self: WeightPublisher, *arguments: Any, **options: Any) -> Any:
+        pushed.append(options["adapters"])
+        return push(self, *arguments, **options)
+
+    monkeypatch.setattr(WeightPublisher, "push", noted)
+    with launch_worker(str(model), **SETTINGS) as worker:
+        monkeypatch.setattr(grpo, "launch_worker", lambda *_, **__: nullcontext(worker))
+        for folder, sleep in (("first", 0), ("again", 1)):
+            rows = run(tmp_path / folder, lora=4, sleep=sleep)
+            assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
+            assert all(float(row["grad_norm"]) > 0 for row in rows)
+    assert pushed == [True] * 2 * (STEPS + 1)
+    metrics = [(tmp_path / folder / "metrics.csv").read_bytes() for folder in ("first", "again")]
+    assert metrics[0] == metrics[1] != undisturbed
+    with pytest.raises(typer.BadParameter, match="--lora: expected --sleep 0 or 1"):
+        run(tmp_path, lora=4, sleep=2)
+
+
 def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: Path) -> None:
     run(tmp_path, seed=2)
     assert (tmp_path / "metrics.csv").read_bytes() != undisturbed
@@ -284,3 +308,28 @@ def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: flo
     ratio = min(math.exp(-shift), 2.0)
     assert row["loss"] == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage))
     assert row["clipped_share"] == (shift < 0) and row["largest_ratio"] == pytest.approx(math.exp(-shift))
+
+
+def test_two_ranks_train_the_same_twice(grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when they resume. They share the weights of a model whose head is its embedding, and take the steps of one
+    process, but for rounding.
+    """
+    model = make_tiny_model("qwen3", tmp_path / "model", dtype="bfloat16")
+    options = ["--model", str(model), "--prompts", "2", "--fsdp", "2", "--checkpoint-every", "2"]
+    command = [sys.executable, "-P", "-W", "ignore", str(EXAMPLE), *options]
+    for folder, steps in (("whole", "3"), ("parts", "2"), ("parts", "3")):
+        subprocess.run([*command, "--out", str(tmp_path / folder), "--steps", steps, "--resume"], check=True)
+    rows = read_rows(tmp_path / "whole")
+    assert [row["mismatch"] for row in rows] == ["0.0"] * 3 and all(float(row["grad_norm"]) > 0 for row in rows)
+    whole, parts = ((tmp_path / folder / "metrics.csv").read_bytes() for folder in ("whole", "parts"))
+    assert whole == parts
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    after = torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["model"]
+    assert after.keys() == before.keys() and not any(after[name].equal(before[name]) for name in before)
+    monkeypatch.setattr(grpo, "launch_worker", launch_worker)
+    grpo.main(tmp_path / "one", model=str(model), steps=1, prompts=2)
+    (one,) = read_rows(tmp_path / "one")
+    assert float(one["grad_norm"]) == pytest.approx(float(rows[0]["grad_norm"]), rel=1e-2)
+    assert [one[name] for name in ("reward", "response_length")] == [
+        rows[0][name] for name in ("reward", "response_length")
+    ]

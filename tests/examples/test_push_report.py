@@ -32,7 +32,7 @@ def test_the_report_measures_every_transport_and_both_levels(
     monkeypatch.setattr(report, "LEARNING_RATE", 1e-3)
     report.main(str(make_tiny_model("llama", tmp_path / "tiny", dtype="bfloat16")))
     text = capsys.readouterr().out
-    for row in ("shared", "collective", "disk", "level 1", "level 2"):
+    for row in ("shared", "collective", "disk", "q_proj, v_proj", "all-linear", "level 1", "level 2"):
         assert re.search(rf"^│ {row} ", text, re.M), row
     share = re.search(r"changes (\d+\.\d+)% of the weights", text)
     assert share is not None and 0.0 < float(share[1]) < 100.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 import zmq
-from fuzz.trees import unpack
+from fuzz.trees import num_fields, unpack
 from fuzz.violation import Violation
 
 MAX_ID_CHARS = 128
@@ -22,7 +22,7 @@ LIFECYCLE = ("pause", "resume", "drain", "sleep", "wake_up", "invalidate", "save
 PUSH = ("begin_push", "stage_bucket", "verify_push", "commit_push", "abort_push")
 TERMINAL = {
     **{"generate": "done", "score": "scores", "abort": "aborted"},
-    **{type: type for type in ("health", "stats", "weights")},
+    **{type: type for type in ("health", "stats", "weights", "checksums")},
     **dict.fromkeys(LIFECYCLE, "status"),
     **dict.fromkeys(PUSH, "push_status"),
 }
@@ -49,8 +49,13 @@ class Shot:
 
     @property
     def is_certain(self) -> bool:
-        """Whether it will be answered under its id, whatever may be wrong with it, and even if others give it up."""
-        return self.id == self._early_id and "caller" not in (self.fields or ())
+        """Whether it will be answered under its id, whatever may be wrong with it, and even if others give it up.
+
+        Not an `ack` that has a field twice: what the first one of them holds, and is refused for, `fields` do not show.
+        """
+        fields = self.fields or {}
+        is_ack_with_more = fields.get("type") == "ack" and len(fields) < num_fields(self.frames[0])
+        return self.id == self._early_id and "caller" not in fields and not is_ack_with_more
 
     @property
     def terminal(self) -> str | None:

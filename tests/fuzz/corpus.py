@@ -113,7 +113,7 @@ class Corpus:
         return [{"type": "ack", "ids": [self._late_id() for _ in range(self.rng.randrange(4))]}]
 
     def question(self) -> list[Message]:
-        return [{"type": self.rng.choice(("health", "stats", "weights")), "id": self._id()}]
+        return [{"type": self.rng.choice(("health", "stats", "weights", "checksums")), "id": self._id()}]
 
     def invalidate(self) -> list[Message]:
         return [self._call("invalidate")]

@@ -15,9 +15,10 @@ from fuzz.corpus import CLOSED_PORT, SECONDS, Corpus, Memory, is_tame
 from fuzz.faulty_worker import FAULTS
 from fuzz.rounds import ROUND, SHARES, Rounds
 from fuzz.target import campaign_against, tiny_campaign
-from fuzz.trees import pack, tree
+from fuzz.trees import Pairs, pack, tree
 from fuzz.violation import Trace, Violation, read_trace
 
+from trueroll.errors import ProtocolError
 from trueroll.rollout import protocol
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
@@ -67,6 +68,17 @@ def test_a_seed_gives_the_same_round_which_can_be_read_again(memory: Memory, tmp
     frames = [sent.frames[0] for sent in first if sent.kind == "mutated"]
     num_readable = sum(Shot([frame]).fields is not None for frame in frames)
     assert len(frames) // 4 < num_readable < len(frames) and max(map(len, frames)) > 1000
+
+
+def test_an_ack_that_hides_what_it_is_refused_for_is_not_counted_on() -> None:
+    hidden = Pairs([[b"n", 1]])
+    ack = Pairs([["version", 1], ["type", "ack"], ["ids", hidden], ["ids", ["x"]]])
+    with pytest.raises(ProtocolError, match="is no string"):
+        protocol.from_client(pack(ack))
+    shot = Shot([pack(ack)])
+    assert not shot.needs_reply and not shot.is_certain
+    ack.remove(["ids", hidden])
+    assert Shot([pack(ack)]).is_certain
 
 
 @pytest.mark.parametrize("in_flight", ["abort", "recompute"])

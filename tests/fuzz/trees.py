@@ -83,3 +83,10 @@ def unpack(frame: bytes) -> dict[str, Any] | None:
     except (ValueError, msgpack.UnpackException):
         return None
     return fields if isinstance(fields, dict) and all(isinstance(key, str) for key in fields) else None
+
+
+def num_fields(frame: bytes) -> int:
+    """Of a frame that holds a map: how many it says, the same one twice included."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(frame)
+    return unpacker.read_map_header()

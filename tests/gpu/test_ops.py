@@ -1,5 +1,5 @@
-"""What `tests/kernels` asks of every backend, once more on a GPU: accuracy, joined ops, the contract, and
-delta nets.
+"""What `tests/kernels` asks of every backend, once more on a GPU: accuracy, joined ops, the contract, delta nets, and
+adapters in weights, whose bits are those of a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..kernels.test_contract import (  # noqa: F401
     test_what_stands_behind_the_window_of_a_chunk_is_never_seen,
 )
 from ..kernels.test_joined_ops import *  # noqa: F403
+from ..kernels.test_merge import *  # noqa: F403
 from ..kernels.test_recurrence import *  # noqa: F403
 from ..kernels.test_recurrence import Recurrent
 from .moved import sized

@@ -6,6 +6,7 @@ That their log-probs are the bits of a rollout is tested in tests/engine/test_tr
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -518,6 +519,23 @@ def test_a_completion_mask_leaves_the_rest_out(tiny_llama: Path) -> None:
     assert same_bits(found, whole.where(wanted, 0.0)) and 0 < (found != 0).sum() < (whole != 0).sum()
     none = token_log_probs(model, ids, mask, completion_mask=torch.zeros_like(wanted))
     assert none.eq(0).all() and none.requires_grad
+    none.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters()), "ranks must have the same ones"
+
+
+def test_position_ids_tell_packed_sequences(tiny_llama: Path) -> None:
+    """In one row, and in several of some sequences each."""
+    model, rows = load(tiny_llama, backend="cpu"), [row for row in sequences() if len(row) > 1]
+    expected = token_log_probs(model, torch.cat(rows), lengths=[len(row) for row in rows])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    whole = token_log_probs(model, torch.cat(rows)[None], position_ids=positions[None])
+    assert same_bits(whole[0], expected)
+    width = len(rows[0]) + len(rows[2])
+    ids, mask = pad([torch.cat((rows[0], rows[2])), torch.cat((rows[1],))], width=width)
+    each = torch.cat((torch.arange(len(rows[0])), torch.arange(len(rows[2]))))
+    placed = token_log_probs(model, ids, mask, position_ids=torch.stack((each, torch.arange(width))))
+    first, second, third, _ = expected.split([len(row) for row in rows])
+    assert same_bits(placed[0], torch.cat((first, third))) and same_bits(placed[1, : len(second)], second)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
@@ -732,6 +750,8 @@ REFUSED_CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "lengths and mask": ("attention_mask", dict(input_ids=IDS.flatten(), lengths=[20], attention_mask=ONES)),
     "completion_mask": ("completion_mask", dict(input_ids=IDS, completion_mask=ONES[:1])),
     "negative temperature": ("temperature", dict(input_ids=IDS, temperature=-1.0)),
+    "lengths and positions": ("position_ids", dict(input_ids=IDS.flatten(), lengths=[20], position_ids=IDS.flatten())),
+    "positions from 1 on": ("position_ids", dict(input_ids=IDS, position_ids=torch.arange(1, 11)[None])),
 }
 
 
@@ -748,6 +768,7 @@ def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> N
         dict(position_ids=torch.arange(1, 11)[None]),
         dict(position_ids=torch.zeros(3, 10)),
         dict(attention_mask=torch.ones(2, 1, 10, 10)),
+        dict(cu_seq_lens_q=torch.tensor([0, 20])),
         dict(past_key_values=transformers.DynamicCache()),
         dict(inputs_embeds=torch.zeros(2, 10, 64)),
         dict(output_hidden_states=True),
@@ -756,8 +777,45 @@ def test_a_call_that_makes_no_sense_is_refused(tiny_llama: Path, name: str) -> N
     ids=lambda call: next(iter(call)),
 )
 def test_what_an_aligned_model_cannot_do_is_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
-    with pytest.raises(AlignmentError, match=f"^{next(iter(call))}: expected .*found"):
+    with pytest.raises(AlignmentError, match=f"expected .*{next(iter(call))}|^{next(iter(call))}: expected .*found"):
         load(tiny_llama, backend="cpu")(IDS, **call)
+
+
+def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
+    """DeepSpeed marks the parameters that it shares among ranks."""
+    model = load(tiny_llama, backend="cpu")
+    model.model.layers[1].mlp.up_proj.weight.ds_id = 7
+    with pytest.raises(
+        AlignmentError, match="layers.1.mlp.up_proj.weight: .* a part of ZeRO-3; shard with .*fully_shard"
+    ):
+        token_log_probs(model, IDS)
+
+
+def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) -> None:
+    """As accelerate does, which puts autocast around it; the other way round is served."""
+    model, twin = load(tiny_llama), load(tiny_llama, torch.bfloat16, "cpu")
+    plain = model.forward
+    model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    with pytest.raises(AlignmentError, match="call align before accelerator.prepare"):
+        align(model)
+    del model.forward
+    align(model, "cpu")
+    aligned = model.forward
+    model.forward = torch.autocast("cpu", torch.bfloat16)(lambda *args, **kwargs: aligned(*args, **kwargs))
+    assert same_bits(token_log_probs(model, IDS), token_log_probs(twin, IDS))
+    assert aligned_with(model) == aligned_with(twin)
+
+
+def test_a_wrapper_that_does_not_ask_the_model_is_found(tiny_llama: Path) -> None:
+    model = load(tiny_llama, backend="cpu")
+    model.forward = lambda *args, **kwargs: {"logits": torch.zeros(1)}
+    with pytest.raises(AlignmentError, match="expected a wrapper that passes `question` on .* found dict"):
+        token_log_probs(model, IDS)
+
+
+def test_an_aligned_model_takes_the_arguments_of_a_plain_one(tiny_llama: Path) -> None:
+    """Trainers ask for them to see which columns a model can use."""
+    assert inspect.signature(load(tiny_llama, backend="cpu").forward) == inspect.signature(load(tiny_llama).forward)
 
 
 def test_a_model_without_tokens_is_refused(tiny_llama: Path) -> None:
@@ -819,5 +877,5 @@ def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
         token_log_probs(model, IDS)
     with pytest.raises(AlignmentError, match="expected an aligned one"):
         unalign(model)
-    with pytest.raises(AlignmentError, match="without a wrapper"):
+    with pytest.raises(AlignmentError, match="found a DataParallel; use DistributedDataParallel"):
         token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)

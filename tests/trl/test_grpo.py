@@ -15,16 +15,23 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl_setup import CheckingPublisher, ServedEngine, grpo_settings, num_vowels
+from trl_setup import CheckingPublisher, ServedEngine, grpo_settings, num_vowels, serve
 
+from tiny import make_tiny_model
 from trueroll.engine.request import SampleOutput, WeightSpan
 from trueroll.errors import ConfigError, TruerollError
-from trueroll.kernels.training import align
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker
-from trueroll.rollout.integrations.trl import TruerollGeneration, WeightsError, rollout_func, trueroll_generation
+from trueroll.rollout.integrations.trl import (
+    AlignedGRPOTrainer,
+    TruerollGeneration,
+    WeightsError,
+    rollout_func,
+    trueroll_generation,
+)
 from trueroll.rollout.integrations.trl.common import check_samples
 
 CHATS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]})
@@ -102,19 +109,83 @@ def test_a_skipped_push_is_detected(trained: Trained) -> None:
     assert set(trained.publisher.differing[-1]) == names  # the last update changed every one of them
 
 
-def test_with_an_aligned_model_trl_finds_less_difference(
+def small_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs between the samples of random weights."""
+    return [-sum(ids) / 1000 for ids in completion_ids]
+
+
+def aligned_training(
+    served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
+) -> AlignedGRPOTrainer:
+    """After a training in which every step's weights were pushed."""
+    args = grpo_settings(output, use_vllm=True, vllm_mode="server", **changes)
+    with RolloutClient(served.address) as client, WeightPublisher() as publisher:
+        publisher.connect([served.address])
+        original = grpo_trainer.add_fused_lm_head
+        with trueroll_generation(client, publisher):
+            trainer = AlignedGRPOTrainer(str(model), small_ids, args, TEXTS, peft_config=peft_config)
+        assert grpo_trainer.add_fused_lm_head is original
+        trainer.train()
+    return trainer
+
+
+def reported(trainer: GRPOTrainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_with_an_aligned_trainer_trl_finds_no_difference(
     trained: Trained, smollm2: Path, smollm2_served: ServedEngine, tmp_path: Path
 ) -> None:
-    """What is left comes from the head, which TRL computes in its own way."""
-    args = grpo_settings(tmp_path, max_steps=1, use_vllm=True, vllm_mode="server")
+    args = grpo_settings(tmp_path, max_steps=2, use_vllm=True, vllm_mode="server")
     with RolloutClient(smollm2_served.address) as client, CheckingPublisher(smollm2_served) as publisher:
         with trueroll_generation(client, publisher):
-            trainer = GRPOTrainer(model=str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
-        align(trainer.model)
+            trainer = AlignedGRPOTrainer(str(smollm2), reward_funcs=num_vowels, args=args, train_dataset=CHATS)
         trainer.train()
+    assert publisher.differing == [[], []] and len(set(publisher.embeddings)) == 2  # the second step's are new ones
+    assert reported(trainer, DIFFERENCE) == reported(trainer, MEAN_DIFFERENCE) == [0.0, 0.0]
     unaligned, aligned = trained.history[0], trainer.state.log_history[0]
     assert all(aligned[name] == unaligned[name] for name in ("num_tokens", "reward", "reward_std"))  # the same samples
-    assert aligned[MEAN_DIFFERENCE] < unaligned[MEAN_DIFFERENCE]
+    assert unaligned[DIFFERENCE] > 0.0
+    for name in ("entropy", "grad_norm"):  # what TRL computes by itself is the same within rounding
+        assert aligned[name] == pytest.approx(unaligned[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_an_aligned_trainer_in_bfloat16_with_a_reference_model(
+    tiny_llama: Path, tmp_path: Path, is_adapted: bool
+) -> None:
+    """Under autocast, in parts of a batch, and with LoRA, whose reference model is the one without adapter."""
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if is_adapted else None
+    changes = dict(bf16=True, beta=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3)
+    with serve(tiny_llama, dtype="bfloat16") as served:
+        trainer = aligned_training(served, tiny_llama, tmp_path, peft_config=lora, learning_rate=1e-2, **changes)
+    kl = reported(trainer, "kl")
+    assert reported(trainer, DIFFERENCE) == [0.0] * 3
+    assert kl[0] == 0.0 and min(kl[1:]) > 0.0  # the reference model computes alike, and stays what it was
+
+
+def test_an_aligned_mixture_of_experts_without_a_loss_that_balances(tmp_path: Path) -> None:
+    folder = make_tiny_model("qwen3_moe", tmp_path / "model")
+    with serve(folder) as served:
+        with pytest.raises(ConfigError, match="router_aux_loss_coef: expected 0.0, found 0.001: an aligned model"):
+            aligned_training(served, folder, tmp_path, max_steps=1)
+        trainer = aligned_training(served, folder, tmp_path, max_steps=2, router_aux_loss_coef=0.0)
+    assert reported(trainer, DIFFERENCE) == [0.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(cast_lm_head_to_fp32=True), "cast_lm_head_to_fp32: expected False, found True: no worker"),
+        (dict(entropy_coef=0.1), "entropy_coef: expected 0.0, found 0.1: entropies have no gradient"),
+        (dict(top_p=0.9), "found 'processed' with top_p"),
+    ],
+)
+def test_what_an_aligned_trainer_cannot_do_is_refused(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        aligned_training(tiny_served, tiny_llama, tmp_path, max_steps=1, **changes)
 
 
 def test_a_rollout_function_trains_with_the_chat_template_and_the_pushed_weights(

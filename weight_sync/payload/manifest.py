@@ -8,10 +8,11 @@ torch.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, TypeAlias
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainSerializer, PlainValidator, ValidationError
 
 ROW_MULTIPLE = 16
 """Pieces of a matrix begin at multiples of so many rows, since native kernels store that many side by side."""
@@ -171,6 +172,60 @@ def _checksums(values: Any) -> dict[str, int]:
     return values
 
 
+_AS_IT_IS = PlainSerializer(lambda value: value)
+
+
+def _scales(values: Any) -> tuple[tuple[str, int, float], ...]:
+    """Stops at the first that is none, as `_checksums` does."""
+    for value in _rows(values, 3):
+        name, rank, scale = value
+        if type(rank) is not int or not 1 <= rank < 2**16 or type(scale) is not float or not math.isfinite(scale):
+            raise ValueError(f"expected a rank and a finite scale for {ascii(name[:80])}, found {value[1:]!a:.80}")
+    return tuple(map(tuple, values))
+
+
+def _base(values: Any) -> tuple[tuple[str, int], ...] | None:
+    return None if values is None else tuple(_checksums(dict(_rows(values, 2))).items())
+
+
+def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
+    """Of a name, which comes once, and other values."""
+    if not isinstance(values, list | tuple):
+        raise ValueError("expected an array")
+    names: set[str] = set()
+    for value in values:
+        if not isinstance(value, list | tuple) or len(value) != length or not isinstance(value[0], str):
+            raise ValueError(f"expected a name and {length - 1} more, found {value!a:.80}")
+        if value[0] in names:
+            raise ValueError(f"expected each name once, found {ascii(value[0][:80])} twice")
+        names.add(value[0])
+    return values
+
+
+class Adapters(_Part):
+    """What a push adds to weights W [N, K]: scale * (B [N, rank] times A [rank, K]), by `Backend.merge`.
+
+    `weights`: of each W its name, rank and scale; A and B come as tensors (`factor_names`). `base`: None for a push
+    that brings every parameter; else names and checksums: it brings those parameters alone that are not named here,
+    beside A and B, and the others are those that the worker had before adapters, whose bytes in the push's dtype have
+    these checksums.
+    """
+
+    weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]
+    base: Annotated[tuple[tuple[str, int], ...] | None, PlainValidator(_base), _AS_IT_IS] = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the weights do not come with it."""
+        return self.base is not None
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """What the tensors A and B of a weight's adapter are called."""
+    stem = name.removesuffix("weight")
+    return f"{stem}lora_A.weight", f"{stem}lora_B.weight"
+
+
 class FolderManifest(_Part):
     """The content of `MANIFEST_FILE`: which push a folder holds. `checksums`: of each tensor's bytes, by name."""
 
@@ -179,6 +234,7 @@ class FolderManifest(_Part):
     weight_version: Count
     dtype: str
     checksums: Annotated[dict[str, int], PlainValidator(_checksums)]
+    adapters: Adapters | None = None
 
 
 def checksum(data: Any) -> int:

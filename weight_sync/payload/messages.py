@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...engine.request import InFlight
-from .manifest import Bucket, Gpu, Kin, LentSource, PushId, Source
+from .manifest import Adapters, Bucket, Gpu, Kin, LentSource, PushId, Source
 
 MAX_ID_CHARS = 128
 
@@ -39,10 +39,12 @@ class BeginPush(Message):
     """Begins a push of weights, and ends one that was under way before.
 
     `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
-    whole. `allow_older`: also if the version is not later than the one that is served. `in_place`: write into the live
-    weights, for want of memory: nothing is generated from now until the commit, and `in_flight` says what becomes of
-    running requests; `drain` takes at most `drain_timeout` seconds. `lends`: put the weights where workers of the same
-    kin can map them, too. `timeout`: seconds that each other wait of this push may take.
+    whole. `adapters`: what is added to the weights that it brings or, for a push of adapters alone, to those that the
+    worker had before adapters. `allow_older`: also if the version is not later than the one that is served.
+    `in_place`: write into the live weights, for want of memory: nothing is generated from now until the commit, and
+    `in_flight` says what becomes of running requests; `drain` takes at most `drain_timeout` seconds. `lends`: put the
+    weights where workers of the same kin can map them, too. `timeout`: seconds that each other wait of this push may
+    take.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -50,6 +52,7 @@ class BeginPush(Message):
     push_id: PushId
     weight_version: Count
     base: PushId | None = None
+    adapters: Adapters | None = None
     allow_older: bool = False
     dtype: DtypeName
     source: Source

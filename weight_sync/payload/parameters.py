@@ -69,6 +69,14 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
     return f"tensor {name:.80}: unknown to the worker's model; check that trainer and worker have the same model"
 
 
+def describe_tie(name: str, other: str) -> str:
+    """What is wrong with a tensor that has other values than the one that the worker has tied it to."""
+    return (
+        f"tensor {name}: expected the values of {other}, which the worker has tied to it, found others; tie them in "
+        "the trainer too, or serve a model whose config.json does not tie them"
+    )
+
+
 def list_names(names: list[str]) -> str:
     """Up to ten of the names, and how many there are beside."""
     more = len(names) - _MOST_NAMES

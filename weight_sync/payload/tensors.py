@@ -50,15 +50,29 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
     """The `checksum` of bytes in host memory, and whether the numbers of `dtype` from byte `start` on have neither
     infinities nor NaN: in one pass over memory, at a small part of what `isfinite` costs.
     """
-    values, infinity = raw_bits(data[start:].view(dtype)), _INFINITY[dtype]
-    length, most = _CACHED_BYTES // dtype.itemsize, infinity + 2 ** (8 * dtype.itemsize - 1)
-    hashed, are_finite = xxhash.xxh3_64(data[:start].numpy().data), True
+    values, length = raw_bits(data[start:].view(dtype)), _CACHED_BYTES // dtype.itemsize
+    hashed, is_finite = xxhash.xxh3_64(data[:start].numpy().data), True
     for first in range(0, len(values), length):
         part = values[first : first + length]
         hashed.update(part.data)
-        # With a sign they are the greatest unsigned numbers, without one the greatest signed ones.
-        are_finite = are_finite and bool(part.max() < infinity and part.view(f"u{dtype.itemsize}").max() < most)
-    return hashed.intdigest(), are_finite
+        is_finite = is_finite and _are_finite(part, _INFINITY[dtype])
+    return hashed.intdigest(), is_finite
+
+
+def are_finite(tensor: torch.Tensor) -> bool:
+    """Whether it has neither infinities nor NaN. Waits for its device."""
+    if tensor.device.type != "cpu":
+        return bool(tensor.isfinite().all())
+    values, infinity = raw_bits(tensor.contiguous()), _INFINITY[tensor.dtype]
+    length = _CACHED_BYTES // tensor.itemsize
+    return all(_are_finite(values[first : first + length], infinity) for first in range(0, len(values), length))
+
+
+def _are_finite(bits: np.ndarray, infinity: int) -> bool:
+    """Of numbers with these bits, where those are of infinity."""
+    # With a sign they are the greatest unsigned numbers, without one the greatest signed ones.
+    most = infinity + 2 ** (8 * bits.itemsize - 1)
+    return bool(bits.max() < infinity and bits.view(f"u{bits.itemsize}").max() < most)
 
 
 def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:

@@ -13,8 +13,7 @@ import xxhash
 from trueroll.errors import PushError
 
 from ..payload.manifest import Shape
-from ..payload.messages import Weights
-from ..payload.parameters import check_complete, describe_unknown, spellings_of
+from ..payload.parameters import Parameters, check_complete, describe_tie, describe_unknown, spellings_of
 from ..payload.tensors import dtype_named, host_chunks, raw_bytes
 from .trainer_tensors import check_is_tensor, memory_of
 
@@ -26,7 +25,7 @@ class Checklist:
     Raise PushError for a tensor that is unknown, misshapen or missing.
     """
 
-    def __init__(self, wanted: Weights, mapping: Mapping[str, torch.Tensor] | None) -> None:
+    def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
         self._wanted = wanted
         self._spellings = spellings_of(wanted)
         self._seen: set[str] = set()
@@ -55,10 +54,7 @@ class Checklist:
         check_complete(self._seen, self._wanted)
         for name, other in self._ties.items():
             if name in self._checksums and self._checksums[name] != self._checksums[other]:
-                raise PushError(
-                    f"tensor {name}: expected the values of {other}, which the worker has tied to it, found others; "
-                    "tie them in the trainer too, or serve a model whose config.json does not tie them"
-                )
+                raise PushError(describe_tie(name, other))
 
     def _check(self, name: str, shape: Shape) -> None:
         wanted = self._wanted

@@ -8,8 +8,9 @@ workers' dtype.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -18,10 +19,11 @@ import torch
 
 from trueroll.errors import ConfigError, PushError
 
-from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, DiskSource, FolderManifest
+from ..payload.adapted import with_adapters
+from ..payload.manifest import MODEL_FILE, MOST_UNDER_WAY, Adapters, DiskSource, FolderManifest
 from ..payload.messages import Weights
 from ..payload.packing import slot_bytes
-from ..payload.parameters import spellings_of
+from ..payload.parameters import Parameters, spellings_of
 from ..payload.tensors import dtype_named, host_chunks, raw_bytes
 from ..transports.collective import GroupSlots
 from ..transports.cuda_ipc import CudaIpcSlots
@@ -29,6 +31,7 @@ from ..transports.disk import FolderWriter, remove_others
 from ..transports.ends import Slots
 from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
 from ..transports.shared import SharedSlots
+from .adapters import Checksums, TrainerAdapters
 from .base import Base
 from .checklist import Checklist
 from .outbox import Outbox
@@ -60,19 +63,36 @@ class WeightSender:
         self._base: Base | None = None
         self._committed: str | None = None
         """The push that the base is of."""
+        self._checksums = Checksums()
+        self._whole_folder: Path | None = None
+        """What holds the weights that adapters were written for last."""
 
     def send(
-        self, workers: Workers, replies: Sequence[Weights], tensors: TrainerTensors, version: int, allow_older: bool
+        self,
+        workers: Workers,
+        replies: Sequence[Weights],
+        tensors: TrainerTensors,
+        version: int,
+        allow_older: bool,
+        adapters: TrainerAdapters | None = None,
     ) -> PushResult:
-        """Make these workers, which want what they have replied, serve the tensors. Raise PushError."""
-        wanted = _common(workers, replies)
+        """Make these workers, which want what they have replied, serve the tensors, or those of `adapters`, which
+        `tensors` goes through. Raise PushError.
+        """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
-        borrowers = _borrowers(replies) if self._may_lend and gpu is None else {}
+        # Adapters are added by each worker to what it has, so that there is nothing whole to lend.
+        borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
-        checklist = Checklist(wanted, tensors.mapping)
+        common = _common(workers, replies)
+        if adapters is None:
+            load = _Load(common, None, tensors.mapping, tensors)
+        else:
+            told = adapters.describe(common, tensors, self._checksums)
+            load = _Load(with_adapters(common, told), told, adapters.sent, tensors)
         if self._transport == "disk":
-            return self._push_by_folder(transaction, wanted, checklist, tensors)
-        return self._push_by_slots(transaction, wanted, checklist, tensors, gpu)
+            return self._push_by_folder(transaction, load)
+        base = self._committed if adapters is None and common.push_id == self._committed else None
+        return self._push_by_slots(transaction, load, gpu, base)
 
     def send_folder(
         self,
@@ -91,12 +111,12 @@ class WeightSender:
             )
         version = manifest.weight_version
         transaction = Transaction(workers, self._settings, version, allow_older, manifest.push_id)
-        self._verify_folder(transaction, wanted, path)
+        self._verify_folder(transaction, wanted.dtype, manifest.adapters, path)
         return self._commit_folder(transaction, path)
 
     def close(self) -> None:
         """Free what is held."""
-        self._buffers, self._base, self._committed = [], None, None
+        self._buffers, self._base, self._committed, self._checksums = [], None, None, Checksums()
 
     @property
     def _may_lend(self) -> bool:
@@ -115,31 +135,25 @@ class WeightSender:
         return device if reaches_all(gpu_of(device), gpus) else None
 
     def _push_by_slots(
-        self,
-        transaction: Transaction,
-        wanted: Weights,
-        checklist: Checklist,
-        tensors: TrainerTensors,
-        gpu: torch.device | None,
+        self, transaction: Transaction, load: _Load, gpu: torch.device | None, base: str | None
     ) -> PushResult:
-        bucket_bytes = BUCKET_BYTES[self._transport] if gpu is None else GPU_BUCKET_BYTES
+        wanted, bucket_bytes = load.wanted, BUCKET_BYTES[self._transport] if gpu is None else GPU_BUCKET_BYTES
         largest = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, bucket_bytes)
-        base = self._committed if wanted.push_id == self._committed else None
         self._committed = None
         with closing(self._open_slots(largest, transaction, gpu)) as slots:
             with transaction.phase("begin"):
                 slots.open()
-                transaction.begin(wanted.dtype, slots.source, base).result()
+                transaction.begin(wanted.dtype, slots.source, base, load.adapters).result()
                 slots.opened()
             with transaction.phase("stage"):
                 outbox = Outbox(slots, transaction, dtype_named(wanted.dtype), bucket_bytes)
-                _take_all(tensors, checklist, self._putter(outbox, wanted, base))
+                load.put_all(outbox.put_rows if load.adapters else self._putter(outbox, wanted, base))
                 outbox.finish()
             transaction.verify()
             if gpu is None:
                 self._keep_buffers(slots)
         pause = transaction.commit()
-        self._committed = transaction.push_id if self._is_sparse else None
+        self._committed = transaction.push_id if self._is_sparse and load.adapters is None else None
         return _result(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
 
     def _open_slots(self, size: int, transaction: Transaction, gpu: torch.device | None) -> Slots:
@@ -156,7 +170,7 @@ class WeightSender:
         if self._transport == "collective":
             self._buffers = slots.slots
 
-    def _putter(self, outbox: Outbox, wanted: Weights, base: str | None) -> Put:
+    def _putter(self, outbox: Outbox, wanted: Parameters, base: str | None) -> Put:
         """How each tensor is sent: whole, or what changed of it."""
         if not self._is_sparse:
             return outbox.put_rows
@@ -177,28 +191,31 @@ class WeightSender:
 
         return put_whole if base is None else put_changes
 
-    def _push_by_folder(
-        self, transaction: Transaction, wanted: Weights, checklist: Checklist, tensors: TrainerTensors
-    ) -> PushResult:
+    def _push_by_folder(self, transaction: Transaction, load: _Load) -> PushResult:
         assert self._folder is not None
+        wanted, adapters = load.wanted, load.adapters
         with transaction.phase("stage"):
             shapes = spellings_of(wanted).all_shapes()
-            writer = FolderWriter(self._folder, transaction.push_id, transaction.version, wanted.dtype, shapes)
+            writer = FolderWriter(
+                self._folder, transaction.push_id, transaction.version, wanted.dtype, shapes, adapters
+            )
             with closing(writer):
-                _take_all(tensors, checklist, partial(_write, writer, dtype_named(wanted.dtype)))
+                load.put_all(partial(_write, writer, dtype_named(wanted.dtype)))
                 folder = writer.finish()
         try:
-            self._verify_folder(transaction, wanted, folder)
+            self._verify_folder(transaction, wanted.dtype, adapters, folder)
         except BaseException:
             shutil.rmtree(folder)
             raise
         result = self._commit_folder(transaction, folder)
-        remove_others(folder)
+        if adapters is None or not adapters.is_alone:
+            self._whole_folder = folder
+        remove_others(folder, self._whole_folder)
         return result
 
-    def _verify_folder(self, transaction: Transaction, wanted: Weights, folder: Path) -> None:
+    def _verify_folder(self, transaction: Transaction, dtype: str, adapters: Adapters | None, folder: Path) -> None:
         with transaction.phase("begin"):
-            transaction.begin(wanted.dtype, lambda _: DiskSource(folder=str(folder))).result()
+            transaction.begin(dtype, lambda _: DiskSource(folder=str(folder)), adapters=adapters).result()
         transaction.verify()
 
     def _commit_folder(self, transaction: Transaction, folder: Path) -> PushResult:
@@ -206,12 +223,26 @@ class WeightSender:
         return _result(transaction, (folder / MODEL_FILE).stat().st_size, pause, is_sparse=False)
 
 
-def _take_all(tensors: TrainerTensors, checklist: Checklist, put: Put) -> None:
-    for name, tensor in tensors:
-        if checklist.take(name, tensor):
-            put(name, tensor)
-        del tensor  # before the next one is made
-    checklist.finish()
+@dataclass
+class _Load:
+    """What a push brings: `tensors`, which `wanted` asks for, `mapping` if they are known in advance; and what is told
+    of adapters among them.
+    """
+
+    wanted: Parameters
+    adapters: Adapters | None
+    mapping: Mapping[str, torch.Tensor] | None
+    tensors: TrainerTensors
+
+    def __post_init__(self) -> None:
+        self._checklist = Checklist(self.wanted, self.mapping)
+
+    def put_all(self, put: Put) -> None:
+        for name, tensor in self.tensors:
+            if self._checklist.take(name, tensor):
+                put(name, tensor)
+            del tensor  # before the next one is made
+        self._checklist.finish()
 
 
 def _write(writer: FolderWriter, dtype: torch.dtype, name: str, tensor: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from trueroll.errors import PushError
 
@@ -27,7 +28,7 @@ class TrainerTensors:
     """
 
     def __init__(self, tensors: Tensors) -> None:
-        source: Any = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
+        source: Any = _bare(tensors).state_dict() if isinstance(tensors, torch.nn.Module) else tensors
         if not isinstance(source, Iterable) or isinstance(source, torch.Tensor):
             raise PushError(
                 "push: expected a module, a mapping of names to tensors, or an iterable of pairs, found "
@@ -62,8 +63,9 @@ class TrainerTensors:
     def _whole(self, tensor: Any) -> torch.Tensor:
         if not is_sharded(tensor):
             return tensor
-        self._gathered_on = tensor.device_mesh.device_type
-        return tensor.full_tensor()
+        self._gathered_on = device = tensor.device_mesh.device_type
+        # What is offloaded to the host is gathered where its process group gathers.
+        return (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()
 
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
         """Whether this process only takes part in gathers: it is not rank 0, and the tensors are sharded over ranks, or
@@ -117,6 +119,13 @@ class TrainerTensors:
         word = torch.empty(WORD_BYTES, dtype=torch.uint8, device=self._gathered_on)
         distributed.broadcast(word, src=0)
         return word.cpu().numpy().tobytes().rstrip(b"\0")
+
+
+def _bare(module: torch.nn.Module) -> torch.nn.Module:
+    """The module whose tensors have Hugging Face names."""
+    while isinstance(module, DistributedDataParallel):
+        module = module.module
+    return module
 
 
 def check_is_tensor(name: object, value: object) -> None:

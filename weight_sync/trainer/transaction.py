@@ -26,7 +26,7 @@ from trueroll.errors import (
 )
 
 from ...engine.request import InFlight
-from ..payload.manifest import Bucket, LentSource, Source
+from ..payload.manifest import Adapters, Bucket, LentSource, Source
 from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush, new_id
 from .workers import WorkerFailure, Workers
 
@@ -112,21 +112,28 @@ class Transaction:
             raise
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
-    def begin(self, dtype: str, source: Callable[[int], Source], base: str | None = None) -> Future[list[PushStatus]]:
-        """Announce the push to those that get buckets. `source`: of each of them, by its number. `base`: see
-        `BeginPush`.
+    def begin(
+        self,
+        dtype: str,
+        source: Callable[[int], Source],
+        base: str | None = None,
+        adapters: Adapters | None = None,
+    ) -> Future[list[PushStatus]]:
+        """Announce the push to those that get buckets. `source`: of each of them, by its number. `base`, `adapters`:
+        see `BeginPush`.
         """
         self._dtype, lenders = dtype, set(self._borrowers.values())
-        calls = [self._begin(dtype, source(i), base, at in lenders) for i, at in enumerate(self._receiving)]
+        calls = [self._begin(dtype, source(i), base, adapters, at in lenders) for i, at in enumerate(self._receiving)]
         return self._receivers.ask("begin", calls, self._settings.begin_timeout)
 
-    def _begin(self, dtype: str, source: Source, base: str | None, lends: bool) -> BeginPush:
+    def _begin(self, dtype: str, source: Source, base: str | None, adapters: Adapters | None, lends: bool) -> BeginPush:
         settings = self._settings
         return BeginPush(
             id=new_id(),
             push_id=self.push_id,
             weight_version=self.version,
             base=base,
+            adapters=adapters,
             allow_older=self.allow_older,
             dtype=dtype,
             source=source,
@@ -158,7 +165,7 @@ class Transaction:
                 raise PushError(
                     f"worker {self._workers.addresses[lender]}: expected it to lend its weights, found none"
                 )
-            calls.append(self._begin(self._dtype, source, None, lends=False))
+            calls.append(self._begin(self._dtype, source, None, None, lends=False))
         borrowers.ask("begin", calls, self._settings.begin_timeout).result()
         self._verify(borrowers, 0)
 

@@ -26,7 +26,17 @@ from pydantic import ValidationError
 
 from trueroll.errors import PushError
 
-from ..payload.manifest import MANIFEST_FILE, MODEL_FILE, Bucket, DiskSource, FolderManifest, Rows, Shape, first_fault
+from ..payload.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    Adapters,
+    Bucket,
+    DiskSource,
+    FolderManifest,
+    Rows,
+    Shape,
+    first_fault,
+)
 from ..payload.tensor_file import DTYPE_CODES, TensorEntry, TensorFile
 from ..payload.tensors import dtype_named
 from .policy import PushPolicy
@@ -45,10 +55,20 @@ class FolderWriter:
     Raise PushError if it cannot be written.
     """
 
-    def __init__(self, parent: Path, push_id: str, version: int, dtype: str, shapes: Mapping[str, Shape]) -> None:
+    def __init__(
+        self,
+        parent: Path,
+        push_id: str,
+        version: int,
+        dtype: str,
+        shapes: Mapping[str, Shape],
+        adapters: Adapters | None = None,
+    ) -> None:
         self._final = parent.absolute() / f"version-{version}-{push_id[:8]}"
         self._folder = self._final.with_name(f"{self._final.name}.tmp")
-        self._manifest = FolderManifest(push_id=push_id, weight_version=version, dtype=dtype, checksums={})
+        self._manifest = FolderManifest(
+            push_id=push_id, weight_version=version, dtype=dtype, checksums={}, adapters=adapters
+        )
         self._shapes = shapes
         self._extents: dict[str, tuple[int, int]] = {}
         self._hashes: dict[str, xxhash.xxh3_64] = {}
@@ -85,7 +105,7 @@ class FolderWriter:
             assert self._file is not None
             os.pwrite(self._file, self._header(self._extents, self._start), 0)
             with open(_create(self._folder / MANIFEST_FILE), "w", encoding="utf-8") as file:
-                file.write(manifest.model_dump_json())
+                file.write(manifest.model_dump_json(exclude_none=True))
             for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
                 _sync(path)
             self._folder.rename(self._final)
@@ -201,17 +221,19 @@ def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
 
 
 def _manifest_fields(text: bytes) -> dict[str, Any]:
-    fields, names = json.loads(text.decode()), FolderManifest.model_fields.keys()
-    if not isinstance(fields, dict) or fields.keys() != names:
-        raise ValueError(f"no JSON map of {', '.join(names)}")
+    fields, names = json.loads(text.decode()), FolderManifest.model_fields.keys() - {"adapters"}
+    if not isinstance(fields, dict) or fields.keys() - {"adapters"} != names:
+        raise ValueError(f"no JSON map of {', '.join(sorted(names))}")
     return fields
 
 
-def remove_others(kept: Path) -> None:
-    """Remove the other pushes beside the folder `kept`, and what was left of pushes that were never finished."""
+def remove_others(kept: Path, base: Path | None = None) -> None:
+    """Remove the other pushes beside the folder `kept`, but that with its `base`, and what was left of pushes that were
+    never finished.
+    """
     for folder in kept.parent.iterdir():
         name = _FOLDER_NAME.fullmatch(folder.name)
-        if name is None or folder == kept or folder.is_symlink():
+        if name is None or folder in (kept, base) or folder.is_symlink():
             continue
         if name[1] or (folder / MANIFEST_FILE).is_file():
             shutil.rmtree(folder, ignore_errors=True)

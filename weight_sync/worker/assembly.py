@@ -8,6 +8,7 @@ only if every parameter arrived exactly once, whole or in all its parts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +42,27 @@ class StagingArea(Protocol):
         """Flat int64 indices and the values that belong there. Copies both at once: their memory is used again."""
         ...
 
+    def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
+        """Expect the adapters of these weights: name of A, name of B, rank and scale of each. `alone`: without the
+        weights, which are those that the worker had before adapters.
+        """
+        ...
+
+    def to_merge(self) -> Sequence[str]:
+        """The parameters that `merge` is to be called for once all rows are there."""
+        ...
+
+    def merge(self, name: str) -> torch.Tensor | None:
+        """Puts a parameter together with its adapter, and returns it if it has one."""
+        ...
+
+
+class KeptBase(Protocol):
+    """What a worker's weights were before adapters. `checksums`: of its parameters, as far as they are known."""
+
+    @property
+    def checksums(self) -> dict[str, int]: ...
+
 
 class LendableArea(StagingArea, Protocol):
     """One that others can use as well, once all is there."""
@@ -56,16 +78,23 @@ class Destination(Parameters, Protocol):
     @property
     def kin(self) -> str | None: ...
 
+    @property
+    def base(self) -> KeptBase: ...
+
+    def served(self, name: str) -> torch.Tensor:
+        """A parameter as it is served, dense."""
+        ...
+
+    def before_adapters(self, name: str) -> torch.Tensor:
+        """A parameter as it was before adapters. The live weights must be whole."""
+        ...
+
     def new_staging(self, in_place: bool) -> StagingArea: ...
 
     def new_lendable(self) -> LendableArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
         """What another worker of this kin lends, all of it. Raise OSError if it is not there."""
-        ...
-
-    def dense(self, name: str) -> torch.Tensor:
-        """A parameter that is served, as a checkpoint has it."""
         ...
 
 
@@ -86,7 +115,7 @@ class _Tally:
 class Assembly:
     """Writes pieces into `staging`. `is_sparse`: lists of changed elements may come instead of rows."""
 
-    def __init__(self, weights: Destination, staging: StagingArea, is_sparse: bool, reject_nonfinite: bool) -> None:
+    def __init__(self, weights: Parameters, staging: StagingArea, is_sparse: bool, reject_nonfinite: bool) -> None:
         self._weights = weights
         self._spellings = spellings_of(weights)
         self._staging = staging

@@ -2,8 +2,9 @@
 
 Owns: the transport's reading end (group, mapped memory), and the staging until somebody else takes it. Does not own:
 the live weights, the commit, the socket. Promises: never blocks who calls it for longer than it takes to write one
-piece; publishes `Reached` for each call, or `Broken` and then nothing more; ends by itself when nothing was asked of it
-for `begin.timeout` seconds (while other workers drain, for so much longer), and when closed writes nothing more.
+piece, or to merge one weight with its adapter; publishes `Reached` for each call, or `Broken` and then nothing more;
+ends by itself when nothing was asked of it for `begin.timeout` seconds (while other workers drain, for so much longer),
+and when closed writes nothing more.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ import torch
 
 from trueroll.errors import DeadlineError, PushError, TruerollError
 
+from ..payload.adapted import with_adapters
 from ..payload.manifest import Bucket, CollectiveSource, CudaIpcSource, DiskSource, LentSource, SharedSource
 from ..payload.messages import BeginPush, PushPhase, StageBucket, VerifyPush
 from ..payload.parameters import spellings_of
@@ -32,6 +34,7 @@ from ..transports.gloo_reader import GlooReader
 from ..transports.gpu import stream_beside, wait_for_stream
 from ..transports.policy import PushPolicy
 from ..transports.shared import SharedReader
+from .adapting import begin_adapters, merge_adapters
 from .assembly import Assembly, Destination, LendableArea, StagingArea, content_of
 from .events import Broken, Progress, PushEvent, Reached
 
@@ -83,8 +86,8 @@ class Receiver(threading.Thread):
         self._calls.put(call)
 
     def close(self) -> None:
-        """End soon, and free what this holds. Waits while a piece is being written, and for nothing else; when it
-        returns nothing more is written. An event that is on its way may still come.
+        """End soon, and free what this holds. Waits while a piece is being written, or a weight merged, and for nothing
+        else; when it returns nothing more is written. An event that is on its way may still come.
         """
         self._is_closed = True
         with self._writing:
@@ -116,12 +119,15 @@ class Receiver(threading.Thread):
 
     def _receive(self) -> None:
         begin = self._begin
-        most = spellings_of(self._weights).most
+        wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
+        most = spellings_of(wanted).most
         reader = _open_source(begin, most, self._device, self._policy, lambda: self._is_closed)
         try:
             lendable = self._new_lendable() if begin.lends else None
             self.staging = lendable or self._weights.new_staging(begin.in_place)
-            assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
+            if begin.adapters is not None:
+                begin_adapters(begin.adapters, self._weights, self.staging, self._guarded)
+            assembly = Assembly(wanted, self.staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
             while not self._is_closed and (call := self._next_call()) is not None:
                 if self._is_verified:
@@ -225,6 +231,8 @@ class Receiver(threading.Thread):
             assembly.check(bucket)  # before memory is taken for it
             self._add(bucket, read(), assembly)
         assembly.finish()
+        if self._begin.adapters is not None and self.staging is not None:
+            merge_adapters(self.staging, self._begin.reject_nonfinite, self._guarded)
         self._is_verified = True
         self._advance("verified", 0)
 
@@ -233,12 +241,18 @@ class Receiver(threading.Thread):
         for piece in bucket.pieces:
             content = content_of(piece, data)
             assembly.inspect(piece, content)
-            with self._writing:
-                if self._is_closed:
-                    raise _Closed
+            with self._guarded():
                 assembly.add(piece, content)
-                wait_for_stream(self._device)
         self._advance("staged", bucket.num_bytes)
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whoever closes this waits until what is done inside is over, on the device too."""
+        with self._writing:
+            if self._is_closed:
+                raise _Closed
+            yield
+            wait_for_stream(self._device)
 
     def _advance(self, phase: PushPhase, num_bytes: int) -> None:
         self.progress = replace(self.progress, phase=phase, bytes_staged=self.progress.bytes_staged + num_bytes)

@@ -15,6 +15,6 @@ def save_weights(parent: Path, push_id: str, version: int, weights: Destination)
     dtype = dtype_named(weights.dtype)
     with closing(FolderWriter(parent, push_id, version, weights.dtype, weights.shapes)) as writer:
         for name in weights.shapes:
-            for _, chunk in host_chunks(weights.dense(name), dtype):
+            for _, chunk in host_chunks(weights.served(name), dtype):
                 writer.append(name, raw_bytes(chunk))
         return writer.finish()

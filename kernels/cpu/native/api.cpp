@@ -479,7 +479,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 12; }
+EXPORT long trueroll_interface() { return 13; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -504,6 +504,16 @@ EXPORT void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         unpack(Matrix<T>{as<T>(packed), n, k}, as<T>(rows));
+    });
+}
+
+// Alone on its thread, without the pool, like `pack`.
+EXPORT void trueroll_merge(
+    int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale, void* out
+) {
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).merge({as<const T>(weight), n, k, a, b, rank, scale, as<T>(out)});
     });
 }
 

@@ -243,6 +243,17 @@ struct HeadArgs {
     float* top_logprobs;
 };
 
+// `weight` and `out`: [rows, columns]; a [rank, columns] and b [rows, rank].
+template <class T>
+struct MergeArgs {
+    const T* weight;
+    long rows, columns;
+    const float *a, *b;
+    long rank;
+    float scale;
+    T* out;
+};
+
 template <class T>
 struct Ops {
     void (*linear)(const LinearArgs<T>&);
@@ -259,6 +270,7 @@ struct Ops {
     void (*delta_rule)(const DeltaRuleArgs<T>&);
     void (*route)(const RouteArgs<T>&);
     void (*experts)(const ExpertsArgs<T>&);
+    void (*merge)(const MergeArgs<T>&);
 };
 
 // Where the statistics of one row go; see `TokenStatistics` in kernels/contract.py.

@@ -15,9 +15,10 @@
 #include "experts.h"
 #include "layers.h"
 #include "head.h"
+#include "merge.h"
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
     linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head<T>, rmsnorm<T>, gate_mul<T>,
-    convolve<T>, delta_rule<T>, route<T>, experts<T>,
+    convolve<T>, delta_rule<T>, route<T>, experts<T>, merge<T>,
 };

@@ -1,18 +1,20 @@
 // Numbers: bfloat16, parts of vectors, exp and log. A part of kernels.h.
 
-// bfloat16 is the upper half of a float32, rounded to nearest even. The machine's own instructions, where used, take
-// denormal numbers for zero.
-#ifdef HAS_DOT_BF16
-inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
-inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
-inline void store(bf16* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
-#else
-inline U to_bf16(F x) {
+// bfloat16 is the upper half of a float32, rounded to nearest even.
+inline U exact_bf16(F x) {
     const U raw = bits(x);
     const U even = bit_and(shift_right<16>(raw), set1(1u));
     const U nearest = shift_right<16>(add(raw, add(even, set1(0x7FFFu))));
     return select_nan(x, set1(0x7FC0u), nearest);
 }
+
+// The machine's own instructions, where used, take denormal numbers for zero.
+#ifdef HAS_DOT_BF16
+inline __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x.v); }
+inline F from_bf16(__m256i x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16))}; }
+inline void store(bf16* p, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
+#else
+inline U to_bf16(F x) { return exact_bf16(x); }
 inline F from_bf16(U x) { return floats(shift_left<16>(x)); }
 inline void store(bf16* p, U x) { store_halves(p, x); }
 #endif

@@ -1,10 +1,13 @@
-"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, `AsyncGRPOTrainer` in one. Needs the extra `trl`."""
+"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, also aligned, `AsyncGRPOTrainer` in
+one. Needs the extra `trl`."""
 
+from .aligned import AlignedGRPOTrainer
 from .async_grpo import TruerollWeightTransfer, TruerollWorker
 from .common import WeightsError
 from .grpo import TruerollGeneration, rollout_func, trueroll_generation
 
 __all__ = [
+    "AlignedGRPOTrainer",
     "TruerollGeneration",
     "TruerollWeightTransfer",
     "TruerollWorker",

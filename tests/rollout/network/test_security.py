@@ -271,6 +271,7 @@ CONTROL_CALLS: dict[str, dict[str, Any]] = {
     "invalidate": {},
     "save_weights": dict(folder="/nowhere"),
     "weights": {},
+    "checksums": {},
     "begin_push": dict(
         push_id="0" * 32, weight_version=1, dtype="float32", source={"kind": "disk", "folder": "/nowhere"}
     ),

@@ -31,7 +31,7 @@ from trueroll.rollout import Group, RolloutClient, SamplingParams, WeightPublish
 from trueroll.rollout.protocol import PushProgress
 
 from .forwarder import Fault, Forwarder
-from .trainer_process import BUCKET_BYTES
+from .trainer_process import BUCKET_BYTES, large_adapter
 
 TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("begin", "stage", "verify", "commit")
@@ -106,13 +106,13 @@ class Trainer:
         outcome = self.hear()
         assert outcome.get("version") == version, outcome
 
-    def start(self, folder: Path, version: int, hold: str | None) -> None:
+    def start(self, folder: Path, version: int, hold: str | None, adapters: bool = False) -> None:
         self.is_pushing = True
-        self._tell(json.dumps({"push": str(folder), "version": version, "hold": hold}))
+        self._tell(json.dumps({"push": str(folder), "version": version, "hold": hold, "adapters": adapters}))
 
-    def push_until(self, phase: str, folder: Path, version: int) -> str | None:
+    def push_until(self, phase: str, folder: Path, version: int, adapters: bool = False) -> str | None:
         """Begin a push and stop in `phase`. Returns the name of its shared memory."""
-        self.start(folder, version, phase)
+        self.start(folder, version, phase, adapters)
         held = self.hear()
         assert held.get("held") == phase, held
         return held["memory"]
@@ -208,14 +208,15 @@ class Fleet:
         for index, name in enumerate(("lost", "new")):
             self.start(index, model=name)
         for index, name in enumerate(("lost", "new")):
-            self._measure(index, name)
+            self.measure(index, name)
         self.kill(1)
         self.start(1)
-        self._measure(1, "old")
+        self.measure(1, "old")
         self._spare = self._launch(f"ipc://{folder}/spare", "old")
         assert len({json.dumps(repr(bits)) for bits in (*self.expected.values(), *self.expected_long.values())}) == 6
 
-    def _measure(self, index: int, name: str) -> None:
+    def measure(self, index: int, name: str) -> None:
+        """Note what the worker generates, as that of the weights of this name."""
         client = self.client(index)
         self.expected[name] = bits_of(client.generate(PROMPTS, PARAMS, seed=5))
         self.expected_long[name] = bits_of(client.generate([LONG_PROMPT], SamplingParams(**LONG)))
@@ -463,6 +464,39 @@ def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
     trainer.push(fleet.models["new"], old + 2)
     fleet.check(1, "new", old + 2)
     fleet.version = old + 2
+
+
+@pytest.mark.parametrize("victim", ["trainer", "worker"])
+@pytest.mark.parametrize(("transport", "phase"), [("shared", phase) for phase in PHASES], scope="module")
+def test_a_kill_as_adapters_are_pushed(
+    fleet: Fleet, trainers: Trainers, transport: str, phase: str, victim: str, tmp_path: Path
+) -> None:
+    if "adapted" not in fleet.expected:
+        with WeightPublisher() as publisher:
+            publisher.connect(fleet.addresses)
+            fleet.version += 1
+            publisher.push(large_adapter(fleet.models["old"]), fleet.version, adapters=True)
+        fleet.measure(0, "adapted")
+        assert fleet.expected["adapted"] not in (fleet.expected["old"], fleet.expected["new"])
+        fleet.push("old")
+    trainer, old = trainers.current, fleet.version
+    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    trainer.push_until(phase, fleet.models["old"], old + 1, adapters=True)
+    check_phase(fleet, transport, phase, old + 1, tmp_path)
+    served = [("adapted", old + 1) if phase == "commit" else ("old", old), ("old", old)]
+    if victim == "trainer":
+        trainers.kill()
+        fleet.check(1, *served[1])
+    else:
+        fleet.kill(1)
+        fleet.start(1)
+        assert trainer.go_on().get("kind") == "PushError"
+    fleet.check(0, *served[0])
+    wait_until(lambda: fleet.progress(0) is None)
+    fleet.check_freed(0)
+    fleet.version += 1
+    fleet.push("new")
+    fleet.check(0, "new")
 
 
 @pytest.mark.parametrize(("transport", "victim"), [("shared", 1), ("collective", 0), ("disk", 1)])

@@ -835,10 +835,10 @@ class Gpus:
     def _watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         begin = Transaction.begin
 
-        def watched(transaction: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
+        def watched(transaction: Transaction, dtype: str, source: Any, *args: Any, **others: Any) -> Any:
             backend = getattr(source(0), "backend", None)
             self.sources.append(source(0).kind if backend is None else f"{source(0).kind} {backend}")
-            return begin(transaction, dtype, source, base)
+            return begin(transaction, dtype, source, *args, **others)
 
         monkeypatch.setattr(Transaction, "begin", watched)
 

@@ -2,7 +2,8 @@
 
 Reads commands from stdin and answers each on stdout, all in lines of JSON:
 `{"connect": ADDRESSES, "settings": ...}` makes a publisher, without `settings` the one that is there connects anew;
-`{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint. In the phase to hold it says
+`{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint, and with `"adapters": true` only a LoRA
+adapter of it, which is large. In the phase to hold it says
 `{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`, or `cut` to lose all its TCP connections first.
 """
 
@@ -33,6 +34,14 @@ BUCKET_BYTES = 2**15
 """Small ones, so that a push takes many."""
 BUCKET = 3
 """The bucket that a push is held at, announced to the workers and, by `collective`, not yet sent."""
+
+
+def large_adapter(folder: Path) -> Any:
+    """The same one in every process, of many buckets."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    from adapters import adapt
+
+    return adapt(folder, r=64, target_modules="all-linear")
 
 
 class Hold:
@@ -80,9 +89,9 @@ def install(hold: Hold) -> None:
     begin, stage, verify, lend = Transaction.begin, Transaction.stage, Transaction.verify, Transaction._lend
     ask, join, append = Workers._ask, GroupSlots.open, FolderWriter.append
 
-    def held_begin(self: Transaction, dtype: str, source: Any, base: str | None = None) -> Any:
+    def held_begin(self: Transaction, dtype: str, source: Any, *args: Any, **others: Any) -> Any:
         hold.memory = getattr(source(0), "name", None)
-        future = begin(self, dtype, source, base)
+        future = begin(self, dtype, source, *args, **others)
         hold.at("begin")
         return future
 
@@ -147,7 +156,9 @@ def main() -> None:
         assert publisher is not None
         hold.arm(command["hold"])
         try:
-            result = publisher.push(load_file(Path(command["push"]) / "model.safetensors"), command["version"])
+            folder, adapters = Path(command["push"]), command.get("adapters", False)
+            tensors = large_adapter(folder) if adapters else load_file(folder / "model.safetensors")
+            result = publisher.push(tensors, command["version"], adapters=adapters)
             say(version=result.version, num_bytes=result.num_bytes)
         except TruerollError as error:
             say(error=str(error), kind=type(error).__name__)

@@ -67,11 +67,24 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
 def test_help_names_every_command() -> None:
     result = trueroll("--help")
     assert result.returncode == 0
-    assert sorted(commands()) == ["bench", "demo", "fleet", "generate", "http", "plan", "serve", "top", "verify"]
+    assert sorted(commands()) == [
+        "audit",
+        "bench",
+        "demo",
+        "fleet",
+        "generate",
+        "http",
+        "plan",
+        "serve",
+        "top",
+        "verify",
+    ]
     assert all(name in result.stdout for name in commands())
 
 
-@pytest.mark.parametrize("name", ["bench", "demo", "fleet", "generate", "http", "plan", "serve", "top", "verify"])
+@pytest.mark.parametrize(
+    "name", ["audit", "bench", "demo", "fleet", "generate", "http", "plan", "serve", "top", "verify"]
+)
 def test_every_command_and_option_explains_itself(name: str) -> None:
     command = commands()[name]
     assert command.help

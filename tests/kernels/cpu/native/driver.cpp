@@ -22,6 +22,7 @@ const char* trueroll_available(long);
 int trueroll_choose(const char*);
 void trueroll_pack(int, const void*, void*, long, long);
 void trueroll_unpack(int, const void*, void*, long, long);
+void trueroll_merge(int, const void*, long, long, const float*, const float*, long, float, void*);
 void trueroll_embedding(long, int, const int64_t*, long, const void*, long, long, void*);
 void trueroll_linear(
     long, int, const void*, long, long, const void*, long, const void*, const void*, void*
@@ -149,6 +150,13 @@ struct Run {
         return weight;
     }
 
+    void merge(long n, long k, long rank) const {
+        Values a(0, rank * k), b(0, n * rank), weight = random(n * k, false), out = random(n * k);
+        const float *left = static_cast<float*>(b.data()), *right = static_cast<float*>(a.data());
+        trueroll_merge(bfloat16, weight.data(), n, k, right, left, rank, 0.5f, out.data());
+        digest->add(out);
+    }
+
     void products(long rows, long k, long n) const {
         Values x = random(rows * k), norm = random(k, false), bias = random(n, false), residual = random(rows * n);
         Values weight = packed(n, k), up = packed(n, k), out = random(rows * n), normed = random(rows * k);
@@ -156,6 +164,7 @@ struct Run {
             trueroll_rmsnorm(threads, bfloat16, x.data(), rows, k, norm.data(), 1e-5f, zero_centered, normed.data());
             digest->add(normed);
         }
+        merge(n, k, 3);
         for (void* b : {static_cast<void*>(nullptr), bias.data()})
             for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
                 trueroll_linear(

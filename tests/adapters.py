@@ -1,0 +1,34 @@
+"""Tiny models with LoRA adapters that move the result visibly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+HYBRID = [*ATTENTION, "in_proj_qkv", "in_proj_z", "out_proj"]
+
+
+def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
+    """The model in that folder with an adapter: LoRA of rank 4 for all matrices of attention, if `config` says no
+    other.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    fields = dict(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM") | config
+    adapted = get_peft_model(model, LoraConfig(**fields))
+    change(adapted, seed)
+    return adapted
+
+
+@torch.no_grad()
+def change(model: Any, seed: int) -> None:
+    """Other values for all that is trained, which for a seed are the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            values = torch.empty(parameter.shape).normal_(generator=generator)
+            parameter.copy_(values * 0.2 if ".lora_" in name else parameter + 0.05 * values)

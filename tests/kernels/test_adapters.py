@@ -1,0 +1,217 @@
+"""Aligned models with LoRA adapters: the bits of the merged model, gradients of A and B, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import ATTENTION, HYBRID, adapt, change
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tiny import make_tiny_model
+from trueroll.errors import AlignmentError
+from trueroll.kernels import reference
+from trueroll.kernels.adapters import read_tensors
+from trueroll.kernels.training import align, aligned_with, merged_weights, token_experts, token_log_probs, unalign
+
+from .inputs import same_bits
+
+IDS = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": dict(target_modules="all-linear", modules_to_save=["lm_head", "input_layernorm", "norm"]),
+    "qwen2": dict(target_modules=["q_proj", "down_proj"], use_rslora=True, modules_to_save=["embed_tokens"]),
+    "qwen3": dict(target_modules=ATTENTION, rank_pattern={"k_proj": 2}, alpha_pattern={"v_proj": 3}),
+    "qwen3_5": dict(target_modules=HYBRID),
+    "qwen3_moe": dict(target_modules=ATTENTION),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("adapted")
+    return {family: make_tiny_model(family, parent / family) for family in CONFIGS}
+
+
+def log_probs(model: Any, autocast: bool) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return token_log_probs(model, IDS)
+
+
+def plain(folder: Path, dtype: torch.dtype, weights: dict[str, Tensor] | None = None) -> Any:
+    """The model without PEFT, aligned, with these weights or its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    if weights is not None:
+        model.load_state_dict(weights)
+    align(model)
+    return model
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_adapted_model_computes_with_the_merged_weights(
+    folders: dict[str, Path], family: str, autocast: bool
+) -> None:
+    dtype = torch.bfloat16 if autocast else torch.float32
+    model = adapt(folders[family], **CONFIGS[family])
+    align(model)
+    found = log_probs(model, autocast)
+    assert same_bits(log_probs(plain(folders[family], dtype, dict(merged_weights(model, dtype))), False), found)
+    with model.disable_adapter():
+        base = log_probs(model, autocast)
+    assert same_bits(log_probs(plain(folders[family], dtype), False), base)
+    assert (base - found).abs().max() > 0.1
+
+
+def test_merged_weights_are_what_peft_merges_within_rounding(folders: dict[str, Path]) -> None:
+    model = adapt(folders["llama"], **CONFIGS["llama"])
+    found = dict(merged_weights(model, torch.float32))
+    merged = copy.deepcopy(model).double().merge_and_unload().state_dict()
+    assert found.keys() == merged.keys()
+    assert all((found[name] - merged[name]).abs().max() < 1e-6 for name in found)
+
+
+def test_a_bfloat16_model_and_layers_that_are_checkpointed(folders: dict[str, Path]) -> None:
+    """PEFT keeps A and B in float32 beside a bfloat16 model: they are rounded like any weight."""
+    wide, narrow = (adapt(folders["llama"], dtype, **CONFIGS["qwen3"]) for dtype in (torch.float32, torch.bfloat16))
+    a = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert narrow.get_parameter(a).dtype == torch.float32
+    found = []
+    for model, autocast in ((wide, True), (narrow, False)):
+        align(model)
+        model.get_base_model().activation_checkpointing_enable()
+        model.enable_input_require_grads()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(token_log_probs(model, IDS))
+            assert aligned_with(model).dtype == "bfloat16"
+        found[-1].sum().backward()
+        assert model.get_parameter(a).grad.any()
+    assert same_bits(*(each.detach() for each in found))
+
+
+def test_one_of_several_adapters_is_active(folders: dict[str, Path]) -> None:
+    model = adapt(folders["qwen3"])
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    align(model)
+    first = log_probs(model, True)
+    model.set_adapter("other")
+    change(model, seed=1)
+    other = log_probs(model, True)
+    assert not same_bits(first, other)
+    model.delete_adapter("default")
+    assert same_bits(log_probs(model, True), other)
+
+
+def test_experts_are_those_of_the_merged_model(folders: dict[str, Path]) -> None:
+    model = adapt(folders["qwen3_moe"])
+    align(model)
+    found = token_experts(model, IDS)
+    merged = plain(folders["qwen3_moe"], torch.float32, dict(merged_weights(model, torch.float32)))
+    assert torch.equal(found, token_experts(merged, IDS))
+    assert not torch.equal(found, token_experts(plain(folders["qwen3_moe"], torch.float32), IDS)), "premise"
+
+
+def test_gradients_are_those_of_peft(folders: dict[str, Path]) -> None:
+    """Of the unaligned model of PEFT in float64, whose numbers are the same."""
+    model = adapt(folders["llama"], **CONFIGS["llama"])
+    exact = copy.deepcopy(model).double()
+    plain_log_probs(exact).sum().backward()
+    align(model)
+    token_log_probs(model, IDS).sum().backward()
+    expected = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert max(error(found[name], expected[name]) for name in found) < 1e-4
+
+
+def test_gradients_of_bfloat16_pass_through_the_rounding(folders: dict[str, Path]) -> None:
+    """Of the merged weights as they are rounded, in float64; and as near to those as an unaligned model's."""
+    model = adapt(folders["llama"], torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    weights = dict(merged_weights(model, torch.bfloat16))
+    align(model)
+    token_log_probs(model, IDS).sum().backward()
+    merged = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16)
+    merged.load_state_dict(weights)
+    exact = copy.deepcopy(merged).double()
+    for each in (merged, exact):
+        plain_log_probs(each).sum().backward()
+    for name, (a, b, scale) in read_tensors(model).adapters.items():
+        of_weight, of_unaligned = (each.get_parameter(name).grad.double() for each in (exact, merged))
+        for grad, chain in ((a.grad, lambda g, b=b: b.double().T @ g), (b.grad, lambda g, a=a: g @ a.double().T)):
+            expected, unaligned = chain(of_weight) * scale, chain(of_unaligned) * scale
+            # Rounding errors are random: two equally accurate backward passes often differ by half.
+            assert error(grad, expected) < 2 * error(unaligned, expected) + 0.01, name
+
+
+def plain_log_probs(model: Any) -> Tensor:
+    return model(IDS).logits.log_softmax(-1)[:, :-1].gather(2, IDS[:, 1:, None])
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def test_frozen_weights_get_no_gradient_and_unalign_undoes_all(folders: dict[str, Path]) -> None:
+    model = adapt(folders["llama"], **CONFIGS["llama"])
+    before = model(IDS).logits
+    align(model)
+    with pytest.raises(AlignmentError, match="found an aligned one"):
+        align(model)
+    token_log_probs(model, IDS).sum().backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    unalign(model)
+    assert torch.equal(model(IDS).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(lora_dropout=0.1), "lora_dropout: expected none of an adapter, found 0.1"),
+        (dict(bias="all"), "bias: expected none of an adapter, found 'all'"),
+        (dict(use_dora=True), "use_dora: expected none of an adapter, found True"),
+        (dict(target_modules=["embed_tokens"]), "expected LoRA of a linear layer, .* found peft.*Embedding"),
+        (dict(target_parameters=["mlp.gate_proj.weight"], target_modules=[]), "target_parameters: expected none"),
+        (dict(trainable_token_indices=[1]), "trainable_token_indices: expected none"),
+    ],
+    ids=["dropout", "bias", "dora", "embedding", "parameters", "tokens"],
+)
+def test_adapters_that_are_not_plain_are_refused(folders: dict[str, Path], config: Any, message: str) -> None:
+    with pytest.raises(AlignmentError, match=message):
+        align(adapt(folders["llama"], **config))
+
+
+def test_a_head_of_its_own_is_refused_where_it_is_tied(folders: dict[str, Path]) -> None:
+    for config in (dict(modules_to_save=["lm_head"]), dict(target_modules=["lm_head"])):
+        with pytest.raises(AlignmentError, match="lm_head: expected the embedding's own weights"):
+            align(adapt(folders["qwen3"], **config))
+
+
+def test_what_changes_after_align_is_refused_too(folders: dict[str, Path]) -> None:
+    model = adapt(folders["qwen2"])
+    align(model)
+    model.merge_adapter()
+    with pytest.raises(AlignmentError, match="expected one that is not merged"):
+        token_log_probs(model, IDS)
+    model.unmerge_adapter()
+    model.add_adapter("other", LoraConfig(r=2, target_modules=ATTENTION, task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(AlignmentError, match="expected one that is active, found default, other"):
+        token_log_probs(model, IDS)
+    with pytest.raises(AlignmentError, match="found LlamaForCausalLM; its weights are as they are"):
+        merged_weights(AutoModelForCausalLM.from_pretrained(folders["llama"]), torch.float32)
+
+
+def test_the_merge_is_seen(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge that rounds otherwise shows in the log-probs."""
+    model = adapt(folders["llama"])
+    align(model, "reference")
+    found, merge = log_probs(model, True), reference.merge
+    monkeypatch.setattr(reference, "merge", lambda w, a, b, scale: merge(w, a, b * 1.01, scale))
+    assert not same_bits(log_probs(model, True), found)

@@ -1,0 +1,82 @@
+"""Weights with an adapter in them: the same bits by every backend, and gradients as if the product were exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.kernels import reference
+from trueroll.kernels.autograd import GradientOps
+
+from .backends import Served
+from .inputs import randn, same_bits
+
+SCALE = 1.7  # is rounded to float32
+
+# Rows, columns and rank: more than a tile of the reference, whole vectors, tails, a single element.
+SIZES = [(300, 257, 5), (16, 64, 16), (7, 33, 1), (1, 1, 3)]
+
+
+def matrices(rows: int, columns: int, rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    weight, a, b = randn(rows, columns, dtype=dtype), randn(rank, columns, dtype=dtype), randn(rows, rank, dtype=dtype)
+    return weight, a, b
+
+
+def exact(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return weight.double() + torch.tensor(SCALE).double() * (b.double() @ a.double())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_backend_gives_the_same_bits(served: Served, size: tuple[int, int, int]) -> None:
+    given = matrices(*size, served.dtype)
+    found = served.ops.merge(*given, SCALE)
+    assert found.dtype == served.dtype and same_bits(found, reference.merge(*given, SCALE))
+    assert not same_bits(found, given[0])
+    rounding = torch.finfo(served.dtype).eps * exact(*given).abs().max()
+    assert (found.double() - exact(*given)).abs().max() <= rounding
+
+
+def test_rows_do_not_depend_on_the_others_and_layouts_change_nothing(served: Served) -> None:
+    weight, a, b = matrices(37, 50, 3, served.dtype)
+    found = served.ops.merge(weight, a, b, SCALE)
+    assert same_bits(served.ops.merge(weight[5:9], a, b[5:9], SCALE), found[5:9])
+    turned = (tensor.T.contiguous().T for tensor in (weight, a, b))
+    assert same_bits(served.ops.merge(*turned, SCALE), found)
+
+
+def test_the_smallest_numbers_and_no_numbers(served: Served) -> None:
+    """A machine's own conversion to bfloat16 would take denormal numbers for zero."""
+    weight, a, b = matrices(20, 40, 2, served.dtype)
+    smallest = torch.finfo(served.dtype).smallest_normal
+    weight[0], b[0] = smallest / 4, 0.0
+    weight[1], b[1] = float("inf"), 1.0
+    weight[2, 3] = float("nan")
+    found = served.ops.merge(weight, a, b, SCALE)
+    assert (found[0] == smallest / 4).all() and (found[0] != 0).all() and found[1].isinf().all()
+    assert found[2, 3].isnan()
+    expected = reference.merge(weight, a, b, SCALE)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert same_bits(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+def test_another_order_of_additions_would_show() -> None:
+    weight, a, b = matrices(64, 64, 16, torch.float32)
+    assert not same_bits(reference.merge(weight, a, b, SCALE), reference.merge(weight, a.flip(0), b.flip(1), SCALE))
+
+
+def test_gradients_reach_what_needs_them(served: Served) -> None:
+    weight, a, b = matrices(37, 50, 3, served.dtype)
+    grad = randn(37, 50, dtype=served.dtype)
+    # Two roundings to the dtype, and one to float32 for each of up to 50 terms.
+    rounding = 2 * torch.finfo(served.dtype).eps + 50 * torch.finfo(torch.float32).eps
+    wide = [tensor.double().requires_grad_() for tensor in (weight, a, b)]
+    exact(*wide).backward(grad.double())
+    for needed in ((False, True, True), (True, False, True)):
+        given = [tensor.clone().requires_grad_(needs) for tensor, needs in zip((weight, a, b), needed, strict=True)]
+        GradientOps(served.ops).merge(*given, SCALE).backward(grad)
+        for found, expected, needs in zip(given, wide, needed, strict=True):
+            assert (found.grad is not None) == needs
+            if found.grad is not None and expected.grad is not None:
+                error = (found.grad.double() - expected.grad).abs().max()
+                assert error <= rounding * expected.grad.abs().max()

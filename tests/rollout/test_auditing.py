@@ -1,0 +1,171 @@
+"""`audit` finds what is planted between a trainer and a worker, names it, and says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import adapt
+from kernels.backends import Implementation
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tiny import make_tiny_model
+from trueroll.errors import ConfigError
+from trueroll.kernels.cpu.library import load_library
+from trueroll.kernels.training import align, unalign
+from trueroll.rollout import Audit, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, audit, launch_worker
+from trueroll.rollout.tools import cli
+
+PROMPTS = [[*range(3, 20)], [7, 8]]
+PARAMS = SamplingParams(n=3, max_tokens=12, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model("llama", tmp_path_factory.mktemp("audited") / "model", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path, forked_workers: None) -> Iterator[WorkerProcess]:
+    with launch_worker(str(folder), num_blocks=64, num_threads=1) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
+    with RolloutClient(worker.address) as client:
+        yield client
+
+
+@pytest.fixture
+def model(folder: Path) -> Any:
+    """What a trainer has: float32 weights, aligned."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    align(model)
+    return model
+
+
+def run(model: Any, client: RolloutClient, **options: Any) -> Audit:
+    with torch.autocast("cpu", torch.bfloat16):
+        return audit(model, client, PROMPTS, options.pop("params", PARAMS), **options)
+
+
+def the_cause(found: Audit, name: str) -> str:
+    """Its text, if that is all that was found, and log-probs differ."""
+    assert [cause.name for cause in found.causes] == [name], str(found)
+    assert 0 < found.num_different <= found.num_tokens == 72 and found.largest > 0 and found.place is not None
+    assert f"- {name}: {found.causes[0].text}" in str(found)
+    return found.causes[0].text
+
+
+def test_nothing_is_found_where_nothing_is(model: Any, client: RolloutClient) -> None:
+    for each in (model, checkpoint_wrapper(model)):
+        found = run(each, client)
+        assert (found.num_different, found.largest, found.place, found.causes, found.tensors) == (0, 0, None, (), ())
+        assert str(found) == "All 72 log-probs have the same bits on both sides."
+
+
+def test_a_model_that_is_not_aligned(model: Any, client: RolloutClient) -> None:
+    unalign(model)
+    assert "call align(model)" in the_cause(run(model, client), "alignment")
+
+
+def test_a_forward_pass_without_autocast(model: Any, client: RolloutClient) -> None:
+    text = the_cause(audit(model, client, PROMPTS, PARAMS), "dtype")
+    assert "the worker computes in bfloat16, the trainer in float32" in text and "torch.autocast" in text
+
+
+def test_another_backend(model: Any, client: RolloutClient) -> None:
+    unalign(model)
+    align(model, "reference")
+    text = the_cause(run(model, client), "backend")
+    assert 'the worker computes by cpu, the trainer by reference; call align(model, "cpu")' in text
+
+
+def test_another_instruction_set(model: Any, client: RolloutClient) -> None:
+    best = load_library().instruction_set()
+    assert best != "portable", "premise: the worker takes a better one"
+    with Implementation("cpu", "portable").chosen():
+        text = the_cause(run(model, client), "instruction set")
+    assert f"the worker computes with {best}, the trainer with portable; set TRUEROLL_CPU_ISA" in text
+
+
+def test_another_tensor(model: Any, client: RolloutClient) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        model.get_parameter(name).mul_(1.01)
+    found = run(model, client)
+    assert found.tensors == (name,)
+    assert f"its own checkpoint, for nothing was pushed, which has other values in {name};" in the_cause(
+        found, "weights"
+    )
+
+
+def test_another_temperature_and_another_distribution(model: Any, client: RolloutClient) -> None:
+    cold = PARAMS.model_copy(update=dict(temperature=0.5))
+    text = the_cause(run(model, client, params=cold, temperature=1.0), "distribution")
+    assert "of temperature 0.5 (logprobs='processed'), the trainer divides logits by 1; use params" in text
+    filtered = PARAMS.model_copy(update=dict(top_k=5))
+    assert "sample with logprobs='temperature'" in the_cause(run(model, client, params=filtered), "distribution")
+
+
+def test_the_command_tells_whether_a_checkpoint_is_what_is_served(
+    folder: Path, worker: WorkerProcess, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(cli.app, ["audit", str(folder), worker.address])
+    assert (result.exit_code, result.stdout) == (0, "All 384 log-probs have the same bits on both sides.\n")
+    other = make_tiny_model("llama", tmp_path / "other", dtype="bfloat16", rms_norm_eps=0.1)
+    result = CliRunner().invoke(cli.app, ["audit", str(other), worker.address])
+    assert result.exit_code == 1 and "- unknown: nothing that was compared explains it" in result.stdout
+
+
+def test_a_wrapper_that_is_not_served(model: Any, client: RolloutClient) -> None:
+    """Weights are compared all the same."""
+    text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
+    assert text.startswith("a DataParallel is around the aligned model") and "compute them by token_log_probs" in text
+
+
+def test_what_cannot_be_compared_is_refused(model: Any, client: RolloutClient, tmp_path: Path) -> None:
+    small = make_tiny_model("llama", tmp_path / "small", vocab_size=64)
+    with pytest.raises(ConfigError, match="expected a vocabulary of 512 tokens, like the worker's, found 64; it is"):
+        run(AutoModelForCausalLM.from_pretrained(small), client)
+    with pytest.raises(ConfigError, match="prompts: expected some, found none"):
+        audit(model, client, [])
+    with pytest.raises(ConfigError, match=r"log_probs: expected \[6, 29\] like input_ids, found \[6, 28\]"):
+        run(model, client, log_probs=lambda ids, mask: torch.zeros(len(ids), ids.shape[1] - 1))
+
+
+def test_what_the_trainers_own_code_does(model: Any, client: RolloutClient) -> None:
+    def shifted(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.full(ids.shape, -1.0)
+
+    assert "nothing that was compared explains it" in the_cause(run(model, client, log_probs=shifted), "unknown")
+
+
+def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
+    """An older version, by its number and by its tensors; and an adapter that was not pushed."""
+    model = adapt(folder, target_modules=["q_proj"])
+    align(model)
+    with (
+        launch_worker(str(folder), num_blocks=64, num_threads=1) as worker,
+        RolloutClient(worker.address) as client,
+        WeightPublisher() as publisher,
+    ):
+        publisher.connect([worker.address])
+        names = tuple(f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1))
+        found = run(model, client)
+        assert found.tensors == names and "weights" in str(found)
+        publisher.push(model, 1, adapters=True)
+        found = run(model, client, version=1)
+        assert found.num_different == 0 and not found.causes, str(found)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * parameter.requires_grad)
+        found = run(model, client, version=2)
+        assert [cause.name for cause in found.causes] == ["version", "weights"] and found.tensors == names
+        assert "the worker serves version 1, the trainer has pushed 2; push again" in str(found)

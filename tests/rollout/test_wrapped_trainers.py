@@ -1,0 +1,158 @@
+"""Trainers of two ranks, sharded, replicated and otherwise wrapped: their log-probs are the bits of a worker, also
+after what was trained was pushed; gradients are those of a single process. `trainer_rank.py` is what a rank does.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED
+from trueroll.kernels.training import align, token_log_probs
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
+
+from .trainer_rank import PROMPTS, REFUSED, STEPS, WRAPPERS, Found
+
+SECONDS = 900
+pytestmark = pytest.mark.timeout(SECONDS + 100)  # of which 70 are needed, on two cores that are free
+BATCHES = {"micro-batches of 6", "micro-batches of 1", "micro-batches of 2", "positioned", "padded"}
+OTHERS = [name for name in (*FAMILIES, *WINDOWED, *HYBRID, *MIXTURES) if name != "llama"]
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_llama: Path, forked_workers: None) -> Iterator[WorkerProcess]:
+    with launch_worker(str(tiny_llama), dtype="bfloat16", num_blocks=256, num_threads=1) as worker:
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def told(
+    request: pytest.FixtureRequest, worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    folders = {family: request.getfixturevalue(f"tiny_{family}") for family in FAMILIES}
+    for kind in ("windowed", "hybrid", "mixture"):
+        folders |= request.getfixturevalue(f"{kind}_models")
+    out = tmp_path_factory.mktemp("ranks")
+    named = {family: str(folder) for family, folder in folders.items()}
+    settings = json.dumps(dict(folders=named, address=worker.address, out=str(out)))
+    command = [sys.executable, "-P", str(Path(__file__).with_name("trainer_rank.py"))]
+    port = str(free_port())
+    ranks = [subprocess.Popen([*command, str(rank), port, settings]) for rank in (0, 1)]
+    try:
+        assert [rank.wait(SECONDS) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def found(told: list[dict[str, Any]], case: str) -> list[Found]:
+    assert not any(isinstance(each[case], str) for each in told), "\n".join(str(each[case]) for each in told)
+    return [Found(**each[case]) for each in told]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_trainer_computes_the_bits_of_a_bare_one(told: list[dict[str, Any]], name: str) -> None:
+    for rank in found(told, name):
+        assert rank.count > 100 and rank.differences == dict.fromkeys(BATCHES, 0)
+        assert rank.errors and all(here < bound < 0.25 for here, bound in rank.errors.values())
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_a_sharded_model_of_any_family(told: list[dict[str, Any]], family: str) -> None:
+    for rank in found(told, family):
+        assert rank.count > 100 and rank.differences == {"log_probs": 0, "statistics": 0}
+        assert rank.errors and all(here < bound for here, bound in rank.errors.values())
+
+
+@pytest.mark.parametrize("what", ["pushed", "adapters pushed"])
+@pytest.mark.parametrize("name", ["fsdp", "fsdp offloaded", "ddp autocast"])
+def test_what_was_trained_was_pushed(told: list[dict[str, Any]], name: str, what: str) -> None:
+    for rank in found(told, f"{name}, {what}"):
+        assert rank.count > 100 and rank.differences == {f"step {step}": 0 for step in range(STEPS + 1)}
+
+
+WORDS = {
+    "sharded inside": "layers.1.mlp.gate_proj.weight: expected a whole tensor .* not on modules inside a layer",
+    "fsdp1": "found a FullyShardedDataParallel; shard with torch.distributed.fsdp.fully_shard",
+    "tensor parallel": "layers.0.mlp.up_proj.weight: expected a whole tensor .* leave tensor parallelism out",
+    "wide head": "lm_head.weight: expected torch.bfloat16 like the hidden states, found torch.float32",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_named(told: list[dict[str, Any]], name: str) -> None:
+    for rank in told:
+        with pytest.raises(AssertionError, match=WORDS[name]):
+            raise AssertionError(rank[f"{name}, refused"])
+
+
+class Rounding(torch.optim.Optimizer):
+    """Of bfloat16 parameters, with steps that are smaller than their last bits: rounded at random (`stochastic`), or
+    with what was lost kept for the next step (Kahan).
+    """
+
+    def __init__(self, parameters: Any, stochastic: bool) -> None:
+        super().__init__(parameters, dict(stochastic=stochastic))
+        self.generator = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert parameter.dtype == torch.bfloat16
+                change = -2e-4 * parameter.grad.float().sign()
+                if group["stochastic"]:
+                    parameter.copy_(self.rounded(parameter.float() + change))
+                    continue
+                lost = self.state[parameter].setdefault("lost", torch.zeros_like(parameter, dtype=torch.float32))
+                wanted = parameter.float() + change + lost
+                parameter.copy_(wanted)
+                lost.copy_(wanted - parameter.float())
+
+    def rounded(self, wide: Tensor) -> Tensor:
+        noise = torch.randint(0, 2**16, wide.shape, dtype=torch.int32, generator=self.generator)
+        return ((wide.view(torch.int32) + noise) & -(2**16)).view(torch.float32)
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_bfloat16_parameters_are_pushed_as_they_are_trained(
+    tiny_llama: Path, worker: WorkerProcess, stochastic: bool
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
+    align(model)
+    optimizer, before = Rounding(model.parameters(), stochastic), model.lm_head.weight.detach().clone()
+    with RolloutClient(worker.address) as client, WeightPublisher() as publisher:
+        publisher.connect([worker.address])
+        for step in range(4):
+            publisher.push(model, step, allow_older=True)
+            for prompt, group in zip(PROMPTS, client.generate(PROMPTS, SamplingParams(n=2), seed=step), strict=True):
+                for sample in group.samples:
+                    log_probs = token_log_probs(model, torch.tensor([[*prompt, *sample.token_ids]]))
+                    assert sample.logprobs is not None
+                    expected = sample.logprobs.view(np.int32)
+                    assert np.array_equal(log_probs[0, len(prompt) :].detach().numpy().view(np.int32), expected)
+                    log_probs.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    changed = (model.lm_head.weight != before).float().mean()
+    assert 0.01 < changed < 0.9, "premise: some steps reach the parameters, and some do not yet"

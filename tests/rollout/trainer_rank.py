@@ -1,0 +1,385 @@
+"""One of the two ranks of a trainer that `test_wrapped_trainers.py` starts: `trainer_rank.py RANK PORT SETTINGS`.
+
+Goes through all cases, which both ranks do alike, and writes what it found into a file: for each case the arguments of
+`Found`, or of what was refused the error's message.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from trueroll.errors import AlignmentError
+from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics, unalign
+from trueroll.kernels.wrappers import unwrapped
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
+
+LENS = (40, 33, 5, 17, 1, 21)
+POLICY: dict[str, Any] = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
+STEPS = 2
+
+
+@dataclass
+class Found:
+    """`differences`: how many log-probs have other bits, by what was varied, of `count`. `errors`: of the gradients of
+    each parameter, and what they must be below.
+    """
+
+    count: int
+    differences: dict[str, int]
+    errors: dict[str, tuple[float, float]]
+
+
+def load(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = load(folder, dtype).train()
+    align(model)
+    return model
+
+
+# Each makes of an aligned model what a trainer trains.
+
+
+def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
+    settings = dict(mp_policy=MixedPrecisionPolicy(**POLICY)) | settings
+    for layer in [] if whole else unwrapped(model).model.layers:
+        fully_shard(layer, **settings)
+    return fully_shard(model, **settings)
+
+
+def offloaded(model: Any) -> Any:
+    return sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def sharded_masters(model: Any) -> Any:
+    return sharded(model, mp_policy=MixedPrecisionPolicy())
+
+
+def sharded_by_accelerate(model: Any) -> Any:
+    """As it does on GPUs alone: the embedding apart, norm and head together, and all outputs rounded."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    wrap: dict[str, Any] = dict(auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
+    plugin: Any = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16, "premise: outputs are rounded"
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    device = dict(device=torch.device("cpu"), is_main_process=False, mixed_precision="bf16")
+    return fsdp2_prepare_model(SimpleNamespace(state=state, **device), model)
+
+
+def prepared(model: Any) -> Any:
+    from accelerate import Accelerator
+
+    found = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    assert type(found) is DistributedDataParallel and "forward" in vars(found.module), "premise: both are wrapped"
+    return found
+
+
+def checkpointed(model: Any) -> Any:
+    model.gradient_checkpointing_enable()
+    return sharded(model)
+
+
+def checkpointed_by_torch(model: Any) -> Any:
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer)
+    return sharded(model)
+
+
+def sharded_before(model: Any) -> Any:
+    unalign(model)
+    sharded(model)
+    align(model)
+    unalign(model)
+    align(model)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "fsdp": sharded,
+    "fsdp whole": partial(sharded, whole=True),
+    "fsdp offloaded": offloaded,
+    "fsdp by accelerate": sharded_by_accelerate,
+    "fsdp before align": sharded_before,
+    "fsdp checkpointed": checkpointed,
+    "fsdp checkpointed by torch": checkpointed_by_torch,
+    "fsdp autocast": sharded_masters,
+    "ddp autocast": DistributedDataParallel,
+    "ddp static autocast": partial(DistributedDataParallel, static_graph=True),
+    "accelerate": prepared,
+}
+
+
+def autocast(name: str) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, enabled="autocast" in name)
+
+
+@contextmanager
+def accumulating(model: Any) -> Iterator[None]:
+    """Gradients stay on this rank."""
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def sequences(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(3, 500, (n,), generator=generator) for n in LENS]
+
+
+def loss(log_probs: Tensor, rank: int, start: int = 0) -> Tensor:
+    """Of tokens from `start` on; each has another weight, and another one on each rank."""
+    weights = torch.linspace(-1, 1 + rank, sum(LENS), dtype=torch.float64)
+    return (log_probs * weights[start : start + len(log_probs)].to(log_probs.dtype)).sum()
+
+
+def packed(model: Any, rows: list[Tensor]) -> Tensor:
+    return token_log_probs(model, torch.cat(rows), lengths=[len(row) for row in rows])
+
+
+def positioned(model: Any, rows: list[Tensor]) -> Tensor:
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return token_log_probs(model, torch.cat(rows)[None], position_ids=positions[None])[0]
+
+
+def padded(model: Any, rows: list[Tensor]) -> Tensor:
+    ids = F.pad(pad_sequence(rows, batch_first=True, padding_value=-1), (3, 2), value=-1)
+    found = token_log_probs(model, ids.clamp(min=0), ids >= 0)
+    return found[ids >= 0]
+
+
+@cache
+def expected_log_probs(folder: str, rank: int) -> Tensor:
+    """Those of a bare model in bfloat16, which has the bits of a worker."""
+    assert any(not weight.equal(weight.bfloat16().float()) for weight in load(folder).parameters()), "premise: masters"
+    with torch.no_grad():
+        return packed(aligned(folder, torch.bfloat16), sequences(rank))
+
+
+def accumulated(model: Any, rows: list[Tensor], size: int, rank: int) -> Tensor:
+    """The log-probs of all rows, with a backward pass for each `size` of them."""
+    parts: list[Tensor] = []
+    for i in range(0, len(rows), size):
+        is_last = i + size >= len(rows)
+        with nullcontext() if is_last else accumulating(model):
+            part = packed(model, rows[i : i + size])
+            loss(part, rank, sum(map(len, parts))).backward()
+        parts.append(part.detach())
+    return torch.cat(parts)
+
+
+def differences(found: Tensor, expected: Tensor) -> int:
+    assert found.dtype == expected.dtype == torch.float32 and found.shape == expected.shape
+    return int((found.view(torch.int32) != expected.view(torch.int32)).sum())
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def plain_names(model: Any) -> Iterator[tuple[str, Any]]:
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+@cache
+def exact_gradients(folder: str) -> dict[str, Tensor]:
+    """Of the mean of both ranks' losses, by plain torch in float64, with the weights that bfloat16 rounds to."""
+    model = load(folder, torch.bfloat16).double()
+    for rank in (0, 1):
+        parts = [F.pad(torch.log_softmax(model(row[None]).logits[0], -1), (0, 0, 1, 0)) for row in sequences(rank)]
+        picked = [part[:-1].gather(1, row[:, None])[:, 0] for part, row in zip(parts, sequences(rank), strict=True)]
+        (loss(torch.cat(picked), rank) / 2).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@cache
+def single_gradients(folder: str) -> dict[str, Tensor]:
+    """The same of an aligned model in this process alone."""
+    model = aligned(folder)
+    for rank in (0, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = packed(model, sequences(rank))
+        (loss(found, rank) / 2).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def compare(name: str, folder: str, rank: int) -> Found:
+    """All batches of a wrapped model. Its gradients are nearly as good as those of a single process."""
+    rows, expected = sequences(rank), expected_log_probs(folder, rank)
+    model = WRAPPERS[name](aligned(folder))
+    with autocast(name):
+        found = {f"micro-batches of {size}": accumulated(model, rows, size, rank) for size in (6, 1, 2)}
+        gradients = {name: whole(parameter.grad) / 3 for name, parameter in plain_names(model)}  # of as many sizes
+        with torch.no_grad():
+            found |= {batch.__name__: batch(model, rows) for batch in (positioned, padded)}
+    exact, single = exact_gradients(folder), single_gradients(folder)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+    errors = {name: (error(gradients[name], exact[name]), 2 * error(single[name], exact[name])) for name in exact}
+    return Found(len(expected), {what: differences(each, expected) for what, each in found.items()}, errors)
+
+
+def compare_family(folder: str, rank: int) -> Found:
+    """Sharded by layers. Gradients are those of a single process but for one rounding of bfloat16."""
+    rows, model = sequences(rank), sharded(aligned(folder))
+    found = packed(model, rows)
+    loss(found, rank).backward()
+    single = single_gradients(folder)
+    errors = {name: (error(whole(each.grad), single[name].double()), 2**-8) for name, each in plain_names(model)}
+    columns = token_statistics(model, torch.cat(rows), lengths=LENS, top_logprobs=2)
+    each, expected = {"log_probs": found.detach(), "statistics": columns.logprobs}, expected_log_probs(folder, rank)
+    return Found(len(expected), {what: differences(part, expected) for what, part in each.items()}, errors)
+
+
+def adapted(folder: str) -> Any:
+    """With LoRA, and a norm that is trained whole."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from adapters import adapt
+
+    config = dict(target_modules="all-linear", modules_to_save=["norm"])
+    model = adapt(Path(folder), **config).train()
+    align(model)
+    return model
+
+
+def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
+    """After some steps of the optimizer on samples of a worker: what that generates then, and what the trainer makes of
+    it.
+    """
+    model = WRAPPERS[name](adapted(folder) if adapters else aligned(folder))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    found: dict[str, int] = {}
+    count = 0
+    with RolloutClient(address) as client, WeightPublisher(timeout=60.0) as publisher:
+        for step in range(STEPS + 1):
+            if rank == 0:
+                publisher.connect([address])
+            if rank == 0 or not isinstance(model, DistributedDataParallel):
+                publisher.push(model, version + step, allow_older=True, adapters=adapters and step > 0)
+            distributed.barrier()
+            groups = client.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed=step * 2 + rank)
+            pairs = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group.samples]
+            rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, sample in pairs]
+            with autocast(name):
+                assert aligned_with(model)._asdict().items() <= client.health().engine.items()
+                log_probs = packed(model, rows)
+            parts = log_probs.detach().split([len(row) for row in rows])
+            expected = [torch.tensor(sample.logprobs) for _, sample in pairs]
+            each = [part[-len(one) :] for part, one in zip(parts, expected, strict=True)]
+            found[f"step {step}"] = differences(torch.cat(each), torch.cat(expected))
+            count += sum(map(len, expected))
+            (-log_probs.mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            distributed.barrier()
+    return Found(count, found, {})
+
+
+# Each makes of an aligned model what is not served.
+
+
+def sharded_inside(model: Any) -> Any:
+    fully_shard(model.model.layers[1].mlp)
+    return sharded(model)
+
+
+def sharded_as_in_fsdp1(model: Any) -> Any:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def parallel_tensors(model: Any) -> Any:
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+    return model
+
+
+def with_a_wide_head(model: Any) -> Any:
+    fully_shard(model.lm_head, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    return sharded(model)
+
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "sharded inside": sharded_inside,
+    "fsdp1": sharded_as_in_fsdp1,
+    "tensor parallel": parallel_tensors,
+    "wide head": with_a_wide_head,
+}
+
+
+def refusal(name: str, folder: str, rank: int) -> str:
+    try:
+        packed(REFUSED[name](aligned(folder)), sequences(rank))
+    except AlignmentError as error:
+        return str(error)
+    return "none"
+
+
+def cases(rank: int, settings: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    folders, address = settings["folders"], settings["address"]
+    for name in WRAPPERS:
+        yield name, partial(compare, name, folders["llama"], rank)
+    for family, folder in folders.items():
+        if family != "llama":
+            yield family, partial(compare_family, folder, rank)
+    for i, name in enumerate(("fsdp", "fsdp offloaded", "ddp autocast")):
+        pushing = partial(train_and_push, name, folders["llama"], rank, address)
+        yield f"{name}, pushed", partial(pushing, 10 * i)
+        yield f"{name}, adapters pushed", partial(pushing, 10 * i + 5, adapters=True)
+    for name in REFUSED:
+        yield f"{name}, refused", partial(refusal, name, folders["llama"], rank)
+
+
+def main() -> None:
+    rank, port, settings = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, case in cases(rank, settings):
+        try:
+            told = case()
+            found[name] = asdict(told) if isinstance(told, Found) else told
+        except Exception:
+            found[name] = traceback.format_exc()
+        gc.collect()
+    Path(settings["out"], f"{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    os._exit(0)  # DTensor's caches keep gloo's threads alive, which can abort a normal exit of the interpreter
+
+
+if __name__ == "__main__":
+    main()
