@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 
 Call: TypeAlias = StageBucket | VerifyPush
+_ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource
 
 
 class _Closed(Exception):
@@ -93,7 +94,8 @@ class Receiver(threading.Thread):
     def run(self) -> None:
         try:
             with stream_beside(self._device):
-                self._borrow(self._begin.source) if isinstance(self._begin.source, LentSource) else self._receive()
+                source = self._begin.source
+                self._borrow(source) if isinstance(source, LentSource) else self._receive(source)
         except _Closed:
             pass
         except (PushError, DeadlineError) as error:
@@ -114,10 +116,10 @@ class Receiver(threading.Thread):
         if not self._is_closed:
             self._publish(Broken(error))
 
-    def _receive(self) -> None:
+    def _receive(self, source: _ReadSource) -> None:
         begin = self._begin
         most = spellings_of(self._weights).most
-        reader = _open_source(begin, most, self._device, self._policy, lambda: self._is_closed)
+        reader = _open_source(begin, source, most, self._device, self._policy, lambda: self._is_closed)
         try:
             lendable = self._new_lendable() if begin.lends else None
             self.staging = lendable or self._weights.new_staging(begin.in_place)
@@ -131,7 +133,7 @@ class Receiver(threading.Thread):
                 else:
                     self._verify(call.num_buckets, reader, assembly)
                     reader.close()  # before the trainer frees what it reads
-                    self._answer(call.id, "verified", lendable and self._lend(lendable))
+                    self._answer(call.id, "verified", None if lendable is None else self._lend(lendable))
         finally:
             reader.close()
 
@@ -256,22 +258,23 @@ def begin_seconds(begin: BeginPush) -> float:
 
 def _open_source(
     begin: BeginPush,
+    source: _ReadSource,
     num_tensors: int,
     device: torch.device,
     policy: PushPolicy,
     is_closed: Callable[[], bool],
 ) -> Reader:
     """Raise PushError if there is no such source, or `policy` forbids it. Waits no longer once `is_closed`."""
-    match begin.source:
-        case CollectiveSource() as source:
+    match source:
+        case CollectiveSource():
             policy.check_host(source.host)
             limits = begin.timeout, begin_seconds(begin)
             if source.backend == "gloo":
                 return GlooReader(source, begin.push_id, *limits, is_closed)
             return NcclReader(source, begin.push_id, *limits, device, is_closed)
-        case SharedSource() as source:
+        case SharedSource():
             return SharedReader(source)
-        case CudaIpcSource() as source:
+        case CudaIpcSource():
             return CudaIpcReader(source, device)
-        case DiskSource() as source:
+        case DiskSource():
             return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, num_tensors, policy)
