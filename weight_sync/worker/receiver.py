@@ -120,21 +120,26 @@ class Receiver(threading.Thread):
         begin = self._begin
         most = spellings_of(self._weights).most
         reader = _open_source(begin, source, most, self._device, self._policy, lambda: self._is_closed)
+        lendable: LendableArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
             self.staging = lendable or self._weights.new_staging(begin.in_place)
             assembly = Assembly(self._weights, self.staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
             while not self._is_closed and (call := self._next_call()) is not None:
-                if self._is_verified:
+                if self._is_verified and isinstance(call, VerifyPush) and call.num_buckets == self._num_buckets:
+                    self._answer(call.id, "verified")
+                elif self._is_verified:
                     raise PushError(f"{call.type}: expected nothing more after verify_push, found it; push again")
-                if isinstance(call, StageBucket):
+                elif isinstance(call, StageBucket):
                     self._stage(call, reader, assembly)
                 else:
                     self._verify(call.num_buckets, reader, assembly)
                     reader.close()  # before the trainer frees what it reads
                     self._answer(call.id, "verified", None if lendable is None else self._lend(lendable))
         finally:
+            if lendable is not None:
+                lendable.withdraw()  # who gives up must not be borrowed from
             reader.close()
 
     def _new_lendable(self) -> LendableArea:
