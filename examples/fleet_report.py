@@ -52,9 +52,15 @@ def tokens_per_second(client: RolloutClient, seed: int) -> float:
 
 
 def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
-    """What each measures in each round, after one that does not count."""
-    found = [[measure(i) for i, measure in enumerate(measures, len(measures) * turn)] for turn in range(ROUNDS + 1)]
-    return [list(column) for column in zip(*found[1:], strict=True)]
+    """What each measures in each round, after one that does not count. Every other round goes the other way round."""
+    found: list[list[float]] = [[] for _ in measures]
+    for turn in range(ROUNDS + 1):
+        each = list(enumerate(measures))
+        for i, measure in each[:: 1 if turn % 2 else -1]:
+            value = measure(len(measures) * turn + i)
+            if turn:
+                found[i].append(value)
+    return found
 
 
 def ratio(table: Table, name: str, first: list[float], second: list[float], goal: str) -> None:

@@ -59,10 +59,14 @@ class LendableArena(HostArena):
         status = os.fstat(self._file)
         return Lent(os.getpid(), self._file, status.st_ino, status.st_size)
 
+    def withdraw(self) -> None:
+        """Nobody can map it from now on; who has mapped it keeps it."""
+        self._close()
+
     def drop(self, keep: bool) -> None:
         super().drop(keep)
         if not keep:
-            self._close()
+            self.withdraw()
 
     def _take_pages(self) -> bool:
         """All of them now: whoever writes into a file for which there is no memory is killed."""

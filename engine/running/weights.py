@@ -334,10 +334,12 @@ class LendableStaging(WeightStaging):
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
     def lend(self) -> Lent:
-        """Let others map the weights, all of which are there, until this is committed or dropped. Nothing more is
-        written here.
-        """
+        """Let others map the weights, all of which are there. Nothing more is written here."""
         return self._lendable.lend()
+
+    def withdraw(self) -> None:
+        """Let nobody map them from now on."""
+        self._lendable.withdraw()
 
 
 class BorrowedStaging(WeightStaging):

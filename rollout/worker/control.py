@@ -637,7 +637,7 @@ class Control:
             case Broken(error):
                 self._break_push(error)
             case Reached(id, phase, lent):
-                if phase == "verified":
+                if phase == "verified" and self._push.staging is None:
                     self._push.staging = self._push.receiver.staging
                     self._timings.stage.observe(time.monotonic() - self._push.receiver.progress.started)
                 self._answer_push(id, phase, lent)

@@ -157,6 +157,7 @@ class Transaction:
             replies = self._verify(self._receivers, self._num_buckets)
             if self._borrowers:
                 self._lend({at: reply.lent for at, reply in zip(self._receiving, replies, strict=True)})
+                self._verify(self._receivers, self._num_buckets)  # none has given up meanwhile
 
     def _lend(self, lent: Mapping[int, LentSource | None]) -> None:
         borrowers, calls = self._workers.at(self._borrowers), []

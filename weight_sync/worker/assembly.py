@@ -71,6 +71,10 @@ class LendableArea(StagingArea, Protocol):
         """Where: `pid`, `fd`, `inode` and `num_bytes` of `LentSource`. Nothing more is written to it."""
         ...
 
+    def withdraw(self) -> None:
+        """Lend it to nobody from now on; who has it keeps it."""
+        ...
+
 
 class Destination(Parameters, Protocol):
     """The parameters of a worker, and how to make a place for new ones. `kin`: see `Weights`."""

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 
 Call: TypeAlias = StageBucket | VerifyPush
+_ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource
 
 
 class _Closed(Exception):
@@ -96,7 +97,8 @@ class Receiver(threading.Thread):
     def run(self) -> None:
         try:
             with stream_beside(self._device):
-                self._borrow(self._begin.source) if isinstance(self._begin.source, LentSource) else self._receive()
+                source = self._begin.source
+                self._borrow(source) if isinstance(source, LentSource) else self._receive(source)
         except _Closed:
             pass
         except (PushError, DeadlineError) as error:
@@ -117,11 +119,12 @@ class Receiver(threading.Thread):
         if not self._is_closed:
             self._publish(Broken(error))
 
-    def _receive(self) -> None:
+    def _receive(self, source: _ReadSource) -> None:
         begin = self._begin
         wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
         most = spellings_of(wanted).most
-        reader = _open_source(begin, most, self._device, self._policy, lambda: self._is_closed)
+        reader = _open_source(begin, source, most, self._device, self._policy, lambda: self._is_closed)
+        lendable: LendableArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
             self.staging = lendable or self._weights.new_staging(begin.in_place)
@@ -130,20 +133,25 @@ class Receiver(threading.Thread):
             assembly = Assembly(wanted, self.staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
             while not self._is_closed and (call := self._next_call()) is not None:
-                if self._is_verified:
+                if self._is_verified and isinstance(call, VerifyPush) and call.num_buckets == self._num_buckets:
+                    self._answer(call.id, "verified")
+                elif self._is_verified:
                     raise PushError(f"{call.type}: expected nothing more after verify_push, found it; push again")
-                if isinstance(call, StageBucket):
+                elif isinstance(call, StageBucket):
                     self._stage(call, reader, assembly)
                 else:
                     self._verify(call.num_buckets, reader, assembly)
                     reader.close()  # before the trainer frees what it reads
-                    self._answer(call.id, "verified", lendable and self._lend(lendable))
+                    self._answer(call.id, "verified", None if lendable is None else self._lend(lendable))
         finally:
+            if lendable is not None:
+                lendable.withdraw()  # who gives up must not be borrowed from
             reader.close()
 
     def _new_lendable(self) -> LendableArea:
         begin = self._begin
-        if self._weights.kin is None or begin.in_place or begin.base is not None:
+        is_whole = begin.base is None and begin.adapters is None
+        if self._weights.kin is None or begin.in_place or not is_whole:
             raise PushError(
                 "begin_push: expected lends for whole tensors beside the live ones, of a worker that has a kin, found "
                 "another push; push without lends"
@@ -270,22 +278,23 @@ def begin_seconds(begin: BeginPush) -> float:
 
 def _open_source(
     begin: BeginPush,
+    source: _ReadSource,
     num_tensors: int,
     device: torch.device,
     policy: PushPolicy,
     is_closed: Callable[[], bool],
 ) -> Reader:
     """Raise PushError if there is no such source, or `policy` forbids it. Waits no longer once `is_closed`."""
-    match begin.source:
-        case CollectiveSource() as source:
+    match source:
+        case CollectiveSource():
             policy.check_host(source.host)
             limits = begin.timeout, begin_seconds(begin)
             if source.backend == "gloo":
                 return GlooReader(source, begin.push_id, *limits, is_closed)
             return NcclReader(source, begin.push_id, *limits, device, is_closed)
-        case SharedSource() as source:
+        case SharedSource():
             return SharedReader(source)
-        case CudaIpcSource() as source:
+        case CudaIpcSource():
             return CudaIpcReader(source, device)
-        case DiskSource() as source:
+        case DiskSource():
             return FolderReader(source, begin.push_id, begin.weight_version, begin.dtype, num_tensors, policy)

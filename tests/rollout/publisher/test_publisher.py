@@ -323,6 +323,9 @@ class KinStaging(FakeStaging):
         self.lent.append(self)
         return 1, len(self.lent), 1, 1
 
+    def withdraw(self) -> None:
+        pass
+
 
 class KinWeights(FakeWeights):
     """`has_lost`: as if the lender had ended."""
