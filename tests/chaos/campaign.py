@@ -159,6 +159,7 @@ class Campaign:
         self._expected = Expected(model, file.parent / "undisturbed")
         self._before = _processes(file)
         self._memory: set[str] = set()
+        self._pushing = threading.Lock()
         self._addresses: set[str] = set()
         self._moments: queue.Queue[str | None] = queue.Queue()
         self._now: str | None = None
@@ -204,7 +205,7 @@ class Campaign:
     def _round(self, victim: str, moment: str, transport: str) -> bool:
         done, lost = MOMENTS[moment], []
         self._moments, self._now, self._transport, self._victim = queue.Queue(), None, transport, victim
-        self._served = {self.version, self.version + (done == "push")}
+        self._served = {self.version, self.version + (done == "push")}  # the other client may push, too
         meanwhile = None if done in ("generate", "stream", "score") else _Errand(self._generate_any)
         other = self._start_other(moment, done, transport) if victim == "client" else None
         work = None if other and done != "scale" else _Errand(lambda: self._do(done))
@@ -275,7 +276,7 @@ class Campaign:
 
     def _generate_any(self) -> None:
         """Under the weights that are served, or those that a push brings."""
-        self._check(self._work.samples(self.version), self._served)
+        self._check(self._work.samples(), self._served)
 
     def _stream(self) -> None:
         if self._work.stream(self.version) != self._expected.samples(self.version):
@@ -286,15 +287,22 @@ class Campaign:
             raise BrokenPromise("found other scores than without failures")
 
     def _push(self) -> None:
-        self._until_there(lambda: self._work.push(self.version + 1, self._transport), (PushError, ConfigError))
-        self.version += 1
+        with self._pushing:
+            self._served.add(self.version + 1)
+            self._until_there(lambda: self._work.push(self.version + 1, self._transport), (PushError, ConfigError))
+            self.version += 1
 
     def _sleep(self) -> None:
         self._until_there(self._work.sleep, (WorkerLostError,))
 
     def _scale(self) -> None:
+        """With pushes while a worker joins, which none may serve the weights before."""
         self._begin("grow")
-        self.fleet.scale(NUM_WORKERS + 1)
+        growing = _Errand(lambda: self.fleet.scale(NUM_WORKERS + 1))
+        while growing.is_alive:
+            self._push()
+            self._check(self._work.samples(), {self.version})
+        growing.wait()
         self._begin("shrink")
         self.fleet.scale(NUM_WORKERS)
 
@@ -312,10 +320,8 @@ class Campaign:
         """If all that had the weights were killed, the trainer brings them again."""
         members = self.fleet.members()
         if self._victim == "raylet" and members and all(member.standing == "joining" for member in members):
-            try:
+            with self._pushing, suppress(PushError, ConfigError):  # one is not there yet
                 self._work.push(self.version, self._transport)
-            except (PushError, ConfigError):
-                pass  # one is not there yet
 
     # What must hold.
 
