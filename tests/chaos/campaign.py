@@ -32,12 +32,13 @@ NUM_WORKERS = 2
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
+TICK_SECONDS = 0.3
 VICTIMS = ("worker", "actor", "client", "raylet")
 RAYLETS = 4
 """How many are killed in a lap, in which all else is killed at each moment once."""
 SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
 """About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
-PHASE_SECONDS = 0.02
+PHASE_SECONDS = 0.01
 SHORTER, LONGER = 0.7, 1.2
 """What becomes of that where something was killed too late, or in time."""
 STEADY_SECONDS = 3.0
@@ -243,7 +244,7 @@ class Campaign:
     def _next_moment(self) -> str | None:
         for _ in _ticks(WHOLE_SECONDS):
             with suppress(queue.Empty):
-                return self._moments.get_nowait()
+                return self._moments.get(timeout=TICK_SECONDS)
         raise BrokenPromise("expected a moment to begin, found none")
 
     def _kill(self, victim: str, other: _Other | None) -> list[int]:
@@ -308,12 +309,13 @@ class Campaign:
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
         """Again, where all workers were killed: then nobody was there."""
-        for _ in _ticks(WHOLE_SECONDS, 0.5):
+        for _ in _ticks(WHOLE_SECONDS):
             try:
                 return action()
             except errors:
                 if self._victim != "raylet":
                     raise
+                time.sleep(TICK_SECONDS)
         raise BrokenPromise("expected workers that are there again, found none")
 
     def _restore(self) -> None:
@@ -327,10 +329,11 @@ class Campaign:
 
     def _settle(self, lost: list[int], meanwhile: _Errand | None) -> None:
         """The fleet comes back, with all weights, and everything works."""
-        for _ in _ticks(WHOLE_SECONDS, 0.2):
+        for _ in _ticks(WHOLE_SECONDS):
             if self._is_whole(lost):
                 break
             self._restore()
+            time.sleep(TICK_SECONDS)
         else:
             raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
         if meanwhile is not None:
@@ -363,9 +366,10 @@ class Campaign:
 
     def _check_left(self, processes: Counter[str]) -> None:
         """As many processes as there should be, and nothing on disk of those that have ended."""
-        for _ in _ticks(LEFT_SECONDS, 0.5):
+        for _ in _ticks(LEFT_SECONDS):
             if (found := _processes(self._file)) == processes and not self._files_left():
                 return
+            time.sleep(TICK_SECONDS)
         raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
 
     def _files_left(self) -> list[Path]:
@@ -375,11 +379,9 @@ class Campaign:
         return [file for file in files if file.exists()] + list(self._folder.glob("joins/*"))
 
 
-def _ticks(seconds: float, tick: float = 0.05) -> Iterator[None]:
-    """Ends after so many seconds, in which no time counts that this process was stopped."""
-    for _ in range(int(seconds / tick)):
-        yield
-        time.sleep(tick)
+def _ticks(seconds: float) -> Iterator[None]:
+    """For each of `TICK_SECONDS`, which whoever takes one waits: so no time counts that this process was stopped."""
+    yield from (None for _ in range(int(seconds / TICK_SECONDS)))
 
 
 def _processes(file: Path) -> Counter[str]:
