@@ -297,7 +297,7 @@ class Fleet:
         from .ray_cluster import Place
 
         post.starts += 1
-        post.place = Place(*self._needs)
+        post.place = Place(self._cluster, *self._needs)
         post.socket = Path(self._folder.name) / f"{post.name}-{secrets.token_hex(4)}.sock"
         address = await post.place.start(self._settings, self._startup_timeout, post.socket)
         post.pids = await post.place.pids()
@@ -434,7 +434,7 @@ class Fleet:
         pause = FIRST_PAUSE
         while True:
             try:
-                return await asyncio.to_thread(self._cluster.reconnect)
+                return await self._cluster.reconnect()
             except TruerollError as error:
                 log.warning("%s", error)
             await asyncio.sleep(pause)
