@@ -33,7 +33,7 @@ from ..client.membership import Member, Standing, noted_version, version_file, w
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer
 from ..network.keys import Key
-from .hand_over import WeightFolder, hand_over
+from .hand_over import WeightFolder, hand_over, have_the_same
 from .metrics import FleetMetrics, Told
 from .totals import all_healths
 
@@ -297,7 +297,7 @@ class Fleet:
         from .ray_cluster import Place
 
         post.starts += 1
-        post.place = Place(*self._needs)
+        post.place = Place(self._cluster, *self._needs)
         post.socket = Path(self._folder.name) / f"{post.name}-{secrets.token_hex(4)}.sock"
         address = await post.place.start(self._settings, self._startup_timeout, post.socket)
         post.pids = await post.place.pids()
@@ -358,15 +358,20 @@ class Fleet:
         return (post.health.weight_version or 0) < newest
 
     async def _join(self, post: _Post) -> None:
-        """Bring a worker to the weights of the others, and let it serve. While nobody has them it waits for a push."""
+        """Bring a worker to the weights of the others, and let it serve. While nobody has them it waits for a push.
+
+        A push that ends afterwards finds it among those that serve; one that has ended before is seen here.
+        """
         assert post.client is not None
-        self._stand(post, "joining")
         while True:
+            self._stand(post, "joining")
             peer = self._newest_peer(post)
+            peer_client = peer and peer.client
             self._read_note()
-            if await hand_over(post.client, peer and peer.client, self._version, self._weights, self, self._keys):
+            if await hand_over(post.client, peer_client, self._version, self._weights, self, self._keys):
                 self._stand(post, "serving")
-                return
+                if peer_client is None or await have_the_same(post.client, peer_client):
+                    return
             await asyncio.sleep(LOOK_SECONDS)
             await self._look(post)
 
@@ -429,7 +434,7 @@ class Fleet:
         pause = FIRST_PAUSE
         while True:
             try:
-                return await asyncio.to_thread(self._cluster.reconnect)
+                return await self._cluster.reconnect()
             except TruerollError as error:
                 log.warning("%s", error)
             await asyncio.sleep(pause)

@@ -79,7 +79,16 @@ async def hand_over(
         if (await client.health()).state == "failed":
             raise
         return False  # the peer was lost, or got newer weights meanwhile
-    return (await _weights(peer)).push_id == (await _weights(client)).push_id
+    return await have_the_same(client, peer)
+
+
+async def have_the_same(client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
+    """Whether two workers serve the same weights. False if one does not answer."""
+    try:
+        own, theirs = await asyncio.gather(_weights(client), _weights(peer))
+    except TruerollError:
+        return False
+    return (own.push_id, own.weight_version) == (theirs.push_id, theirs.weight_version)
 
 
 async def _weights(client: AsyncRolloutClient) -> protocol.Weights:

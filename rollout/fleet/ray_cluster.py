@@ -40,7 +40,12 @@ log = logging.getLogger(__name__)
 class Cluster:
     """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
     unless this process is connected to one already.
+
+    `is_there`: whether Ray may be called; where it has no cluster, each call would start one. It changes on the event
+    loop of `reconnect` alone.
     """
+
+    is_there = True
 
     def __init__(self, address: str | None) -> None:
         self._address = address
@@ -74,6 +79,10 @@ class Cluster:
 
     def is_alive(self) -> bool:
         """Whether the raylet of this process's node is there. May wait."""
+        with self._lock:
+            return self._is_closed or self._has_raylet()
+
+    def _has_raylet(self) -> bool:
         if self._is_own and self._address is None:
             return any(child.name() == "raylet" and _runs(child) for child in psutil.Process().children())
         try:
@@ -82,8 +91,13 @@ class Cluster:
         except (RayError, RuntimeError):
             return False
 
-    def reconnect(self) -> None:
+    async def reconnect(self) -> None:
         """After the node was lost: join again, or start another one. Raise ConfigError."""
+        self.is_there = False
+        await asyncio.to_thread(self._reconnect)
+        self.is_there = True
+
+    def _reconnect(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
@@ -123,10 +137,11 @@ def _end(processes: Collection[psutil.Process]) -> None:
 
 
 class Place:
-    """An actor and the worker process in it, on whichever machine Ray chooses."""
+    """An actor and the worker process in it, on whichever machine of `cluster` Ray chooses."""
 
-    def __init__(self, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
+    def __init__(self, cluster: Cluster, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
         options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
+        self._cluster = cluster
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
@@ -134,7 +149,7 @@ class Place:
         no room. Raise what keeps it from running, and WorkerLostError if the actor dies.
         """
         here = _BOOT_ID.read_text(), str(socket)
-        outcome = await self._result(self._actor.start.remote(dict(settings), startup_timeout, *here))
+        outcome = await self._ask("start", dict(settings), startup_timeout, *here)
         if "address" not in outcome:
             raise error_from_code(outcome["code"], outcome["message"])
         return outcome["address"]
@@ -142,28 +157,32 @@ class Place:
     async def ended(self) -> str:
         """Wait until the worker or the actor has ended; returns how."""
         try:
-            return f"ended with exit code {await self._result(self._actor.wait.remote())}"
+            return f"ended with exit code {await self._ask('wait')}"
         except WorkerLostError as error:
             return str(error)
 
     async def pids(self) -> tuple[int, int]:
         """Of the actor's process and of the worker's."""
-        return await self._result(self._actor.pids.remote())
+        return await self._ask("pids")
 
     async def stop(self, seconds: float) -> None:
         """End the worker and the actor: at once after that many seconds."""
         with suppress(TruerollError, TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._result(self._actor.stop.remote())
+                await self._ask("stop")
         self.kill()
 
     def kill(self) -> None:
         """End the actor at once; its worker notices."""
-        with suppress(RayError, RuntimeError, ValueError):
-            ray.kill(self._actor, no_restart=True)
+        if self._cluster.is_there:
+            with suppress(RayError, RuntimeError, ValueError):
+                ray.kill(self._actor, no_restart=True)
 
-    async def _result(self, reference: Any) -> Any:
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        if not self._cluster.is_there:
+            raise WorkerLostError("the actor of the worker was lost, with its cluster")
         try:
+            reference = getattr(self._actor, method).remote(*arguments)
             return await asyncio.wrap_future(reference.future())
         except RayError as error:
             raise WorkerLostError(f"the actor of the worker was lost: {str(error).splitlines()[0]:.200}") from None

@@ -11,6 +11,7 @@ answer when a push begins costs it `ANSWER_SECONDS`, and the next ones `LOST_SEC
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,8 @@ from .workers import Key, Workers
 
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
+LATE_SECONDS = 0.2
+"""Between two looks at who joined during a push. Clients look more often, and ask none of them afterwards."""
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
 """What a greeting of a worker ends with that does not answer, loads its model or has failed."""
 
@@ -183,6 +186,7 @@ class WeightPublisher:
                 continue
             assert result is not None
             self._tell_fleet(version)
+            self._wait_for_late_ones(result.push_id)
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
@@ -243,6 +247,29 @@ class WeightPublisher:
             return False
         self._taken_out |= lost
         return len(self._fleet_addresses()) > 0
+
+    def _wait_for_late_ones(self, push_id: str) -> None:
+        """Return once nobody serves in the fleet whom this push did not reach: a worker that began to meanwhile has
+        the weights before it, until the fleet notices.
+        """
+        deadline = time.monotonic() + self._settings.timeout
+        while self._fleet is not None and self._workers is not None:
+            known = {*self._workers.addresses, *self._taken_out}
+            late = [m.address for m in self._fleet.members() if m.standing == "serving" and m.address not in known]
+            if not late or not self._is_any_behind(late, push_id):
+                return
+            if time.monotonic() > deadline:
+                log.warning("push %s: of those that joined meanwhile, %s still serve what was before it", push_id, late)
+                return
+            time.sleep(LATE_SECONDS)
+
+    def _is_any_behind(self, addresses: list[str], push_id: str) -> bool:
+        workers = Workers(addresses, self._settings.timeout, self._keys, self._fleet)
+        try:
+            replies = workers.greet(self._settings.timeout)
+        finally:
+            workers.close()
+        return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
     def _tell_fleet(self, version: int) -> None:
         """So that a fleet which loses all its workers now serves nothing older."""

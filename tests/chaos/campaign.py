@@ -32,12 +32,13 @@ NUM_WORKERS = 2
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
+TICK_SECONDS = 0.3
 VICTIMS = ("worker", "actor", "client", "raylet")
 RAYLETS = 4
 """How many are killed in a lap, in which all else is killed at each moment once."""
 SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
 """About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
-PHASE_SECONDS = 0.02
+PHASE_SECONDS = 0.01
 SHORTER, LONGER = 0.7, 1.2
 """What becomes of that where something was killed too late, or in time."""
 STEADY_SECONDS = 3.0
@@ -159,6 +160,7 @@ class Campaign:
         self._expected = Expected(model, file.parent / "undisturbed")
         self._before = _processes(file)
         self._memory: set[str] = set()
+        self._pushing = threading.Lock()
         self._addresses: set[str] = set()
         self._moments: queue.Queue[str | None] = queue.Queue()
         self._now: str | None = None
@@ -204,7 +206,7 @@ class Campaign:
     def _round(self, victim: str, moment: str, transport: str) -> bool:
         done, lost = MOMENTS[moment], []
         self._moments, self._now, self._transport, self._victim = queue.Queue(), None, transport, victim
-        self._served = {self.version, self.version + (done == "push")}
+        self._served = {self.version, self.version + (done == "push")}  # the other client may push, too
         meanwhile = None if done in ("generate", "stream", "score") else _Errand(self._generate_any)
         other = self._start_other(moment, done, transport) if victim == "client" else None
         work = None if other and done != "scale" else _Errand(lambda: self._do(done))
@@ -242,7 +244,7 @@ class Campaign:
     def _next_moment(self) -> str | None:
         for _ in _ticks(WHOLE_SECONDS):
             with suppress(queue.Empty):
-                return self._moments.get_nowait()
+                return self._moments.get(timeout=TICK_SECONDS)
         raise BrokenPromise("expected a moment to begin, found none")
 
     def _kill(self, victim: str, other: _Other | None) -> list[int]:
@@ -275,7 +277,7 @@ class Campaign:
 
     def _generate_any(self) -> None:
         """Under the weights that are served, or those that a push brings."""
-        self._check(self._work.samples(self.version), self._served)
+        self._check(self._work.samples(), self._served)
 
     def _stream(self) -> None:
         if self._work.stream(self.version) != self._expected.samples(self.version):
@@ -286,45 +288,52 @@ class Campaign:
             raise BrokenPromise("found other scores than without failures")
 
     def _push(self) -> None:
-        self._until_there(lambda: self._work.push(self.version + 1, self._transport), (PushError, ConfigError))
-        self.version += 1
+        with self._pushing:
+            self._served.add(self.version + 1)
+            self._until_there(lambda: self._work.push(self.version + 1, self._transport), (PushError, ConfigError))
+            self.version += 1
 
     def _sleep(self) -> None:
         self._until_there(self._work.sleep, (WorkerLostError,))
 
     def _scale(self) -> None:
+        """With pushes while a worker joins, which none may serve the weights before."""
         self._begin("grow")
-        self.fleet.scale(NUM_WORKERS + 1)
+        growing = _Errand(lambda: self.fleet.scale(NUM_WORKERS + 1))
+        while growing.is_alive:
+            self._push()
+            self._check(self._work.samples(), {self.version})
+        growing.wait()
         self._begin("shrink")
         self.fleet.scale(NUM_WORKERS)
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
         """Again, where all workers were killed: then nobody was there."""
-        for _ in _ticks(WHOLE_SECONDS, 0.5):
+        for _ in _ticks(WHOLE_SECONDS):
             try:
                 return action()
             except errors:
                 if self._victim != "raylet":
                     raise
+                time.sleep(TICK_SECONDS)
         raise BrokenPromise("expected workers that are there again, found none")
 
     def _restore(self) -> None:
         """If all that had the weights were killed, the trainer brings them again."""
         members = self.fleet.members()
         if self._victim == "raylet" and members and all(member.standing == "joining" for member in members):
-            try:
+            with self._pushing, suppress(PushError, ConfigError):  # one is not there yet
                 self._work.push(self.version, self._transport)
-            except (PushError, ConfigError):
-                pass  # one is not there yet
 
     # What must hold.
 
     def _settle(self, lost: list[int], meanwhile: _Errand | None) -> None:
         """The fleet comes back, with all weights, and everything works."""
-        for _ in _ticks(WHOLE_SECONDS, 0.2):
+        for _ in _ticks(WHOLE_SECONDS):
             if self._is_whole(lost):
                 break
             self._restore()
+            time.sleep(TICK_SECONDS)
         else:
             raise BrokenPromise(f"expected a whole fleet, found {self.fleet.members()}")
         if meanwhile is not None:
@@ -357,9 +366,10 @@ class Campaign:
 
     def _check_left(self, processes: Counter[str]) -> None:
         """As many processes as there should be, and nothing on disk of those that have ended."""
-        for _ in _ticks(LEFT_SECONDS, 0.5):
+        for _ in _ticks(LEFT_SECONDS):
             if (found := _processes(self._file)) == processes and not self._files_left():
                 return
+            time.sleep(TICK_SECONDS)
         raise BrokenPromise(f"expected {processes}, found {found} and {self._files_left()}")
 
     def _files_left(self) -> list[Path]:
@@ -369,11 +379,9 @@ class Campaign:
         return [file for file in files if file.exists()] + list(self._folder.glob("joins/*"))
 
 
-def _ticks(seconds: float, tick: float = 0.05) -> Iterator[None]:
-    """Ends after so many seconds, in which no time counts that this process was stopped."""
-    for _ in range(int(seconds / tick)):
-        yield
-        time.sleep(tick)
+def _ticks(seconds: float) -> Iterator[None]:
+    """For each of `TICK_SECONDS`, which whoever takes one waits: so no time counts that this process was stopped."""
+    yield from (None for _ in range(int(seconds / TICK_SECONDS)))
 
 
 def _processes(file: Path) -> Counter[str]:

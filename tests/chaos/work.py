@@ -93,7 +93,8 @@ class Work:
         self.at("generate")
         return self.samples(version)
 
-    def samples(self, version: int) -> list[Group]:
+    def samples(self, version: int | None = None) -> list[Group]:
+        """Without a version: of whichever the fleet serves."""
         return self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version)
 
     def stream(self, version: int) -> Bits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -24,10 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from tiny import make_tiny_model
-from trueroll.errors import ConfigError, ModelError
+from trueroll.errors import ConfigError, ModelError, WorkerLostError
 from trueroll.rollout import Fleet, FleetClient, SamplingParams, WeightPublisher
 from trueroll.rollout.fleet.config import read_config
-from trueroll.rollout.fleet.ray_cluster import Cluster
+from trueroll.rollout.fleet.ray_cluster import Cluster, Place
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -204,6 +205,31 @@ def test_a_start_of_ray_that_fails_leaves_no_process(monkeypatch: pytest.MonkeyP
     failed, there = started
     assert not psutil.pid_exists(failed.pid) and there.poll() is None
     there.communicate(b"\n")
+
+
+def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls would start another one."""
+    there = Cluster(None)
+    place = Place(there, 0.0, 0.0, {})
+
+    async def lose_and_ask() -> None:
+        with pytest.raises(ConfigError):
+            await there.reconnect()
+        await place.stop(5.0)
+        with pytest.raises(WorkerLostError, match="with its cluster"):
+            await place.pids()
+
+    monkeypatch.setattr(there, "_connect", fail_to_connect)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "kill", pytest.fail)
+    asyncio.run(lose_and_ask())
+    monkeypatch.undo()
+    there.is_there = True
+    place.kill()
+
+
+def fail_to_connect() -> None:
+    raise ConfigError("fleet: expected a Ray cluster, found none")
 
 
 def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_path: Path) -> None:

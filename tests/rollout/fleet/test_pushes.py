@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,28 @@ def test_a_push_waits_for_nobody_who_has_left_the_fleet(workers: list[FaultyWork
         members.now = Members(*workers).now
         workers[1].mute.clear()
         assert publisher.push(tensors(2.0), 2).left_out == [] and versions(workers) == [2, 2, 2]
+
+
+def test_a_push_ends_when_nobody_serves_whom_it_did_not_reach(workers: list[FaultyWorker]) -> None:
+    """A worker that begins to serve during a push has the weights before it."""
+    members = Members(*workers)
+    members.stand(2, "joining")
+    verify = workers[0]._handle
+
+    def join_meanwhile(peer: Any, message: Any) -> None:
+        if message.type == "verify_push":
+            members.stand(2, "serving")
+        verify(peer, message)
+
+    workers[0]._handle = join_meanwhile  # type: ignore[method-assign]
+    with WeightPublisher("shared", timeout=3600.0) as publisher, ThreadPoolExecutor(1) as pool:
+        publisher.connect_fleet(members)
+        pushing = pool.submit(publisher.push, tensors(1.0), 1)
+        while "weights" not in workers[2].calls:
+            time.sleep(0.01)
+        assert versions(workers) == [1, 1, 0] and not pushing.done()
+        members.stand(2, "joining")
+        assert pushing.result().version == 1
 
 
 def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher: WeightPublisher) -> None:
