@@ -75,8 +75,8 @@ def check_adapters(model: Any) -> None:
         adapter_of(module, name)
         if _is_of_peft(module) and _kind(module) not in _OF_PEFT:
             raise AlignmentError(
-                f"{name}: expected LoRA of a linear layer, or a module to save, found {'.'.join(_kind(module))}; leave "
-                "it out of target_modules"
+                f"{name or 'model'}: expected LoRA of a linear layer, or a module to save, found "
+                f"{'.'.join(_kind(module))}; leave it out of target_modules"
             )
 
 

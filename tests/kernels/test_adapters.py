@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ATTENTION, HYBRID, adapt, change
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -185,6 +185,12 @@ def test_frozen_weights_get_no_gradient_and_unalign_undoes_all(folders: dict[str
 def test_adapters_that_are_not_plain_are_refused(folders: dict[str, Path], config: Any, message: str) -> None:
     with pytest.raises(AlignmentError, match=message):
         align(adapt(folders["llama"], **config))
+
+
+def test_an_adapter_around_another_is_refused(folders: dict[str, Path]) -> None:
+    model = get_peft_model(adapt(folders["llama"]), LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(AlignmentError, match="model: expected LoRA of a linear layer, .* found peft.peft_model"):
+        align(model)
 
 
 def test_a_head_of_its_own_is_refused_where_it_is_tied(folders: dict[str, Path]) -> None:

@@ -271,7 +271,7 @@ def adapted(folder: str) -> Any:
     sys.path.append(str(Path(__file__).parents[1]))
     from adapters import adapt
 
-    config = dict(target_modules="all-linear", modules_to_save=["norm"])
+    config: dict[str, Any] = dict(target_modules="all-linear", modules_to_save=["norm"])
     model = adapt(Path(folder), **config).train()
     align(model)
     return model
