@@ -17,7 +17,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 from typing import NamedTuple, cast
 
@@ -82,7 +82,7 @@ class WeightStore:
         kept = (tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device)
         return self._arena.num_held + sum(kept)
 
-    @cached_property
+    @property
     def kin(self) -> str | None:
         """Equal for processes that may share the memory of their weights: each can lend it to the others, and has the
         same weights in the same places. None where there is nobody to lend it to.
