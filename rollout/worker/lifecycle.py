@@ -1,7 +1,8 @@
 """The states of a worker: which moves are legal, which calls a state allows, and what the state follows from.
 
 Does nothing by itself: the worker acts, then tells what has become true. A call that a state does not allow raises
-IllegalStateError, which names the state, or UnavailableError where the worker ends; a move that is not in the table is a bug and raises RuntimeError.
+IllegalStateError, which names the state, or UnavailableError where the worker ends; a move that is not in the table is
+a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
