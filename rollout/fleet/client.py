@@ -12,7 +12,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, UnknownRequestError, WorkerLostError, brief
+from trueroll.errors import (
+    ConfigError,
+    InvalidRequestError,
+    TruerollError,
+    UnavailableError,
+    UnknownRequestError,
+    WorkerLostError,
+    brief,
+)
 
 from ...engine.request import SampleDelta
 from .. import protocol
@@ -185,7 +193,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         for link, reply in zip(links, replies, strict=True):
             if not isinstance(reply, BaseException):
                 found[link.member.name] = reply
-            elif not (link.is_gone or isinstance(reply, WorkerLostError)):
+            elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # the latter: it ends
                 raise reply
         if not found:
             raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")

@@ -1,7 +1,8 @@
 """The states of a worker: which moves are legal, which calls a state allows, and what the state follows from.
 
 Does nothing by itself: the worker acts, then tells what has become true. A call that a state does not allow raises
-IllegalStateError, which names the state; a move that is not in the table is a bug and raises RuntimeError.
+IllegalStateError, which names the state, or UnavailableError where the worker ends; a move that is not in the table is
+a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from trueroll.errors import IllegalStateError
+from trueroll.errors import IllegalStateError, UnavailableError
 
 from ...engine.request import Tag
 from ..protocol import ALL_TAGS, State
@@ -100,9 +101,11 @@ class Lifecycle:
         self._busy: State | None = None
 
     def check(self, call: str) -> None:
-        """Raise IllegalStateError unless the state allows `call`."""
+        """Raise IllegalStateError unless the state allows `call`; UnavailableError if no later one will."""
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
+            if self.is_ending:
+                raise UnavailableError(f"{call}: expected a worker that goes on, found one that ends; use another one")
             raise IllegalStateError(
                 f"{call}: expected state {', '.join(sorted(legal))}, found {self.state}; {_ADVICE.get(self.state, '')}"
             )
@@ -159,7 +162,7 @@ class Lifecycle:
 _ADVICE: dict[State, str] = {
     "loading": "wait until the worker is ready",
     "paused": "call resume first",
-    "draining": "wait until it is over; a worker that ends accepts nothing more",
+    "draining": "wait until it is over",
     "asleep": f"call wake_up first (tags: {', '.join(ALL_TAGS)})",
     "waking": "wake up the other tags first",
     "updating": "wait until the push is committed",

@@ -24,7 +24,15 @@ from trueroll.errors import (
     UnknownRequestError,
     WorkerLostError,
 )
-from trueroll.rollout import AsyncFleetClient, FleetClient, Group, SampleDelta, SamplingParams, WorkerProcess
+from trueroll.rollout import (
+    AsyncFleetClient,
+    FleetClient,
+    Group,
+    RolloutClient,
+    SampleDelta,
+    SamplingParams,
+    WorkerProcess,
+)
 from trueroll.rollout.client.membership import Member, write_members
 
 PARAMS = SamplingParams(n=3, max_tokens=6)
@@ -347,6 +355,22 @@ def test_a_group_that_a_push_would_mix_is_begun_anew(running: Running) -> None:
     with FleetClient([address], max_staleness=1) as client:
         samples = [sample for _, sample in client.stream([[1, 2]], PARAMS, seed=5)]
         assert {span.version for sample in samples for span in sample.weight_versions} == {3, 4}
+
+
+def test_a_call_to_all_goes_by_one_that_ends(running: Running) -> None:
+    ending, going_on = running.workers
+    running.engines[0].flow.clear()
+    with FleetClient(running.addresses) as client, RolloutClient(ending.address) as alone:
+        thread = threading.Thread(target=lambda: alone.generate([[1]], PARAMS, seed=1))
+        thread.start()
+        wait_until(lambda: alone.health().requests["open"] == 1)
+        ending.worker.drain()
+        wait_until(lambda: alone.health().state == "draining")
+        assert client.pause().state == "paused"
+        running.engines[0].flow.set()
+        thread.join()
+    with RolloutClient(going_on.address) as other:
+        assert other.health().state == "paused"
 
 
 def test_a_file_tells_who_is_there(running: Running, tmp_path: Path) -> None:

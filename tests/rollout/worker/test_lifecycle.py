@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from trueroll.engine.request import Tag
-from trueroll.errors import IllegalStateError
+from trueroll.errors import IllegalStateError, UnavailableError
 from trueroll.rollout.protocol import ALL_TAGS, State
 from trueroll.rollout.worker.lifecycle import LEGAL_CALLS, LEGAL_MOVES, Lifecycle, Standing
 
@@ -100,7 +100,7 @@ def test_a_worker_that_ends_allows_none_of_these_calls_but_to_describe_its_weigh
     lifecycle.start_ending()
     assert lifecycle.state == "draining"
     for call in LEGAL_CALLS.keys() - {"weights"}:
-        with pytest.raises(IllegalStateError, match="found draining"):
+        with pytest.raises(UnavailableError, match="found one that ends"):
             lifecycle.check(call)
 
 
