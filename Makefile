@@ -23,8 +23,7 @@ test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/pytest tests/gpu/test_engine.py \
 		tests/gpu/test_push.py
 
-test-integrations: .venv-integrations/.done .venv-verl/.done
-	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl -k "not aborted"
+test-integrations: test-verl .venv-integrations/.done
 	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
 
 test-verl: .venv-verl/.done

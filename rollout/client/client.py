@@ -101,7 +101,7 @@ class AsyncRolloutClient:
     ) -> None:
         self._connection = Connection(address, timeout, server_public_key, client_key)
         self._while_connected = while_connected
-        self._open: set[str] = set()
+        self._open: dict[str, None] = {}  # by id, in the order in which they were sent
 
     @overload
     async def generate(
@@ -317,7 +317,7 @@ class AsyncRolloutClient:
         return reply.num_samples
 
     async def abort_all(self) -> int:
-        """End all requests of this client, as `abort` does; returns how many samples that ended."""
+        """End all requests of this client, the oldest first, as `abort` does; returns how many samples that ended."""
         return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:
@@ -420,7 +420,7 @@ class AsyncRolloutClient:
         streamed = {each.id for each in requests.values() if isinstance(each, protocol.Generate) and each.deltas}
         seen: set[tuple[str, int]] = set()
         is_lost = False
-        self._open |= unfinished
+        self._open |= dict.fromkeys(positions)
         try:
             for request in requests.values():
                 self._connection.call(request, inbox)
@@ -447,7 +447,8 @@ class AsyncRolloutClient:
                         yield positions[id], piece
                 yield positions[id], reply
         finally:
-            self._open -= set(positions)
+            for id in positions:
+                self._open.pop(id, None)
             known = self._connection.give_up(unfinished)
             if not is_lost:
                 self._settle(requests.values(), known, finished)

@@ -99,8 +99,12 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """verl's steps whose weights a sample's tokens came from."""
-        steps = [version - 1 for version in versions or [self._version]]
+        """verl's steps whose weights a sample's tokens came from. Without tokens none: verl keeps the first that it is
+        told as the one that the sample began in.
+        """
+        steps = [version - 1 for version in versions]
+        if not steps:
+            return {}
         return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:

@@ -31,10 +31,12 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    # The worker runs two samples at a time, and has those of five steps: two run whenever a step has its own, for which
-    # verl looks every two seconds.
-    changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=4"
-    changes += "data.max_response_length=512", "actor_rollout_ref.rollout.engine_kwargs.trueroll.max_num_seqs=2"
+    # The prompts of two steps are under way. Once one step has its own, for which verl looks every two seconds, it
+    # aborts the rest; the next one waits for these and takes them, since no prompt may be older than a step.
+    changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1"
+    changes += "trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait"
+    worker = "actor_rollout_ref.rollout.engine_kwargs.trueroll"
+    changes += f"+{worker}.backend=reference", f"{worker}.max_num_seqs=4", "data.max_response_length=384"
     return train(tmp_path_factory.mktemp("async"), *changes)
 
 
@@ -59,7 +61,11 @@ def test_rewards_are_of_the_samples_and_differ(in_turn: Run) -> None:
 
 
 def test_an_aborted_sample_goes_on_with_other_weights(partial: Run) -> None:
-    assert max(step["training/off_policy/trajectory_spans/max"] for step in partial.metrics) > 1
-    stale = [step for step in partial.metrics if step["training/off_policy/trajectory_staleness_worst/max"] > 0]
-    # Not in each: verl counts one that was aborted before its first token as begun in that step.
-    assert max(step["training/rollout_probs_diff_max"] for step in stale) > STALE
+    first, *later = partial.metrics
+    assert first["training/off_policy/trajectory_staleness_worst/max"] == 0
+    assert first["training/rollout_probs_diff_max"] < ROUNDING
+    assert len(later) == STEPS - 1
+    for step in later:
+        assert step["training/off_policy/trajectory_spans/max"] > 1
+        assert step["training/off_policy/trajectory_staleness_worst/max"] == 1
+        assert step["training/rollout_probs_diff_max"] > STALE

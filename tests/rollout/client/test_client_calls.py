@@ -102,6 +102,20 @@ def test_one_call_ends_many_requests_and_passes_over_the_finished(client: Rollou
     assert client.abort_all() == 0
 
 
+def test_the_oldest_requests_are_ended_first(client: RolloutClient, engine: FakeEngine) -> None:
+    stop_after_a_step(engine)
+    found: list[int] = []
+    prompts = [[i] for i in range(1, 17)]
+    samples = client.stream(prompts, LONG)
+    thread = threading.Thread(target=lambda: found.extend(position for position, _ in samples))
+    thread.start()
+    while client.health().requests["open"] < len(prompts):
+        pass
+    assert client.abort_all() == len(prompts)
+    thread.join()
+    assert found == [*range(len(prompts))]
+
+
 def test_health_is_fresh_after_an_abort_that_leaves_nothing_to_do(client: RolloutClient, engine: FakeEngine) -> None:
     stop_after_a_step(engine)
     thread = threading.Thread(target=lambda: client.generate([[1]], LONG, request_ids=["a"]))
