@@ -18,6 +18,7 @@ _REFUSED = {
     "FullyShardedDataParallel": _FULLY_SHARD,
     "DeepSpeedEngine": f"{_FULLY_SHARD}, which keeps what ZeRO-3 keeps on each rank",
     "DataParallel": "use DistributedDataParallel, with a process for each device",
+    "OptimizedModule": "leave torch.compile out, whose code rounds otherwise than a worker",
 }
 _IN_PLACE = ("FSDPModule", "ReplicateModule")
 

@@ -879,3 +879,5 @@ def test_other_models_and_backends_are_refused(tiny_llama: Path) -> None:
         unalign(model)
     with pytest.raises(AlignmentError, match="found a DataParallel; use DistributedDataParallel"):
         token_log_probs(nn.DataParallel(load(tiny_llama, backend="cpu")), IDS)
+    with pytest.raises(AlignmentError, match="found a OptimizedModule; leave torch.compile out"):
+        token_log_probs(torch.compile(load(tiny_llama, backend="cpu")), IDS)
