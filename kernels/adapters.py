@@ -133,14 +133,15 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
 def read_tensors(model: Any) -> AdaptedTensors:
     """The tensors of a model of PEFT. Raise AlignmentError as `check_adapters` does."""
     check_adapters(model)
-    tensors, replaced, adapters = {}, set(), {}
+    tensors: dict[str, Tensor] = {}
+    replaced: set[str] = set()
+    adapters: dict[str, Adapter] = {}
     for name, module in _outermost(model.get_base_model()):
         inner = trained(module)
         for path, parameter in inner.named_parameters(remove_duplicate=False, recurse=_kind(module) in _OF_PEFT):
             tensors[f"{name}{path}"] = parameter
-            replaced |= (
-                {f"{name}{path}"} if _kind(module) == _WRAPPER and inner is not module.original_module else set()
-            )
+            if _kind(module) == _WRAPPER and inner is not module.original_module:
+                replaced.add(f"{name}{path}")
         if (adapter := adapter_of(module)) is not None:
             adapters[f"{name}weight"] = adapter
     return AdaptedTensors(tensors, frozenset(replaced), adapters)

@@ -220,13 +220,13 @@ def token_statistics(
     top_logprobs: int,
     gradient: bool = False,
 ) -> TokenStatistics:
-    """What a worker's `top_logprobs` gives, computed without gradient.
+    """What a worker's `top_logprobs` gives.
 
     `logprobs` has the bits of `token_log_probs`, whose arguments these are, and with `gradient` its gradient, so that a
-    loss needs no other forward pass; the rest has none. `entropy` float32, in the shape of
-    `input_ids`: of the distribution that each token comes from, in nats. `top_token_ids` int64 and `top_logprobs`
-    float32, in that shape and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id
-    first. Where `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
+    loss needs no other forward pass; the rest has none. `entropy` float32, in the shape of `input_ids`: of the
+    distribution that each token comes from, in nats. `top_token_ids` int64 and `top_logprobs` float32, in that shape
+    and [top_logprobs]: its most probable tokens, highest logit first, of equal ones the lower id first. Where
+    `token_log_probs` is 0.0 for want of a log-prob, all of it is 0.
 
     Raise AlignmentError where `token_log_probs` does, and unless `top_logprobs` is from 0 to the vocabulary's size.
     """

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
@@ -25,7 +24,7 @@ from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.plain_models import is_aligned, is_decoder
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs
 from ..kernels.wrappers import adapted_inside, unwrapped
-from ..weight_sync.payload.tensors import dtype_named, host_chunks, raw_bytes
+from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
 from ..weight_sync.trainer.trainer_tensors import TrainerTensors
 from . import protocol
 from .client.client import RolloutClient
@@ -293,7 +292,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     dtype = dtype_named(served.dtype)
     adapted = adapted_inside(model) is not None
     own = {
-        name: _checksum(tensor, dtype)
+        name: tensor_checksum(tensor, dtype)
         for name, tensor in (merged_weights(model, dtype) if adapted else TrainerTensors(_decoder(model)))
     }
     known = set(served.checksums.values())
@@ -301,13 +300,6 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
     return tuple(sorted(others)), served
-
-
-def _checksum(tensor: Tensor, dtype: torch.dtype) -> int:
-    hash = xxhash.xxh3_64()
-    for _, chunk in host_chunks(tensor, dtype):
-        hash.update(raw_bytes(chunk))
-    return hash.intdigest()
 
 
 def _describe_tensors(names: tuple[str, ...], served: protocol.Checksums) -> list[Cause]:

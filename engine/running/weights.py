@@ -1,10 +1,9 @@
 """The model's weights as something that is replaced: staged beside the live ones, committed between two steps.
 
 Owns the arena of the weights, and through it the arenas of stagings; and, while adapters are in the weights, what these
-were before (`Base`). Does not know where new weights come from, which
-version they are, or what becomes of requests and of the KV cache: that is the engine's part.
-
-Workers of one `kin` may share the memory of a staging, from which one commit gives all of them their live weights.
+were before (`Base`). Does not know where new weights come from, which version they are, or what becomes of requests and
+of the KV cache: that is the engine's part. Workers of one `kin` may share the memory of a staging, which each makes its
+live weights by a commit of its own.
 
 Promises: addresses of live weights never change on a host; until the commit nothing is written to them, unless the
 staging is in place; a commit that raises has changed nothing. `new_staging` may be called, and a staging be filled,

@@ -1,1 +1,1 @@
-"""Many workers as one: which of them a group of samples goes to."""
+"""Many workers as one: what keeps them running on Ray, and the client that asks them."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from trueroll.errors import (
     ConfigError,
+    IllegalStateError,
     InvalidRequestError,
     TruerollError,
     UnavailableError,
@@ -154,12 +155,29 @@ class AsyncFleetClient(AsyncRolloutClient):
         """The lifetime counters of each worker, by its name; those that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.stats())
 
+    async def weight_checksums(self) -> protocol.Checksums:
+        """What all workers serve; see `AsyncRolloutClient.weight_checksums`. Raises IllegalStateError while they do not
+        serve the same.
+        """
+        found = await self._ask_each(lambda link: link.client.weight_checksums())
+        (name, first), *others = found.items()
+        for other, reply in others:
+            if reply.model_copy(update={"id": first.id}) != first:
+                raise IllegalStateError(
+                    f"checksums: expected the same weights at all workers, found others at {other} (version "
+                    f"{reply.weight_version}) than at {name} (version {first.weight_version}); ask again after the push"
+                )
+        return first
+
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a call of the lifecycle to all workers. Returns the status of the one that is least ready. Raises the
         first error of a worker that is not lost.
         """
-        copies = lambda: message.model_copy(update={"id": protocol.new_id()})  # noqa: E731
-        found = await self._ask_each(lambda link: link.client.ask(copies()))
+
+        def ask(link: Link) -> Awaitable[protocol.FromWorker]:
+            return link.client.ask(message.model_copy(update={"id": protocol.new_id()}))
+
+        found = await self._ask_each(ask)
         await asyncio.gather(*map(self._roster.look, self._roster.links))
         return all_statuses([reply for reply in found.values() if isinstance(reply, protocol.Status)])
 

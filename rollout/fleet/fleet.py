@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trueroll.errors import ConfigError, DeadlineError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
+from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
 
 from ...engine.config import EngineConfig
 from .. import protocol
@@ -175,10 +175,6 @@ class Fleet:
         _check_count(num_workers)
         self._thread.submit(self._scale(num_workers)).result()
 
-    def wait_until_whole(self, timeout: float = 600.0) -> None:
-        """Wait until all workers serve that should. Raise DeadlineError after `timeout` seconds."""
-        self._thread.submit(self._wait_until_whole(timeout)).result()
-
     def pids(self) -> dict[str, tuple[int, int]]:
         """The processes of each worker that runs, by its name: of its actor, and its own, each on its machine."""
         return {name: post.pids for name, post in self._posts.items() if post.pids is not None}
@@ -227,7 +223,7 @@ class Fleet:
         self.close()
 
     async def _end(self) -> None:
-        await asyncio.gather(*(self._release(post, STOP_SECONDS) for post in self._posts.values()))
+        await asyncio.gather(*(self._release(post) for post in self._posts.values()))
 
     async def _scale(self, num_workers: int) -> None:
         posts = [post for post in self._posts.values() if not post.is_leaving]
@@ -240,19 +236,10 @@ class Fleet:
         for post in leaving:
             post.is_leaving = True
         await asyncio.gather(*map(self._dismiss, leaving))
-        await self._wait_until_whole(None)
-
-    async def _wait_until_whole(self, timeout: float | None) -> None:
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while not all(post.is_serving for post in self._posts.values() if not post.is_leaving):
             for post in self._posts.values():
-                if timeout is None and post.first_error is not None:
+                if post.first_error is not None:
                     raise post.first_error
-            if time.monotonic() >= deadline:
-                missing = [post.name for post in self._posts.values() if not post.is_serving]
-                raise DeadlineError(
-                    f"fleet: expected all workers within {timeout} s, found {missing} missing; see the log"
-                )
             await asyncio.sleep(0.05)
 
     async def _dismiss(self, post: _Post) -> None:
@@ -286,7 +273,7 @@ class Fleet:
             except Exception as error:
                 log.exception("fleet: %s: %r", post.name, error)
             finally:
-                await asyncio.shield(self._release(post, 0.0))
+                await asyncio.shield(self._release(post, at_once=not post.is_leaving))
             if post.is_leaving:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > STEADY_SECONDS else min(2 * pause, MOST_PAUSE)
@@ -383,7 +370,7 @@ class Fleet:
         peers = [other for other in self._posts.values() if other is not post and other.is_serving and other.health]
         return max(peers, key=lambda peer: (peer.health and peer.health.weight_version) or 0, default=None)
 
-    async def _release(self, post: _Post, stop_seconds: float) -> None:
+    async def _release(self, post: _Post, at_once: bool = False) -> None:
         """End what is at a post."""
         client, place, socket = post.client, post.place, post.socket
         post.client, post.place, post.member, post.health, post.stats, post.pids = None, None, None, None, None, None
@@ -393,10 +380,10 @@ class Fleet:
                 await client.close()
         if place is None:
             return
-        if stop_seconds or post.is_leaving:
-            await place.stop(STOP_SECONDS)
-        else:
+        if at_once:
             place.kill()
+        else:
+            await place.stop(STOP_SECONDS)
         if socket is not None:
             socket.unlink(missing_ok=True)
 

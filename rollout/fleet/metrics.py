@@ -1,6 +1,6 @@
 """The metrics of a whole fleet in one scrape: those of each worker, with the label `worker`, and the fleet's own.
 
-docs/operations.md describes every metric; a test compares the two.
+docs/operations.md describes those of a worker, docs/fleet.md the fleet's own; a test compares them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 |-----------------------------------------------------------|------------------------------------------------------|
 | which worker got which beginnings of prompts              | what a worker's cache holds (`engine.cache`)         |
 | how much is under way on each, and how fast each finishes | when a group is sent, aborted or asked again         |
-| which workers may get more                                | which are alive, and what they serve                 |
+| which workers there are                                   | which are alive, and what they serve                 |
 
 A group stays together. It goes where the longest known beginning of its prompt went, so that prompts with a common
 beginning, and the later turns of a conversation, meet the KV that is there. One whose beginning nobody got yet goes to
@@ -19,7 +19,7 @@ popular beginning spreads over as many workers as its load asks for. Of several 
 looked at, and the least loaded gets the group (the power of two choices: Mitzenmacher 2001).
 
 Promises: nothing here changes a bit of any sample; the same calls give the same placements, in any process; a worker
-that is closed or removed gets nothing; as long as one may be chosen, one is. Placing costs no more the more groups are
+that is removed gets nothing; one is chosen unless all are to be avoided. Placing costs no more the more groups are
 under way, and the index holds at most `capacity` beginnings. A change of the fleet costs more the more workers there
 are, and to remove one the more beginnings are known.
 """
@@ -81,16 +81,14 @@ def beginnings(prompt_token_ids: np.ndarray, cache_salt: str | None = None) -> l
 
 @dataclass(eq=False, slots=True)
 class _Worker:
-    """`position`: among those that may be chosen; -1 if it may not. `load`: the cost of what is under way, which is
-    `count` groups. `done`: the cost of what it finished in `busy` seconds with something under way, the latest counting
-    most; `since`: up to when that is counted. `speed`: relative to the fleet's;
-    `pressure`: load by speed.
+    """`position`: among all; -1 if it is gone, or new. `load`: the cost of what is under way, which is `count` groups.
+    `done`: the cost of what it finished in `busy` seconds with something under way, the latest counting most; `since`:
+    up to when that is counted. `speed`: relative to the fleet's; `pressure`: load by speed.
     """
 
     name: str
     key: int
     position: int = -1
-    is_open: bool = True
     load: float = 0.0
     count: int = 0
     done: float = 0.0
@@ -161,16 +159,6 @@ class Placement:
         self._busy -= gone.busy
         self._is_stale = True
 
-    def close(self, worker: str) -> None:
-        """Gives a worker no more: it drains, or serves what must not be asked for. It keeps what it has."""
-        self._workers[worker].is_open = False
-        self._is_stale = True
-
-    def open(self, worker: str) -> None:
-        """A closed worker may be chosen again."""
-        self._workers[worker].is_open = True
-        self._is_stale = True
-
     def forget(self) -> None:
         """Nobody holds any beginning any more, as after a push of weights."""
         self._index.clear()
@@ -232,17 +220,15 @@ class Placement:
             self._pressure[worker.position] = worker.pressure
 
     def _gather(self) -> None:
-        """Makes the rows of those that may be chosen: `_keys`, `_pressure`, and the sums of load and speed."""
-        self._open = [worker for worker in self._workers.values() if worker.is_open]
-        for worker in self._workers.values():
-            worker.position = -1
-        for position, worker in enumerate(self._open):
+        """Makes the rows of all workers: `_keys`, `_pressure`, and the sums of load and speed."""
+        self._rows = list(self._workers.values())
+        for position, worker in enumerate(self._rows):
             worker.position = position
-        self._keys = np.array([worker.key for worker in self._open], np.uint64)
+        self._keys = np.array([worker.key for worker in self._rows], np.uint64)
         self._scores = np.empty_like(self._keys)
-        self._pressure = np.array([worker.pressure for worker in self._open])
-        self._load = sum(worker.load for worker in self._open)
-        self._speed = sum(worker.speed for worker in self._open) or 1.0
+        self._pressure = np.array([worker.pressure for worker in self._rows])
+        self._load = sum(worker.load for worker in self._rows)
+        self._speed = sum(worker.speed for worker in self._rows) or 1.0
         self._is_stale = False
 
     def _holders(self, prompt: Sequence[int]) -> list[list[_Worker]]:
@@ -264,7 +250,7 @@ class Placement:
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):
             count = len(holders[known - 1])
-            if 2 * count > len(self._open):
+            if 2 * count > len(self._rows):
                 break
             if count > looked_at:  # otherwise they are the same
                 looked_at = count
@@ -285,13 +271,13 @@ class Placement:
         """Of the two workers that rank highest for a key, of those that are not full, the one with less load; the least
         loaded of all if it would take long to find them.
         """
-        if not self._open:
+        if not self._rows:
             return None
         found, scores = None, self._rank(key)
         for _ in range(_RANKS):
             place = int(scores.argmax())
             scores[place] = 0
-            worker = self._open[place]
+            worker = self._rows[place]
             if self._may_get_more(worker, limit, avoid):
                 if found is not None:
                     return worker if worker.pressure < found.pressure else found
@@ -299,18 +285,18 @@ class Placement:
         return found or self._idlest(avoid)
 
     def _rank(self, key: int) -> np.ndarray:
-        """A hash of the key and each worker: uint64 [open]. It is the same memory each time."""
+        """A hash of the key and each worker: uint64 [workers]. It is the same memory each time."""
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
     def _idlest(self, avoid: Collection[str]) -> _Worker | None:
         """The worker with the least load that need not be avoided."""
         places = self._pressure.argsort(kind="stable") if avoid else [self._pressure.argmin()]
-        return next((worker for place in places if (worker := self._open[place]).name not in avoid), None)
+        return next((worker for place in places if (worker := self._rows[place]).name not in avoid), None)
 
     def _may_get_more(self, worker: _Worker, limit: float, avoid: Collection[str]) -> bool:
         is_full = worker.pressure >= limit and worker.load >= self.free_load
-        return not is_full and worker.position >= 0 and worker.name not in avoid
+        return not is_full and worker.name not in avoid
 
     def _remember(self, prompt: Sequence[int], holders: list[list[_Worker]], known: int, worker: _Worker) -> None:
         """Notes that a worker, which had `known` beginnings of a prompt, gets them all. Longer ones are noted first, so

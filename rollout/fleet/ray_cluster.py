@@ -166,7 +166,7 @@ class Place:
         return await self._ask("pids")
 
     async def stop(self, seconds: float) -> None:
-        """End the worker and the actor: at once after that many seconds."""
+        """End the worker, which has that many seconds for it, and the actor."""
         with suppress(TruerollError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ask("stop")

@@ -142,18 +142,16 @@ class Roster:
         one, for at most `patience` seconds; raise WorkerLostError after them.
         """
         deadline = time.monotonic() + patience
-        while True:
-            placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
-            if placed is not None:
-                return self._open[placed.worker], placed
-            await self.change(deadline, patience)
+        while (found := self.try_place(prompt, cost, avoid)) is None:
+            await self._change(deadline, patience)
+        return found
 
     def try_place(self, prompt: Sequence[int], cost: float, avoid: Collection[str]) -> tuple[Link, Placed] | None:
         """The same if there is one at once."""
         placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
         return None if placed is None else (self._open[placed.worker], placed)
 
-    async def change(self, deadline: float, patience: float) -> None:
+    async def _change(self, deadline: float, patience: float) -> None:
         """Wait until who may be asked has changed. Raise WorkerLostError at the deadline."""
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):

@@ -22,6 +22,7 @@ import uvicorn
 from trueroll.errors import ConfigError
 
 from ..client.client import AsyncRolloutClient
+from ..client.membership import membership_of
 from ..fleet.client import client_for
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
@@ -51,7 +52,8 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
     without a tokenizer.
     """
     key = api_key(config)
-    if config.tokenizer is None and config.address.startswith("tcp://"):
+    members = membership_of(config.address).members()
+    if config.tokenizer is None and any(member.address.startswith("tcp://") for member in members):
         raise needs_tokenizer(config.address)
 
     def settle(url: str, name: str) -> None:

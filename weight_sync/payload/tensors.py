@@ -75,6 +75,14 @@ def _are_finite(bits: np.ndarray, infinity: int) -> bool:
     return bool(bits.max() < infinity and bits.view(f"u{bits.itemsize}").max() < most)
 
 
+def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """The `checksum` of a tensor's bytes in `dtype`, on whichever device it is."""
+    hashed = xxhash.xxh3_64()
+    for _, chunk in host_chunks(tensor, dtype):
+        hashed.update(raw_bytes(chunk))
+    return hashed.intdigest()
+
+
 def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """Runs of rows, of about a million elements each: (first row, the rows as contiguous `dtype` in host memory)."""
     length = max(1, _CHUNK_ELEMENTS // max(1, tensor[0].numel())) if len(tensor) else 1

@@ -10,14 +10,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueroll.errors import PushError
 
 from ..payload.manifest import Adapters, factor_names
 from ..payload.parameters import Parameters, describe_tie, describe_unknown
-from ..payload.tensors import dtype_named, host_chunks, raw_bytes
+from ..payload.tensors import dtype_named, tensor_checksum
 from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
 
@@ -31,10 +30,7 @@ class Checksums:
         """That of a tensor, which is `whole` where it is sharded."""
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
-            hash = xxhash.xxh3_64()
-            for _, chunk in host_chunks(whole, dtype_named(dtype)):
-                hash.update(raw_bytes(chunk))
-            self._known[tensor] = state, hash.intdigest()
+            self._known[tensor] = state, tensor_checksum(whole, dtype_named(dtype))
         return self._known[tensor][1]
 
 

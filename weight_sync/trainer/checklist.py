@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import xxhash
 
 from trueroll.errors import PushError
 
 from ..payload.manifest import Shape
 from ..payload.parameters import Parameters, check_complete, describe_tie, describe_unknown, spellings_of
-from ..payload.tensors import dtype_named, host_chunks, raw_bytes
+from ..payload.tensors import dtype_named, tensor_checksum
 from .trainer_tensors import check_is_tensor, memory_of
 
 
@@ -46,7 +45,7 @@ class Checklist:
             raise PushError(f"tensor {name}: expected each tensor once, found it twice; leave one out")
         self._seen.add(name)
         if name in self._ties or name in self._ties.values():
-            self._checksums[name] = self._checksum_of(tensor)
+            self._checksums[name] = tensor_checksum(tensor, self._dtype)
         return self._spellings.shape(name) is not None
 
     def finish(self) -> None:
@@ -68,12 +67,6 @@ class Checklist:
                 f"tensor {name}: expected shape {list(expected)}, found {list(shape)}; check that trainer and worker "
                 "have the same model"
             )
-
-    def _checksum_of(self, tensor: torch.Tensor) -> int:
-        hash = xxhash.xxh3_64()
-        for _, chunk in host_chunks(tensor, self._dtype):
-            hash.update(raw_bytes(chunk))
-        return hash.intdigest()
 
 
 def _are_apart(mapping: Mapping[str, torch.Tensor], name: str, other: str) -> bool:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import torch
-
 from trueroll.errors import PushError
 
-from ..payload.manifest import Adapters, checksum, factor_names
+from ..payload.manifest import Adapters, factor_names
 from ..payload.parameters import list_names
-from ..payload.tensors import are_finite, raw_bytes
+from ..payload.tensors import are_finite, dtype_named, tensor_checksum
 from .assembly import Destination, StagingArea
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -43,15 +41,16 @@ def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard)
 
 def served_checksums(weights: Destination) -> dict[str, int]:
     """Of every parameter that is served."""
-    return {name: _checksum(weights.served(name)) for name in weights.shapes}
+    dtype = dtype_named(weights.dtype)
+    return {name: tensor_checksum(weights.served(name), dtype) for name in weights.shapes}
 
 
 def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> None:
-    known, others = weights.base.checksums, []
+    known, others, dtype = weights.base.checksums, [], dtype_named(weights.dtype)
     for name, expected in base.items():
         if name not in known:
             with guarded():
-                known[name] = _checksum(weights.before_adapters(name))
+                known[name] = tensor_checksum(weights.before_adapters(name), dtype)
         if known[name] != expected:
             others.append(name)
     if others:
@@ -59,7 +58,3 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
             f"adapters: expected the weights that the trainer adds them to, found others in {list_names(others)}; push "
             "the model without adapters=True once, which brings the weights too"
         )
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return checksum(raw_bytes(tensor.to("cpu").contiguous()))

@@ -218,23 +218,21 @@ def test_a_worker_that_is_back_is_a_new_one() -> None:
     assert place(placement, prompt(0, 3)).worker == elsewhere.worker, "its cache was lost"
 
 
-def test_nobody_who_is_closed_removed_or_avoided_is_chosen() -> None:
+def test_nobody_who_is_removed_or_avoided_is_chosen() -> None:
     placement = fleet(6, free_load=100)
     home = place(placement, prompt(0, 0)).worker
     second = place(placement, prompt(0, 1), avoid=[home]).worker
     assert second != home
-    placement.close(second)
+    placement.remove(second)
     assert {place(placement, prompt(0, own)).worker for own in range(20)} == {home}
-    placement.close(home)
-    third = place(placement, prompt(0, 2)).worker
-    placement.remove(third)
-    rest = {*"012345"} - {home, second, third}
+    placement.remove(home)
+    rest = {*"012345"} - {home, second}
     assert {place(placement, prompt(own, 0)).worker for own in range(20)} == rest
     assert placement.place(prompt(0, 3), 0.0, avoid=rest) is None
     for worker in rest:
         placement.remove(worker)
     assert placement.place(prompt(0, 3), 0.0) is None
-    placement.open(home)
+    placement.add(home)
     assert place(placement, prompt(0, 4)).worker == home
 
 
@@ -287,17 +285,14 @@ class Walk:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.placement = fleet(6, capacity=CAPACITY, free_load=3)
-        self.open = {*map(str, range(6))}
-        self.closed: set[str] = set()
+        self.there = {*map(str, range(6))}
         self.lost: set[str] = set()
         self.under_way: list[Placed] = []
         self.calls: Counter[str] = Counter()
         self.now = 0.0
 
     def step(self) -> None:
-        call = self.chance.choices(
-            [self.place, self.end, self.close, self.reopen, self.remove, self.add], [20, 18, 1, 1, 1, 1]
-        )[0]
+        call = self.chance.choices([self.place, self.end, self.remove, self.add], [20, 18, 2, 1])[0]
         call()
         self.now += self.chance.random()
         self.check()
@@ -308,10 +303,10 @@ class Walk:
         own = self.chance.randrange(10**6)
         placed = self.placement.place(prompt(prefix, own, length * PIECE), self.now, self.chance.random() + 0.5, avoid)
         if placed is None:
-            assert self.open <= avoid
+            assert self.there <= avoid
             self.calls["none"] += 1
             return
-        assert placed.worker in self.open - avoid
+        assert placed.worker in self.there - avoid
         self.under_way.append(placed)
         self.calls["placed"] += 1
 
@@ -338,22 +333,16 @@ class Walk:
                         placed
                     )
 
-    def close(self) -> None:
-        self._move(self.open, self.closed, "close")
-
-    def reopen(self) -> None:
-        self._move(self.closed, self.open, "open")
-
     def remove(self) -> None:
-        self._move(self.chance.choice([self.open, self.closed]), self.lost, "remove")
+        self._move(self.there, self.lost, "remove")
 
     def add(self) -> None:
-        self._move(self.lost, self.open, "add")
+        self._move(self.lost, self.there, "add")
 
     def check(self) -> None:
         placement = self.placement
         there = placement._workers
-        assert {*there} == self.open | self.closed
+        assert {*there} == self.there
         for name in there:
             cost = sum(placed.cost for placed in self.under_way if placed.worker == name)
             assert placement.load(name) == pytest.approx(cost)
@@ -374,7 +363,7 @@ def test_any_calls_in_any_order_keep_what_is_promised(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(1000):
         walk.step()
-    assert min(walk.calls[call] for call in ("placed", "none", "close", "open", "remove", "add", "full")) > 0
+    assert min(walk.calls[call] for call in ("placed", "none", "remove", "add", "full")) > 0
 
 
 def test_sums_that_are_kept_are_those_of_the_workers() -> None:
