@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trueroll.errors import PushError, TruerollError
+from trueroll.errors import OtherBaseError, PushError, TruerollError
 
 from ...weight_sync.payload.manifest import MANIFEST_FILE
 from .. import protocol
@@ -108,29 +108,44 @@ async def _push_of(
     for path in folder.pushes():
         if path.name.endswith(theirs.push_id[:8]):
             with suppress(PushError):  # a newer push has taken its place
-                return await asyncio.to_thread(_push, joining, path, keys)
+                return await asyncio.to_thread(_push, joining, path, folder, keys)
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
         (path,) = new.iterdir()
-        await asyncio.to_thread(_push, joining, path, keys)
+        await asyncio.to_thread(_push, joining, path, folder, keys)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
 async def _push_newest(joining: _Only, oldest: int, folder: WeightFolder, keys: tuple[Key | None, Key | None]) -> bool:
-    found = [(int(path.name.split("-")[1]), path) for path in folder.pushes()]
-    version, path = max(found, default=(-1, None))
-    if path is None or version < oldest:
+    path = max(folder.pushes(), key=_version, default=None)
+    if path is None or _version(path) < oldest:
         return False
-    await asyncio.to_thread(_push, joining, path, keys)
+    try:
+        await asyncio.to_thread(_push, joining, path, folder, keys)
+    except OtherBaseError:
+        return False  # adapters alone, and nobody has what they are added to, until a push brings it
     return True
 
 
-def _push(joining: _Only, path: Path, keys: tuple[Key | None, Key | None]) -> None:
-    """On a thread: the publisher blocks, and imports torch."""
+def _version(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def _push(joining: _Only, path: Path, folder: WeightFolder, keys: tuple[Key | None, Key | None]) -> None:
+    """On a thread: the publisher blocks, and imports torch. If it is of adapters alone, what they are added to may be
+    in another folder of a push.
+    """
     from ..publisher.publisher import WeightPublisher
 
     with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
         publisher.connect_fleet(joining)
-        publisher.push_folder(path, allow_older=True)
+        try:
+            publisher.push_folder(path, allow_older=True)
+        except OtherBaseError:
+            before = max((other for other in folder.pushes() if other != path), key=_version, default=None)
+            if before is None:
+                raise
+            publisher.push_folder(before, allow_older=True)
+            publisher.push_folder(path, allow_older=True)

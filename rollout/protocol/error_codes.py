@@ -15,6 +15,7 @@ from trueroll.errors import (
     InvalidRequestError,
     MessageTooLargeError,
     ModelError,
+    OtherBaseError,
     ProtocolError,
     PushError,
     QueueFullError,
@@ -43,6 +44,7 @@ SENT_ERRORS: tuple[type[TruerollError], ...] = (
     StaleWeightsError,
     PushError,
     VersionGapError,
+    OtherBaseError,
 )
 
 _BY_CODE = {kind.code: kind for kind in (*SENT_ERRORS, ConfigError, ModelError)}

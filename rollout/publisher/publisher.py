@@ -25,6 +25,7 @@ from trueroll.errors import (
     ConfigError,
     DeadlineError,
     IllegalStateError,
+    OtherBaseError,
     PushError,
     TruerollError,
     WorkerLostError,
@@ -148,7 +149,8 @@ class WeightPublisher:
         workers. Sends nothing yet.
 
         A worker that is lost during a push is taken out of it, and the push made again to the others, unless the
-        tensors came from an iterator or are sharded. The fleet itself brings who replaces it to the weights, as well as
+        tensors came from an iterator or are sharded. A push of adapters alone is made again with the weights that they
+        are added to if a worker has others. The fleet itself brings who replaces it to the weights, as well as
         whoever joins later; a worker that joins while none serves is pushed to.
         """
         membership = membership_of(fleet)
@@ -174,17 +176,20 @@ class WeightPublisher:
         """
         _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
         self._taken_out.clear()
+        alone = adapters
         while True:
             again = bool(self._taken_out)  # some may have committed the version before another one was lost
             push = partial(self._push, version=version, allow_older=allow_older or again)
             try:
-                result = self._push_on_all_ranks(tensors, adapters, push)
+                result = self._push_on_all_ranks(tensors, alone, push)
             except PushError as error:
                 if not self._takes_out(error, tensors):
                     raise
                 log.warning("push of version %d is made again without what was lost: %s", version, error)
                 continue
-            assert result is not None
+            if result is None:  # on every rank alike
+                alone = False
+                continue
             self._tell_fleet(version)
             self._wait_for_late_ones(result.push_id)
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
@@ -311,9 +316,18 @@ class WeightPublisher:
 
     def _push(
         self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
-    ) -> PushResult:
+    ) -> PushResult | None:
+        """None if adapters alone are not enough for a fleet, in which a worker may have the merged weights of another,
+        or have been started anew.
+        """
         party = self._meet()
-        result = self._push_to(party, tensors, adapters, version, allow_older)
+        try:
+            result = self._push_to(party, tensors, adapters, version, allow_older)
+        except OtherBaseError as error:
+            if self._fleet is None or adapters is None or not adapters.is_alone:
+                raise
+            log.warning("push of version %d is made again with the weights that adapters belong to: %s", version, error)
+            return None
         self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
         self._terms = version, allow_older
         return result

@@ -124,6 +124,12 @@ class VersionGapError(PushError):
     code = "version_gap"
 
 
+class OtherBaseError(PushError):
+    """A push of adapters alone is to be added to weights that the worker does not have; push the model whole."""
+
+    code = "other_base"
+
+
 class WorkerLostError(TruerollError):
     """Nothing answers at the worker's address, or another process does. Raised by the client, never sent."""
 

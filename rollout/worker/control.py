@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from trueroll.errors import (
     DeadlineError,
     IllegalStateError,
+    OtherBaseError,
     PushError,
     TruerollError,
     UnavailableError,
@@ -491,7 +492,7 @@ class Control:
             name = "in_place" if call.in_place else "base"
             raise PushError(f"begin_push: expected no {name} with adapters, found it; push without, or merged weights")
         if call.adapters.is_alone and self.lifecycle.standing.is_dirty:
-            raise PushError(
+            raise OtherBaseError(
                 "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
                 "the model without adapters=True, which brings the weights too"
             )

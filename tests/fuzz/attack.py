@@ -29,7 +29,7 @@ TERMINAL = {
 """The reply that ends a message, if it is no `error`."""
 CODES = {
     *("invalid_message", "message_too_large", "invalid_request", "id_conflict", "queue_full", "unknown_request"),
-    *("illegal_state", "deadline_exceeded", "stale_weights", "push_failed", "version_gap"),
+    *("illegal_state", "deadline_exceeded", "stale_weights", "push_failed", "version_gap", "other_base"),
 }
 """What may be wrong with a message; `worker_failed` and `unavailable` would say that the worker is."""
 

@@ -279,7 +279,7 @@ def adapted(folder: str) -> Any:
 
 def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
     """After some steps of the optimizer on samples of a worker: what that generates then, and what the trainer makes of
-    it.
+    it. The worker has the weights of another case, so that the first push of adapters is made again with all of them.
     """
     model = WRAPPERS[name](adapted(folder) if adapters else aligned(folder))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
@@ -288,9 +288,10 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
     with RolloutClient(address) as client, WeightPublisher(timeout=60.0) as publisher:
         for step in range(STEPS + 1):
             if rank == 0:
-                publisher.connect([address])
+                connect = publisher.connect_fleet if adapters else publisher.connect
+                connect([address])
             if rank == 0 or not isinstance(model, DistributedDataParallel):
-                publisher.push(model, version + step, allow_older=True, adapters=adapters and step > 0)
+                publisher.push(model, version + step, allow_older=True, adapters=adapters)
             distributed.barrier()
             groups = client.generate(PROMPTS, SamplingParams(n=2, max_tokens=10), seed=step * 2 + rank)
             pairs = [(prompt, one) for prompt, group in zip(PROMPTS, groups, strict=True) for one in group.samples]

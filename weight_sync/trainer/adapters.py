@@ -58,7 +58,7 @@ class TrainerAdapters:
         if alone and not found.adapters:
             raise PushError("adapters: expected some that are enabled, found none; enable them, or push without them")
         self._scales = tuple((name, len(a), float(scale)) for name, (a, _, scale) in found.adapters.items())
-        self._alone = alone
+        self.is_alone = alone
         self._base = {name: t for name, t in found.tensors.items() if alone and name not in found.replaced}
         self.sent: dict[str, torch.Tensor] = {name: t for name, t in found.tensors.items() if name not in self._base}
         for name, (a, b, _) in found.adapters.items():
@@ -70,7 +70,7 @@ class TrainerAdapters:
 
         Raise PushError for names that they do not know, and for ties that the trainer does not have.
         """
-        if not self._alone:
+        if not self.is_alone:
             return Adapters(weights=self._scales)
         found: dict[str, int] = {}
         for name, tensor in self._base.items():

@@ -8,7 +8,7 @@ worker has verified, and that a push that fails before that is aborted everywher
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from typing import Any
 from trueroll.errors import (
     DeadlineError,
     IllegalStateError,
+    OtherBaseError,
     PushError,
     TruerollError,
     UnavailableError,
@@ -197,9 +198,8 @@ class Transaction:
         """Abort everywhere, and tell what became of every worker."""
         failed = [f"worker {address} failed: {error}" for address, error in failure.errors.items()]
         replies = self._abort_everywhere()
-        is_gap = all(isinstance(error, VersionGapError) for error in failure.errors.values())
         text = f"push of version {self.version}: at {failure.what}, {'; '.join(failed)}. Now {self._describe(replies)}"
-        error = (VersionGapError if is_gap else PushError)(text)
+        error = _kind_of(failure.errors.values())(text)
         # A worker may fail since another one is lost, whose memory it was to map.
         found = [*failure.errors.items(), *zip(self._workers.addresses, replies, strict=True)]
         error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, _OF_LOST_WORKERS)))
@@ -212,6 +212,12 @@ class Transaction:
     def _describe(self, replies: Sequence[PushStatus | TruerollError]) -> str:
         """What each worker serves now."""
         return "; ".join(map(_describe, self._workers.addresses, replies))
+
+
+def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
+    """What all of them are, if that tells a trainer what else to push."""
+    kinds = {type(error) for error in errors}
+    return next((kind for kind in (VersionGapError, OtherBaseError) if kinds == {kind}), PushError)
 
 
 def _describe(address: str, reply: PushStatus | TruerollError) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from trueroll.errors import PushError
+from trueroll.errors import OtherBaseError, PushError
 
 from ..payload.manifest import Adapters, factor_names
 from ..payload.parameters import list_names
@@ -19,7 +19,7 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 def begin_adapters(adapters: Adapters, weights: Destination, staging: StagingArea, guarded: Guard) -> None:
-    """Raise PushError unless adapters that come alone are of this worker's weights, to the bit."""
+    """Raise OtherBaseError unless adapters that come alone are of this worker's weights, to the bit."""
     if adapters.base is not None:
         _check_base(dict(adapters.base), weights, guarded)
     factors = {name: (*factor_names(name), rank, scale) for name, rank, scale in adapters.weights}
@@ -54,7 +54,7 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
         if known[name] != expected:
             others.append(name)
     if others:
-        raise PushError(
+        raise OtherBaseError(
             f"adapters: expected the weights that the trainer adds them to, found others in {list_names(others)}; push "
             "the model without adapters=True once, which brings the weights too"
         )
