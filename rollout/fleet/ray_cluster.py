@@ -61,7 +61,8 @@ class Cluster:
             fields |= dict(address=self._address)
         else:
             fields |= dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
-            fields |= dict(object_store_memory=OBJECT_STORE_BYTES)
+            # By default Ray's processes, and so the workers, yield to all others.
+            fields |= dict(object_store_memory=OBJECT_STORE_BYTES, _system_config=dict(worker_niceness=0))
         before = _children_of_ray()
         for attempt in range(STARTS):
             try:

@@ -87,6 +87,7 @@ def test_all_workers_serve_and_the_driver_has_started_none(fleet: Fleet, client:
     assert fleet.num_serving == 2 and {*client.healths()} == {"worker-0", "worker-1"} == {*fleet.pids()}
     assert all(stats.service["finished"] > 0 for stats in client.all_stats().values())
     for actor, worker in fleet.pids().values():
+        assert psutil.Process(worker).nice() == psutil.Process().nice(), "it yields to nobody"
         assert psutil.Process(worker).ppid() == actor != os.getpid()
 
 
