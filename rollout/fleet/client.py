@@ -205,7 +205,15 @@ class AsyncFleetClient(AsyncRolloutClient):
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
         """What each worker that answers says. Raises the first other error; WorkerLostError if none answers."""
         await self._start()
-        links = [link for link in self._roster.links if not link.is_silent]
+        found: dict[str, T] = {}
+        while not found:
+            links = [link for link in self._roster.links if not link.is_silent]
+            found = await self._ask_these(links, call)
+            if not found and not any(link.is_gone for link in links):  # otherwise others have taken their places
+                raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")
+        return found
+
+    async def _ask_these(self, links: list[Link], call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
         replies = await asyncio.gather(*(call(link) for link in links), return_exceptions=True)
         found: dict[str, T] = {}
         for link, reply in zip(links, replies, strict=True):
@@ -213,8 +221,6 @@ class AsyncFleetClient(AsyncRolloutClient):
                 found[link.member.name] = reply
             elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # the latter: it ends
                 raise reply
-        if not found:
-            raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")
         return found
 
     def _check_ids(self, ids: list[str]) -> None:
