@@ -16,8 +16,9 @@ prompt was cut into chunks, the block size of the cache, or the number of thread
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, with no state. Each backend is exact
-against itself; between backends results agree within rounding. Rows are tokens or sequences, always the first
-dimension. An op that joins several steps gives the bits of those steps one by one, each rounded to the dtype.
+against itself; between backends results agree within rounding, and those of `merge` to the bit. Rows are tokens or
+sequences, always the first dimension. An op that joins several steps gives the bits of those steps one by one, each
+rounded to the dtype.
 """
 
 from __future__ import annotations

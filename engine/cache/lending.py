@@ -1,7 +1,7 @@
 """Memory of one process that others on the machine map as well, instead of each having a copy.
 
 Who lends fills an arena, and seals it: from then on nobody can change what others see, and whoever writes there gets
-pages of his own. Owns the mappings and, until it is dropped, the lender's descriptor. Promises: the memory has no name,
+pages of its own. Owns the mappings and, until it is dropped, the lender's descriptor. Promises: the memory has no name,
 and goes back to the system with the last process that maps it, however these end; what is mapped is what was lent.
 """
 

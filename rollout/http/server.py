@@ -1,6 +1,6 @@
-"""`trueroll http`: a process that answers HTTP with what a worker computes.
+"""`trueroll http`: a process that answers HTTP with what a worker or a fleet computes.
 
-Owns: the listening socket, and the client of the worker. Promises: it listens before it says that it is ready, ends
+Owns: the listening socket, and the client of either. Promises: it listens before it says that it is ready, ends
 with what runs finished or cut after `drain_seconds`, and outlives the worker: once another one is there, it is served.
 If it is killed itself, the worker ends its requests.
 """

@@ -1,7 +1,7 @@
 """`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
 
 Owns: a listening socket on 127.0.0.1, and the connections and threads behind it. They are bounded in number and in
-time, whatever clients do, and `close` ends them. Does not own what it tells: it asks a `Source`, whose answers must be
+time, whatever clients do, and `close` ends them. Does not own what it tells: it asks others, whose answers must be
 there at once, so that neither a long step nor a stuck one ever keeps a scrape waiting.
 docs/operations.md describes every metric; a test compares the two.
 """

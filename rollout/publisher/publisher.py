@@ -5,7 +5,8 @@ Owns: the connections to the workers, and what each of them was last known to se
 serves the new weights, or raises an error that says which worker failed and what each of the others serves: all of them
 the old weights, unless one failed at its commit; every wait for a worker has a deadline, but not what CUDA itself waits
 for behind a broadcast of NCCL's; after a failure the next push needs nothing restarted here; a worker that does not
-answer when a push begins costs it `ANSWER_SECONDS`, and the next ones `LOST_SECONDS` each.
+answer when a push begins costs it `ANSWER_SECONDS`, and the next ones `LOST_SECONDS` each; a push to a fleet is made
+again without what is lost on the way, where the tensors can be read again.
 """
 
 from __future__ import annotations

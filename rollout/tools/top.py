@@ -1,4 +1,4 @@
-"""`trueroll top`: what a worker does, in a terminal, from its health and stats.
+"""`trueroll top`: what a worker or a fleet does, in a terminal, from its health and stats.
 
 Speeds and rates are differences between two looks; everything else is as of the last one. Promises that a worker's
 words are never read as markup, and that a counter shown here which is missing or mistyped is a ProtocolError.

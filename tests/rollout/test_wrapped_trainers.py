@@ -5,6 +5,7 @@ after what was trained was pushed; gradients are those of a single process. `tra
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -102,8 +103,7 @@ WORDS = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_served_is_named(told: list[dict[str, Any]], name: str) -> None:
     for rank in told:
-        with pytest.raises(AssertionError, match=WORDS[name]):
-            raise AssertionError(rank[f"{name}, refused"])
+        assert re.search(WORDS[name], rank[f"{name}, refused"]), rank[f"{name}, refused"]
 
 
 class Rounding(torch.optim.Optimizer):

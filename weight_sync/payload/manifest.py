@@ -1,9 +1,9 @@
 """What a push of weights says about itself: the pieces of tensors, the buckets they travel in, and by which way.
 
 Owns the vocabulary that publisher, protocol and receiver share, and the checksum of host memory. A push carries every
-parameter of the model exactly once, whole or in parts, in one dtype, that of the worker. Its tensors are cut into
-pieces of whole rows (or lists of changed elements), and the pieces are packed into buckets of bounded size. Imports no
-torch.
+parameter of the model exactly once, whole or in parts, in one dtype, that of the worker; one of adapters alone says
+instead which parameters stay what they were. Its tensors are cut into pieces of whole rows (or lists of changed
+elements), and the pieces are packed into buckets of bounded size. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors as bytes: the dtypes that weights travel in, views without copies, and a checksum for any device."""
+"""Tensors as bytes: the dtypes that weights travel in, views without copies, and checksums for any device."""
 
 from __future__ import annotations
 

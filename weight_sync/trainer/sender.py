@@ -1,8 +1,8 @@
 """The weights of a push on their way: buckets or a folder, filled and announced, until all workers have committed them.
 
-Owns: the buffers, and the base that sparse pushes need. Does not own the workers, nor the trainer's tensors, of which
-it keeps none. In memory it holds one gathered tensor and two buckets, and with `sparse` a copy of the weights in the
-workers' dtype.
+Owns: the buffers, the base that sparse pushes need, and the checksums that pushes of adapters need. Does not own the
+workers, nor the trainer's tensors, of which it keeps none. In memory it holds one gathered tensor and two buckets, and
+with `sparse` a copy of the weights in the workers' dtype.
 """
 
 from __future__ import annotations

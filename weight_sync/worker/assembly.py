@@ -2,7 +2,7 @@
 
 Owns the count of what has arrived. Does not own the staging that it writes into, nor the memory it reads from, of which
 it keeps nothing. Promises that no length, offset or index is believed before it is checked, and that `finish` succeeds
-only if every parameter arrived exactly once, whole or in all its parts.
+only if every tensor that the push has to bring arrived exactly once, whole or in all its parts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, also aligned, `AsyncGRPOTrainer` in
-one. Needs the extra `trl`."""
+"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, also aligned, `AsyncGRPOTrainer` in one. Needs the
+extra `trl`."""
 
 from .aligned import AlignedGRPOTrainer
 from .async_grpo import TruerollWeightTransfer, TruerollWorker
