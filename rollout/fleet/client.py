@@ -23,6 +23,7 @@ from trueroll.errors import (
 )
 
 from ...engine.request import SampleDelta
+from ...weight_sync.payload.parameters import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of
@@ -154,6 +155,21 @@ class AsyncFleetClient(AsyncRolloutClient):
         """The lifetime counters of each worker, by its name; those that do not answer are left out."""
         return await self._ask_each(lambda link: link.client.stats())
 
+    async def weight_checksums(self) -> protocol.Checksums:
+        """What the weights are that all workers which serve have. Raise TruerollError if they differ, as they do during
+        a push.
+        """
+        found = await self._ask_each(lambda link: link.client.weight_checksums(), are_serving=True)
+        (first, expected), *others = found.items()
+        for name, other in others:
+            if other.checksums != expected.checksums:
+                differing = [key for key, value in expected.checksums.items() if other.checksums.get(key) != value]
+                raise TruerollError(
+                    f"fleet: worker {name}: expected the weights of {first}, version {expected.weight_version}, found "
+                    f"others in {list_names(differing)}, version {other.weight_version}; push to all of them"
+                )
+        return expected
+
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a call of the lifecycle to all workers. Returns the status of the one that is least ready. Raises the
         first error of a worker that is not lost.
@@ -184,10 +200,14 @@ class AsyncFleetClient(AsyncRolloutClient):
             for errand in [errand for errand in self._errands.values() if errand.is_behind(now, seconds)]:
                 self.num_asked_twice += errand.ask_twice()
 
-    async def _ask_each(self, call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
-        """What each worker that answers says. Raises the first other error; WorkerLostError if none answers."""
+    async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
+        """What each worker that answers says, or only those that serve. Raises the first other error; WorkerLostError
+        if none answers.
+        """
         await self._start()
         links = [link for link in self._roster.links if not link.is_silent]
+        if are_serving:
+            links = [link for link in links if link.member.standing == "serving"]
         replies = await asyncio.gather(*(call(link) for link in links), return_exceptions=True)
         found: dict[str, T] = {}
         for link, reply in zip(links, replies, strict=True):
