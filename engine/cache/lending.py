@@ -105,19 +105,20 @@ def _check(file: int, lent: Lent) -> None:
 
 @cache
 def place_to_lend() -> str | None:
-    """Where this process can lend memory to others: equal for those of one machine, user and container, and of the same
-    NUMA nodes, as others would read more slowly. None where it cannot, or where it would have small pages only: these
-    cost more than a copy in huge ones.
+    """Where this process can lend memory to others: equal for those of one machine, user and container, with the same
+    capabilities, without which the system lets none see what another has open, and of the same NUMA nodes, as others
+    would read more slowly. None where it cannot, or where it would have small pages only: these cost more than a copy
+    in huge ones.
     """
     if sys.platform != "linux":
         return None
     try:
         with closing(_Probe()) as probe:
-            if not probe.is_huge:
+            if not probe.is_huge or not _may_be_looked_at():
                 return None
         namespaces = (os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user"))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *namespaces, str(os.geteuid()), *_nodes()])
+        return " ".join([boot, *namespaces, str(os.geteuid()), _capabilities(), *_nodes()])
     except (OSError, MemoryError):
         return None
 
@@ -129,6 +130,16 @@ class _Probe(LendableArena):
 
     def close(self) -> None:
         self.drop(keep=False)
+
+
+def _may_be_looked_at() -> bool:
+    """Not where its program has capabilities or another user's rights: what it has open belongs to root then."""
+    return os.stat("/proc/self/fd").st_uid == os.geteuid()
+
+
+def _capabilities() -> str:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("CapPrm:"))
 
 
 def _nodes() -> list[str]:

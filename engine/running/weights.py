@@ -111,10 +111,10 @@ class WeightStore:
 
     def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
         """The weights that a process of this `kin` lends (`Lent`), all of them. Raise OSError if they are not there."""
-        arena = BorrowedArena(Lent(*lent))
-        if arena.num_held != self._num_bytes:
-            raise FileNotFoundError(f"expected {self._num_bytes} bytes of weights, found {arena.num_held}")
-        return BorrowedStaging(self, arena)
+        found = Lent(*lent)
+        if found.num_bytes != self._num_bytes:  # before pages are taken for it
+            raise FileNotFoundError(f"expected {self._num_bytes} bytes of weights, found {found.num_bytes}")
+        return BorrowedStaging(self, BorrowedArena(found))
 
     def commit(self, staging: WeightStaging) -> None:
         """Makes what was staged the live weights, waits for the device to have it, and frees the staging.
@@ -250,7 +250,7 @@ class WeightStaging:
             return None
         plain = store.before_adapters(name) if self._is_alone else store.rows(self.tensors, name).to_dense().clone()
         self.base.kept[name] = plain
-        self._others_bytes += 0 if name in store.base.kept else plain.nbytes
+        self._others_bytes += 0 if plain is store.base.kept.get(name) else plain.nbytes
         if factors is None:
             return None
         merged = store.model.ops.merge(plain, *factors)

@@ -24,6 +24,7 @@ from trueroll.errors import (
 )
 
 from ...engine.request import SampleDelta
+from ...weight_sync.payload.parameters import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of
@@ -156,18 +157,19 @@ class AsyncFleetClient(AsyncRolloutClient):
         return await self._ask_each(lambda link: link.client.stats())
 
     async def weight_checksums(self) -> protocol.Checksums:
-        """What all workers serve; see `AsyncRolloutClient.weight_checksums`. Raises IllegalStateError while they do not
-        serve the same.
+        """What the weights are that all workers which serve have. Raise IllegalStateError if they differ, as they do
+        during a push.
         """
-        found = await self._ask_each(lambda link: link.client.weight_checksums())
-        (name, first), *others = found.items()
-        for other, reply in others:
-            if reply.model_copy(update={"id": first.id}) != first:
+        found = await self._ask_each(lambda link: link.client.weight_checksums(), are_serving=True)
+        (first, expected), *others = found.items()
+        for name, other in others:
+            if other.checksums != expected.checksums:
+                differing = [key for key, value in expected.checksums.items() if other.checksums.get(key) != value]
                 raise IllegalStateError(
-                    f"checksums: expected the same weights at all workers, found others at {other} (version "
-                    f"{reply.weight_version}) than at {name} (version {first.weight_version}); ask again after the push"
+                    f"fleet: worker {name}: expected the weights of {first}, version {expected.weight_version}, found "
+                    f"others in {list_names(differing)}, version {other.weight_version}; ask again after the push"
                 )
-        return first
+        return expected
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a call of the lifecycle to all workers. Returns the status of the one that is least ready. Raises the
@@ -202,12 +204,16 @@ class AsyncFleetClient(AsyncRolloutClient):
             for errand in [errand for errand in self._errands.values() if errand.is_behind(now, seconds)]:
                 self.num_asked_twice += errand.ask_twice()
 
-    async def _ask_each(self, call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
-        """What each worker that answers says. Raises the first other error; WorkerLostError if none answers."""
+    async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
+        """What each worker that answers says, or only those that serve. Raises the first other error; WorkerLostError
+        if none answers.
+        """
         await self._start()
         found: dict[str, T] = {}
         while not found:
             links = [link for link in self._roster.links if not link.is_silent]
+            if are_serving:
+                links = [link for link in links if link.member.standing == "serving"]
             found = await self._ask_these(links, call)
             if not found and not any(link.is_gone for link in links):  # otherwise others have taken their places
                 raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")

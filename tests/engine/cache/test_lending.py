@@ -117,6 +117,14 @@ def test_what_is_not_lent_memory_is_refused(tmp_path: Path) -> None:
     os.close(writing)
 
 
+def test_a_process_that_others_may_not_look_at_lends_nothing() -> None:
+    """As one is whose program has capabilities. Root may look at all."""
+    code = "import ctypes, os; from trueroll.engine.cache import lending; os.getuid() or os.setuid(65534);"
+    code += "ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); print(lending.place_to_lend())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert found.stdout == "None\n"
+
+
 def test_too_much_memory_to_lend_is_refused() -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     with pytest.raises(MemoryError, match=str(2**60)):

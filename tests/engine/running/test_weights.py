@@ -141,6 +141,8 @@ def test_lent_weights_of_another_size_are_refused(tiny_model: Path) -> None:
     arena = weights.LendableArena(engine.weights.num_held - 64)
     with pytest.raises(FileNotFoundError, match=f"expected {engine.weights.num_held} bytes of weights"):
         engine.weights.borrow(arena.lend())
+    with pytest.raises(FileNotFoundError, match=f"found {2**62}"):  # nor is so much memory asked for
+        engine.weights.borrow(arena.lend()._replace(num_bytes=2**62))
 
 
 class LateArena(DeviceArena):

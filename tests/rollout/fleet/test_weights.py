@@ -1,4 +1,4 @@
-"""Pushes of adapters alone to a fleet: who joins gets the weights of others as they are served, and nobody notices."""
+"""The weights of a fleet: adapters alone, which who joins has not the base for, memory that is lent, and checksums."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rollout.publisher.test_expert_pushes import Weights, assert_equal, dense, s
 from tiny import make_tiny_model
 from trueroll.engine.cache.lending import place_to_lend
 from trueroll.engine.engine import Engine
-from trueroll.errors import OtherBaseError
-from trueroll.kernels.training import merged_weights
-from trueroll.rollout import AsyncRolloutClient, FleetClient, WeightPublisher
+from trueroll.errors import OtherBaseError, TruerollError
+from trueroll.kernels.training import align, merged_weights
+from trueroll.rollout import AsyncRolloutClient, FleetClient, WeightPublisher, audit
 from trueroll.rollout.client.membership import Member
 from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
 
@@ -153,6 +153,29 @@ def test_a_worker_that_joins_by_disk_gets_the_weights_before_the_adapters(pair: 
         whole.rename(tmp_path / "gone")
         pair.start(0)
         assert not pair.join(0, tmp_path / "pushes"), "it waits for a push"
+
+
+def test_checksums_and_an_audit_are_of_all_workers(pair: Pair) -> None:
+    trained = adapt(pair.model)
+    align(trained)
+    with WeightPublisher(timeout=20.0) as publisher, FleetClient(pair) as client:
+        publisher.connect_fleet(pair)
+        publisher.push(merged(trained), 1)
+        with torch.autocast("cpu", torch.bfloat16):
+            lent = audit(trained, client, [[1, 2, 3], [4, 5]], version=1)
+        publisher.push(trained, 2, adapters=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            adapted = audit(trained, client, [[1, 2, 3], [4, 5]], version=2)
+        assert [(found.num_tokens, found.num_different, found.causes) for found in (lent, adapted)] == [
+            (256, 0, ())
+        ] * 2
+        publisher.connect(pair.addresses[1:])
+        change(trained, seed=1)
+        publisher.push(trained, 2, allow_older=True, adapters=True)
+        with pytest.raises(
+            TruerollError, match=r"worker-1: expected the weights of worker-0, version 2, found others in"
+        ):
+            audit(trained, client, [[1, 2, 3]])
 
 
 def test_lent_weights_and_adapters_follow_each_other(pair: Pair) -> None:
