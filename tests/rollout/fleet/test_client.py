@@ -18,7 +18,6 @@ from serving import WorkerOnThread, fake_process, serving
 from trueroll.engine.request import Output
 from trueroll.errors import (
     ConfigError,
-    IllegalStateError,
     InvalidRequestError,
     RequestAbortedError,
     StaleWeightsError,
@@ -183,14 +182,6 @@ def test_lifecycle_calls_and_what_is_told_are_of_all_workers(running: Running, c
     assert {*each} == {*running.addresses} and min(stats.service["accepted"] for stats in each.values()) > 0
     assert client.stats().service["accepted"] == 6 and client.stats().engine["samples_finished"] == {"length": 18}
     assert client.health().weight_version == 3 and client.health().memory["kv_cache"] == 4000
-
-
-def test_checksums_are_those_of_every_worker_or_an_error(client: FleetClient) -> None:
-    with RolloutClient(next(iter(client.healths()))) as one:
-        assert client.weight_checksums().checksums == one.weight_checksums().checksums != {}
-    with running_with(engine_of(1), engine_of(2)) as running, FleetClient(running.addresses) as client:
-        with pytest.raises(IllegalStateError, match=r"expected the same weights at all workers.*version 2.*version 1"):
-            client.weight_checksums()
 
 
 def test_what_a_lost_worker_had_is_asked_of_another(processes: list[WorkerProcess]) -> None:
