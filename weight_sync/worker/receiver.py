@@ -165,7 +165,9 @@ class Receiver(threading.Thread):
 
     def _borrow(self, source: LentSource) -> None:
         """Take what another worker has verified: that it lies where it should is all that is left to check."""
-        if source.kin != self._weights.kin or self._begin.in_place or self._begin.base is not None:
+        begin = self._begin
+        is_whole = begin.base is None and begin.adapters is None
+        if source.kin != self._weights.kin or begin.in_place or begin.lends or not is_whole:
             raise PushError(
                 "lent: expected whole weights of a worker of the same kin, beside the live ones, found another push; "
                 "push without lent memory"
@@ -178,7 +180,7 @@ class Receiver(threading.Thread):
                 f"lent: expected weights that process {source.pid} lends, found none; see whether that worker still "
                 "runs, and push again; this worker's log says more"
             ) from None
-        self._answer(self._begin.id, "begun")
+        self._answer(begin.id, "begun")
         while not self._is_closed and (call := self._next_call()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets or self._is_verified:
                 raise PushError(f"{call.type}: expected one verify_push of no buckets for lent weights, found another")

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from trueroll.weight_sync.trainer.transaction import Transaction
 from trueroll.weight_sync.transports import cuda_ipc as cuda_ipc_module
 from trueroll.weight_sync.transports import gpu as gpu_module
 from trueroll.weight_sync.transports import nccl as nccl_module
+from trueroll.weight_sync.transports.shared import SharedSlots
 
 SHAPES = {"embed.weight": (100, 8), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
 TIED = {"head.weight": "embed.weight"}
@@ -408,19 +409,22 @@ def test_a_lender_that_ends_before_others_have_its_memory_is_said_to_be_lost(clu
 def test_lent_memory_is_for_whole_weights_of_a_kin(cluster: Cluster) -> None:
     worker, stranger = cluster.start(weights=KinWeights("e")), cluster.start()
     source = dict(kind="lent", kin="e" * 64, pid=1, fd=1, inode=1, num_bytes=1)
-    shared = dict(kind="shared", name=f"trueroll-{'0' * 32}", slot_bytes=64, num_slots=1)
     begin = dict(push_id="1" * 32, weight_version=1, dtype="bfloat16")
-    with RawClient(worker.address) as kin, RawClient(stranger.address) as other:
+    with RawClient(worker.address) as kin, RawClient(stranger.address) as other, closing(SharedSlots(64)) as slots:
+        shared = slots.source(0).model_dump()
         for client, fields in (
             (other, dict(source=source)),
             (kin, dict(source=source | {"kin": "f" * 64})),
             (kin, dict(source=source, in_place=True)),
             (kin, dict(source=source, base="2" * 32)),
+            (kin, dict(source=source, adapters={"weights": []})),
+            (kin, dict(source=source, lends=True)),
             (other, dict(source=shared, lends=True)),
             (kin, dict(source=shared, lends=True, in_place=True)),
         ):
             reply = ask(client, "begin_push", **begin, **fields)
             assert reply["type"] == "error" and reply["code"] in ("push_failed", "version_gap"), fields
+            assert "another push" in reply["message"] or "changes to the push" in reply["message"], fields
 
 
 # Workers that were started anew.
