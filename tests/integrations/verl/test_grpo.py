@@ -37,8 +37,8 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # The prompts of two steps are under way. Once one step has its own, for which verl looks every two seconds, it
-    # aborts the rest, of which two run; the next one waits for these and takes them, since no prompt may be older than a
-    # step. What the second step aborts may be of none that the worker has begun with.
+    # aborts the rest, of which two run; the next one waits for these and takes them, since no prompt may be older than
+    # a step. What the second step aborts may have no tokens yet.
     changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1"
     changes += "trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait"
     worker = "actor_rollout_ref.rollout.engine_kwargs.trueroll"

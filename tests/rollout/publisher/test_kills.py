@@ -148,6 +148,9 @@ class Trainers:
 
     def kill(self) -> None:
         self.current.kill()
+        self.replace()
+
+    def replace(self) -> None:
         self.current = Trainer()
 
 
@@ -364,8 +367,9 @@ def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phas
     check_phase(fleet, transport, phase, fleet.version, tmp_path)
     running = [Running(address) for address in fleet.addresses]
     wait_until(lambda: all(fleet.client(index).health().requests["open"] == 1 for index in (0, 1)))
-    trainers.kill()
+    trainers.current.kill()
     assert [fleet.client(index).health().requests["open"] for index in (0, 1)] == [1, 1]
+    trainers.replace()
     assert (memory is not None) == (transport == "shared")
     assert phase == "begin" or not (SHM / str(memory)).exists(), "the next push may have to remove it"
     served = served_after(fleet, phase, fleet.version - 1)
