@@ -26,7 +26,7 @@ from trueroll.errors import ConfigError, PushError, TruerollError, WorkerLostErr
 from trueroll.rollout import Fleet, Group, launch_worker
 from trueroll.rollout.fleet import fleet as fleet_module
 
-from .work import MOMENTS, TRANSPORTS, Bits, BrokenPromise, Work, bits, command, read_moment, tell_memory
+from .work import MOMENTS, PROMPTS, TRANSPORTS, Bits, BrokenPromise, Work, bits, command, read_moment, tell_memory
 
 NUM_WORKERS = 2
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
@@ -61,6 +61,20 @@ def _forever(seed: int, moments: list[str]) -> Iterator[str]:
     while True:
         chosen.shuffle(moments)
         yield from moments
+
+
+def check_samples(groups: list[Group], versions: set[int], expected: Callable[[int], Bits]) -> None:
+    """Raise BrokenPromise unless there is a group for each prompt, of one version, one of those, with the bits that are
+    `expected` of it.
+    """
+    if len(groups) != len(PROMPTS):
+        raise BrokenPromise(f"expected {len(PROMPTS)} groups, found {len(groups)}")
+    for position, group in enumerate(groups):
+        found = {span.version for sample in group.samples for span in sample.weight_versions}
+        if len(found) != 1 or not found <= versions:
+            raise BrokenPromise(f"expected version {versions}, found {found}")
+        if bits([group])[0] != expected(*found)[position]:
+            raise BrokenPromise("found other samples than without failures")
 
 
 class Expected:
@@ -273,11 +287,11 @@ class Campaign:
             self._begin(None)
 
     def _generate(self) -> None:
-        self._check(self._work.generate(self.version), {self.version})
+        check_samples(self._work.generate(self.version), {self.version}, self._expected.samples)
 
     def _generate_any(self) -> None:
         """Under the weights that are served, or those that a push brings."""
-        self._check(self._work.samples(), self._served)
+        check_samples(self._work.samples(), self._served, self._expected.samples)
 
     def _stream(self) -> None:
         if self._work.stream(self.version) != self._expected.samples(self.version):
@@ -302,7 +316,7 @@ class Campaign:
         growing = _Errand(lambda: self.fleet.scale(NUM_WORKERS + 1))
         while growing.is_alive:
             self._push()
-            self._check(self._work.samples(), {self.version})
+            check_samples(self._work.samples(), {self.version}, self._expected.samples)
         growing.wait()
         self._begin("shrink")
         self.fleet.scale(NUM_WORKERS)
@@ -354,15 +368,6 @@ class Campaign:
         except TruerollError:
             return False
         return [(health.state, health.weight_version) for health in healths] == [("ready", self.version)] * NUM_WORKERS
-
-    def _check(self, groups: list[Group], versions: set[int]) -> None:
-        """Each is of one version, one of those, and has the bits of that."""
-        for position, group in enumerate(groups):
-            found = {span.version for sample in group.samples for span in sample.weight_versions}
-            if len(found) != 1 or not found <= versions:
-                raise BrokenPromise(f"expected version {versions}, found {found}")
-            if bits([group])[0] != self._expected.samples(*found)[position]:
-                raise BrokenPromise("found other samples than without failures")
 
     def _check_left(self, processes: Counter[str]) -> None:
         """As many processes as there should be, and nothing on disk of those that have ended."""

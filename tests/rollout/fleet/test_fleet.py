@@ -14,13 +14,16 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
-from chaos.campaign import VICTIMS, Campaign, plan
-from chaos.work import MOMENTS
+from chaos.campaign import VICTIMS, Campaign, check_samples, plan
+from chaos.work import MOMENTS, BrokenPromise, bits
+from chaos.work import PROMPTS as WORKLOAD
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
@@ -266,6 +269,26 @@ def test_a_few_rounds_in_which_something_is_killed(cluster: Path, tiny_llama: Pa
     finally:
         campaign.fleet.close()
     assert campaign.numbers.rounds == len(rounds)
+
+
+def test_the_campaign_notices_what_is_lost_stale_mixed_or_different() -> None:
+    def group(*versions: int, token: int = 7) -> Any:
+        spans = [SimpleNamespace(version=version) for version in versions]
+        return SimpleNamespace(
+            samples=[SimpleNamespace(token_ids=[token], logprobs=np.zeros(1, np.float32), weight_versions=spans)]
+        )
+
+    groups = [group(2) for _ in WORKLOAD]
+    expected = bits(groups)
+    check_samples(groups, {2}, lambda version: expected)
+    for found, message in [
+        (groups[1:], f"expected {len(WORKLOAD)} groups"),
+        ([group(1), *groups[1:]], "expected version {2}, found {1}"),
+        ([group(1, 2), *groups[1:]], "expected version {2}, found {1, 2}"),
+        ([*groups[1:], group(2, token=8)], "found other samples"),
+    ]:
+        with pytest.raises(BrokenPromise, match=re.escape(message)):
+            check_samples(found, {2}, lambda version: expected)
 
 
 def test_the_long_campaign_kills_everything_at_each_moment() -> None:
