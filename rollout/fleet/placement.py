@@ -27,9 +27,10 @@ are, and to remove one the more beginnings are known.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -59,6 +60,8 @@ def _piece_ends() -> tuple[int, ...]:
 
 
 _ENDS = _piece_ends()
+_PIECES = [slice(4 * start, 4 * end) for start, end in pairwise(_ENDS)]
+"""Of the bytes of a prompt."""
 
 
 def beginnings(prompt_token_ids: np.ndarray, cache_salt: str | None = None) -> list[int]:
@@ -68,13 +71,13 @@ def beginnings(prompt_token_ids: np.ndarray, cache_salt: str | None = None) -> l
     length. A prompt without a whole piece is one itself. `prompt_token_ids`: int32 [prompt_len]. Prompts with different
     salts have no beginning in common.
     """
-    content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids))
+    content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
-    if count == 1:
+    if count == 0:
         return [xxhash.xxh3_64_intdigest(content, last)]
     found = []
-    for i in range(1, count):
-        last = xxhash.xxh3_64_intdigest(content[4 * _ENDS[i - 1] : 4 * _ENDS[i]], last)
+    for piece in _PIECES[:count]:
+        last = xxhash.xxh3_64_intdigest(content[piece], last)
         found.append(last)
     return found
 
@@ -83,7 +86,7 @@ def beginnings(prompt_token_ids: np.ndarray, cache_salt: str | None = None) -> l
 class _Worker:
     """`position`: among all; -1 if it is gone, or new. `load`: the cost of what is under way, which is `count` groups.
     `done`: the cost of what it finished in `busy` seconds with something under way, the latest counting most; `since`:
-    up to when that is counted. `speed`: relative to the fleet's; `pressure`: load by speed.
+    up to when that is counted. `speed`: relative to the fleet's; `pressure`: load by speed. `alone`: nobody but it.
     """
 
     name: str
@@ -96,6 +99,13 @@ class _Worker:
     since: float = 0.0
     speed: float = 1.0
     pressure: float = 0.0
+    alone: _Holders = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.alone = (self,)
+
+
+_Holders: TypeAlias = tuple[_Worker, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -114,23 +124,26 @@ class Placed:
 class Placement:
     """Places groups on the workers of a fleet, of which there are none at first.
 
-    `capacity`: how many beginnings are remembered, those used last; about as many pieces as the caches of all workers
-    hold. `free_load`: a worker with less than that under way is never full, however little the others have; about what
-    it computes at once. Times are seconds of any clock that never goes back.
+    `capacity`: how many beginnings are remembered at most, and half as many of those used last in any case; about as
+    many pieces as the caches of all workers hold. `free_load`: a worker with less than that under way is never full,
+    however little the others have; about what it computes at once. Times are seconds of any clock that never goes back.
     """
 
     def __init__(self, capacity: int = 2**17, free_load: float = 1.0) -> None:
         self.capacity = capacity
         self.free_load = free_load
         self._workers: dict[str, _Worker] = {}
-        self._index: OrderedDict[int, list[_Worker]] = OrderedDict()  # beginning to those who got it
+        # Beginning to those who got it: of those placed last, and as many before them. Beginnings share the tuples: a
+        # container of each one's own would have Python's garbage collector go through the process again and again.
+        self._index: dict[int, _Holders] = {}
+        self._older: dict[int, _Holders] = {}
         self._done, self._busy = 0.0, 0.0  # of all workers
         self._gather()
 
     @property
     def num_remembered(self) -> int:
         """Beginnings of which it is known who got them."""
-        return len(self._index)
+        return len(self._index.keys() | self._older.keys())
 
     def load(self, worker: str) -> float:
         """The cost of what is under way on a worker."""
@@ -151,10 +164,11 @@ class Placement:
         """A worker is gone, and its cache with it. What was under way there has to be placed anew."""
         gone = self._workers.pop(worker)
         gone.position = -1
-        for beginning in [beginning for beginning, holders in self._index.items() if gone in holders]:
-            self._index[beginning].remove(gone)
-            if not self._index[beginning]:
-                del self._index[beginning]
+        for index in (self._index, self._older):
+            for beginning, holders in [(beginning, got) for beginning, got in index.items() if gone in got]:
+                index[beginning] = tuple(holder for holder in holders if holder is not gone)
+                if not index[beginning]:
+                    del index[beginning]
         self._done -= gone.done
         self._busy -= gone.busy
         self._is_stale = True
@@ -162,6 +176,7 @@ class Placement:
     def forget(self) -> None:
         """Nobody holds any beginning any more, as after a push of weights."""
         self._index.clear()
+        self._older.clear()
 
     def place(self, prompt: Sequence[int], now: float, cost: float = 1.0, avoid: Collection[str] = ()) -> Placed | None:
         """Chooses a worker for a group whose prompt has these `beginnings`, another one than those to avoid; None if
@@ -169,6 +184,7 @@ class Placement:
         """
         if self._is_stale:
             self._gather()
+        prompt = prompt[: self.capacity // 2]
         limit = (1 + SLACK) * (self._load + cost) / self._speed
         holders = self._holders(prompt)
         worker, known = self._holding(holders, prompt, limit, avoid)
@@ -184,9 +200,9 @@ class Placement:
     def finish(self, placed: Placed, now: float) -> None:
         """A group was finished by its worker, which tells how fast that is."""
         worker = placed._worker
-        self._change(worker, -1, -placed.cost)
-        if self._workers.get(worker.name) is worker:
+        if worker.position >= 0:
             self._measure(worker, placed.cost, now)
+        self._change(worker, -1, -placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
         """A group is under way no longer, and was not finished: it was aborted, refused or lost."""
@@ -202,21 +218,15 @@ class Placement:
         expected = worker.busy * self._done / self._busy if self._busy > 0 else worker.done
         speed = (worker.done + _PRIOR * cost) / (expected + _PRIOR * cost)
         before, worker.speed = worker.speed, min(max(speed, _SLOWEST), _FASTEST)
-        if worker.position >= 0:
-            self._speed += worker.speed - before
-        self._press(worker)
+        self._speed += worker.speed - before
 
     def _change(self, worker: _Worker, count: int, cost: float) -> None:
         """Counts groups that begin or end to be under way on a worker."""
         worker.count += count
         before, worker.load = worker.load, worker.load + cost if worker.count else 0.0
-        if worker.position >= 0:
-            self._load += worker.load - before
-        self._press(worker)
-
-    def _press(self, worker: _Worker) -> None:
         worker.pressure = worker.load / worker.speed
         if worker.position >= 0:
+            self._load += worker.load - before
             self._pressure[worker.position] = worker.pressure
 
     def _gather(self) -> None:
@@ -231,18 +241,18 @@ class Placement:
         self._speed = sum(worker.speed for worker in self._rows) or 1.0
         self._is_stale = False
 
-    def _holders(self, prompt: Sequence[int]) -> list[list[_Worker]]:
+    def _holders(self, prompt: Sequence[int]) -> list[_Holders]:
         """Who got the beginnings of a prompt, as far as they are known. Who got one got all those before it."""
         found = []
         for beginning in prompt:
-            holders = self._index.get(beginning)
+            holders = self._index.get(beginning) or self._older.get(beginning)
             if holders is None:
                 break
             found.append(holders)
         return found
 
     def _holding(
-        self, holders: list[list[_Worker]], prompt: Sequence[int], limit: float, avoid: Collection[str]
+        self, holders: list[_Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[_Worker | None, int]:
         """A worker with the longest beginning that one that is not full has, and how many beginnings of the prompt it
         has; None and 0 if there is none, or where half the fleet has as much.
@@ -258,7 +268,7 @@ class Placement:
                     return worker, known
         return None, 0
 
-    def _least_loaded(self, holders: list[_Worker], start: int, limit: float, avoid: Collection[str]) -> _Worker | None:
+    def _least_loaded(self, holders: _Holders, start: int, limit: float, avoid: Collection[str]) -> _Worker | None:
         """Of a few of the workers, from one on, the one with the least load that is not full."""
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):
@@ -298,25 +308,23 @@ class Placement:
         is_full = worker.pressure >= limit and worker.load >= self.free_load
         return not is_full and worker.name not in avoid
 
-    def _remember(self, prompt: Sequence[int], holders: list[list[_Worker]], known: int, worker: _Worker) -> None:
-        """Notes that a worker, which had `known` beginnings of a prompt, gets them all. Longer ones are noted first, so
-        that one is forgotten after all that go on from it.
+    def _remember(self, prompt: Sequence[int], holders: list[_Holders], known: int, worker: _Worker) -> None:
+        """Notes that a worker, which had `known` beginnings of a prompt, gets them all. Those of a prompt are always
+        noted together, so that none is forgotten before those that go on from it.
         """
-        for beginning in reversed(prompt[len(holders) :]):
-            self._index[beginning] = [worker]
-        looked_at = 0
-        for got in reversed(holders[known:]):
-            if len(got) != looked_at:  # otherwise they were the same
-                looked_at = len(got)
-                if worker in got:
+        if len(self._index) + len(prompt) > self.capacity // 2:
+            self._index, self._older = {}, self._index
+        self._index.update(zip(prompt, holders, strict=False))
+        self._index.update(dict.fromkeys(prompt[len(holders) :], worker.alone))
+        before, more = (), worker.alone
+        for i in reversed(range(known, len(holders))):
+            if holders[i] is not before:
+                if len(holders[i]) == len(self._rows) or worker in holders[i]:
                     break
-            got.append(worker)
-        for beginning in reversed(prompt[: len(holders)]):
-            self._index.move_to_end(beginning)
-        while len(self._index) > self.capacity:
-            self._index.popitem(last=False)
+                before, more = holders[i], (*holders[i], worker)
+            self._index[prompt[i]] = more
 
 
-def _next(prompt: Sequence[int], holders: list[list[_Worker]]) -> int:
+def _next(prompt: Sequence[int], holders: list[_Holders]) -> int:
     """The first beginning that is not known, or the last one."""
     return prompt[min(len(holders), len(prompt) - 1)]
