@@ -156,8 +156,10 @@ def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> 
 
 
 def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
-    """Adapters alone, for some and for all matrices, each in turn with a push of all weights."""
-    table = Table(f"rank {RANK}, target modules", "MB", "of whole", "ms", "whole ms", "faster", "commit pause ms")
+    """Adapters alone, for some and for all matrices, next to pushes of all weights, without adapters and with them."""
+    table = Table(
+        f"rank {RANK}, target modules", "MB", "of whole", "ms", "whole ms", "faster", "with adapters", "pause ms"
+    )
     for modules in ADAPTED:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model = get_peft_model(model, LoraConfig(r=RANK, target_modules=modules, task_type="CAUSAL_LM"))
@@ -167,12 +169,13 @@ def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weigh
             publisher.push(model, next(VERSIONS), adapters=True)  # the first one compares checksums of all weights
             alone = [publisher.push(model, next(VERSIONS), adapters=True) for _ in range(REPEATS)]
             whole = [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
-        quick, slow = (statistics.median(result.total_seconds for result in each) for each in (alone, whole))
+            both = [publisher.push(model, next(VERSIONS)) for _ in range(REPEATS)]
+        quick, slow, slowest = (statistics.median(each.total_seconds for each in some) for some in (alone, whole, both))
         pause = statistics.median(result.pause_seconds for result in alone)
         size = alone[0].num_bytes
         cells = f"{size / 1e6:.2f}", f"1/{whole[0].num_bytes / size:.0f}", f"{quick * 1e3:.1f}", f"{slow * 1e3:.1f}"
         name = modules if isinstance(modules, str) else ", ".join(modules)
-        table.add_row(name, *cells, f"{slow / quick:.1f} times", f"{pause * 1e3:.1f}")
+        table.add_row(name, *cells, f"{slow / quick:.1f} times", f"{slowest / quick:.1f} times", f"{pause * 1e3:.1f}")
     console.print(table)
 
 

@@ -71,7 +71,8 @@ def check_adapters(model: Any) -> None:
                 f"{field}: expected {plain or 'none'} of an adapter, found {getattr(found, 'value', found)!r}; train "
                 "LoRA of linear layers alone, without dropout or biases, or merge it into the weights first"
             )
-    for name, module in model.get_base_model().named_modules():
+    for prefix, module in _outermost(model.get_base_model()):
+        name = prefix.removesuffix(".")
         adapter_of(module, name)
         if _is_of_peft(module) and _kind(module) not in _OF_PEFT:
             raise AlignmentError(

@@ -310,6 +310,12 @@ class Backend(Protocol):
         """
         ...
 
+    def merge_into(self, out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
+        """Stores `merge(weight, a, b, scale)` in `out` [N, K] of weight's dtype. Whether all of it is finite, for which
+        the device is waited for. May be called beside other ops.
+        """
+        ...
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Rows `token_ids` (int64 [M]) of weight [V, H]: [M, H]."""
         ...

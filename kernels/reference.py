@@ -41,6 +41,7 @@ from .contract import (
     StateBatch,
     TokenStatistics,
     Wanted,
+    Weight,
 )
 from .layer import project, run_layers
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
@@ -129,6 +130,12 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
             total += column[part, None] * row
         out[part] = weight[part].float() + total * factor
     return out
+
+
+def merge_into(out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
+    merged = merge(weight, a, b, scale)
+    out.copy_(merged)
+    return bool(merged.isfinite().all())
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

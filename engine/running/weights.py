@@ -239,23 +239,22 @@ class WeightStaging:
                 names |= dict.fromkeys(store.tensors)  # then the commit moves pages, and copies nothing
         return list(names)
 
-    def merge(self, name: str) -> Tensor | None:
-        """Stages a parameter with its adapter, and returns what came of it, dense; or, if it has neither an adapter nor
-        staged rows, as it was before the adapters that are in the live weights.
+    def merge(self, name: str) -> bool:
+        """Stages a parameter with its adapter; or, if it has neither an adapter nor staged rows, as it was before the
+        adapters that are in the live weights. False if an adapter made values that are not finite.
         """
         assert self.base is not None, "adapt was called"
         store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows
         if factors is None and not is_staged:
             self.rows(name, 0, store.shape(name)[0]).copy_(store.base.kept.get(name, store.tensors[name]))
-            return None
+            return True
         plain = store.before_adapters(name) if self._is_alone else store.rows(self.tensors, name).to_dense().clone()
         self.base.kept[name] = plain
         self._others_bytes += 0 if plain is store.base.kept.get(name) else plain.nbytes
         if factors is None:
-            return None
-        merged = store.model.ops.merge(plain, *factors)
-        (store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])).copy_(merged)
-        return merged
+            return True
+        out = store.rows(self.tensors, name) if is_staged else self.rows(name, 0, store.shape(name)[0])
+        return store.model.ops.merge_into(out, plain, *factors)
 
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Rows [start, start + length) of a parameter or a part, to be written by `copy_` right away and once.

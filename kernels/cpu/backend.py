@@ -5,6 +5,7 @@ How they keep the contract: native/kernels.h says it. The number of threads is t
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -65,6 +66,13 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     out, pointers = torch.empty_like(weight), (a.data_ptr(), b.data_ptr())
     _library.merge(_is_bfloat16(weight), weight.data_ptr(), *weight.shape, *pointers, len(a), scale, out.data_ptr())
     return out
+
+
+def merge_into(out: PackedWeight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
+    weight, a, b, is_finite = weight.contiguous(), a.float().contiguous(), b.float().contiguous(), ctypes.c_bool()
+    inputs = weight.data_ptr(), *weight.shape, a.data_ptr(), b.data_ptr(), len(a), scale
+    _library.merge_into(_is_bfloat16(weight), *inputs, out.pointer, ctypes.addressof(is_finite))
+    return is_finite.value
 
 
 def embedding(token_ids: Tensor, weight: PackedWeight) -> Tensor:

@@ -19,12 +19,13 @@ ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
 # The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 13
+_INTERFACE = 14
 # The arguments of each function: pointer, long, int or float.
 _SIGNATURES = {
     "pack": "ippll",
     "unpack": "ippll",
     "merge": "ipllpplfp",
+    "merge_into": "ipllpplfpp",
     "embedding": "liplpllp",
     "rmsnorm": "lipllpfip",
     "linear": "lipllplppp",

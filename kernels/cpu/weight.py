@@ -7,6 +7,7 @@ of 32. The same layout serves every instruction set. `copy_` packs into a weight
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -52,7 +53,8 @@ class PackedWeight:
         if source.shape != self.shape:
             raise ValueError(f"weight: expected shape {list(self.shape)}, found {list(source.shape)}")
         if isinstance(source, PackedWeight):
-            self.data.copy_(source.data)
+            # Not by torch, whose threads would have to be waited for beside those of other threads' ops.
+            ctypes.memmove(self.pointer, source.pointer, self.nbytes)
             return
         rows = source.to("cpu", self.dtype).contiguous()
         load_library().pack(*self._arguments(rows.data_ptr(), self.pointer))

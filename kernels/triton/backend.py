@@ -22,6 +22,7 @@ from ..contract import AttentionWeights, Backend, Rotation
 from ..layer import project, run_layers
 from ..reference import embedding as embedding
 from ..reference import merge as merge
+from ..reference import merge_into as merge_into
 from ..reference import new_layers as new_layers
 from ..reference import new_weight as new_weight
 from ..reference import rotation as rotation

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +61,44 @@ def test_the_smallest_numbers_and_no_numbers(served: Served) -> None:
     expected = reference.merge(weight, a, b, SCALE)
     assert torch.equal(found.isnan(), expected.isnan())
     assert same_bits(found.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_stored_is_what_merge_gives(served: Served, size: tuple[int, int, int]) -> None:
+    weight, a, b = matrices(*size, served.dtype)
+    out = served.ops.new_weight(*weight.shape, partial(torch.zeros, dtype=served.dtype))
+    assert served.ops.merge_into(out, weight, a, b, SCALE)
+    assert same_bits(out.to_dense(), served.ops.merge(weight, a, b, SCALE))
+    assert not same_bits(out.to_dense(), weight)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_one_value_that_is_not_finite_is_told(served: Served, value: float) -> None:
+    weight, a, b = matrices(37, 50, 3, served.dtype)
+    out = served.ops.new_weight(*weight.shape, partial(torch.zeros, dtype=served.dtype))
+    for row, column in ((0, 0), (36, 49), (16, 31)):
+        broken = weight.clone()
+        broken[row, column] = value
+        assert not served.ops.merge_into(out, broken, a, b, SCALE)
+        assert not out.to_dense()[row, column].isfinite() and out.to_dense().isfinite().sum() == weight.numel() - 1
+    largest = torch.full_like(weight, torch.finfo(served.dtype).max)
+    assert served.ops.merge_into(out, largest, a * 0, b, SCALE) and served.ops.merge_into(
+        out, -largest, a * 0, b, SCALE
+    )
+
+
+def test_weights_are_merged_beside_other_ops(served: Served) -> None:
+    """Others compute meanwhile, as a worker generates while it takes a push."""
+    weight, a, b = matrices(700, 300, 16, served.dtype)
+    out = served.ops.new_weight(*weight.shape, partial(torch.zeros, dtype=served.dtype))
+    served.ops.merge_into(out, weight, a, b, SCALE)
+    expected, x = out.to_dense().clone(), randn(40, 300, dtype=served.dtype)
+    product = served.ops.linear(x, out)
+    with ThreadPoolExecutor(2) as pool:
+        merged = pool.submit(lambda: [served.ops.merge(weight, a, b, SCALE) for _ in range(20)])
+        products = pool.submit(lambda: [served.ops.linear(x, out) for _ in range(20)])
+    assert all(same_bits(each, expected) for each in merged.result())
+    assert all(same_bits(each, product) for each in products.result())
 
 
 def test_another_order_of_additions_would_show() -> None:

@@ -59,15 +59,6 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
     return hashed.intdigest(), is_finite
 
 
-def are_finite(tensor: torch.Tensor) -> bool:
-    """Whether it has neither infinities nor NaN. Waits for its device."""
-    if tensor.device.type != "cpu":
-        return bool(tensor.isfinite().all())
-    values, infinity = raw_bits(tensor.contiguous()), _INFINITY[tensor.dtype]
-    length = _CACHED_BYTES // tensor.itemsize
-    return all(_are_finite(values[first : first + length], infinity) for first in range(0, len(values), length))
-
-
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
     """Of numbers with these bits, where those are of infinity."""
     # With a sign they are the greatest unsigned numbers, without one the greatest signed ones.

@@ -46,6 +46,8 @@ BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
 """What was fastest: new shared memory costs more than short messages, a broadcast less the longer it is."""
 GPU_BUCKET_BYTES = 64 * 2**20
 """For buckets in the memory of a GPU. Two are there at a time, and each costs a round of messages."""
+ADAPTER_BUCKET_BYTES = 2**20
+"""For adapters alone, which are so little that two larger ones would not be under way at the same time."""
 
 
 class WeightSender:
@@ -138,6 +140,8 @@ class WeightSender:
         self, transaction: Transaction, load: _Load, gpu: torch.device | None, base: str | None
     ) -> PushResult:
         wanted, bucket_bytes = load.wanted, BUCKET_BYTES[self._transport] if gpu is None else GPU_BUCKET_BYTES
+        if load.adapters is not None and load.adapters.is_alone:
+            bucket_bytes = min(bucket_bytes, ADAPTER_BUCKET_BYTES)
         largest = slot_bytes(wanted.shapes.values(), dtype_named(wanted.dtype).itemsize, bucket_bytes)
         self._committed = None
         with closing(self._open_slots(largest, transaction, gpu)) as slots:

@@ -12,7 +12,7 @@ from trueroll.errors import OtherBaseError, PushError
 
 from ..payload.manifest import Adapters, factor_names
 from ..payload.parameters import list_names
-from ..payload.tensors import are_finite, dtype_named, tensor_checksum
+from ..payload.tensors import dtype_named, tensor_checksum
 from .assembly import Destination, StagingArea
 
 Guard = Callable[[], AbstractContextManager[None]]
@@ -31,8 +31,7 @@ def merge_adapters(staging: StagingArea, reject_nonfinite: bool, guarded: Guard)
     """Put all weights together with their adapters. Raise PushError if one becomes infinite."""
     for name in staging.to_merge():
         with guarded():
-            merged = staging.merge(name)
-            if merged is not None and reject_nonfinite and not are_finite(merged):
+            if not staging.merge(name) and reject_nonfinite:
                 raise PushError(
                     f"tensor {name}: expected finite values, or a push with reject_nonfinite=False, found infinite "
                     "ones or NaN where its adapter is added; nothing of this push is served"

@@ -52,8 +52,8 @@ class StagingArea(Protocol):
         """The parameters that `merge` is to be called for once all rows are there."""
         ...
 
-    def merge(self, name: str) -> torch.Tensor | None:
-        """Puts a parameter together with its adapter, and returns it if it has one."""
+    def merge(self, name: str) -> bool:
+        """Puts a parameter together with its adapter, if it has one. False if that made values that are not finite."""
         ...
 
 

@@ -4,8 +4,10 @@
 // of what type all activations, weights and caches of a call are: bfloat16, or float32.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -460,6 +462,21 @@ void pack(const T* rows, const Matrix<T>& out) {
     }
 }
 
+// The bits of the exponent, which are all set in infinities and NaN: there one more carries into the sign's place.
+template <class T>
+bool are_finite(const T* values, long count) {
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    constexpr Bits SIGN = static_cast<Bits>(1u << (8 * sizeof(T) - 1));
+    constexpr Bits EXPONENT = sizeof(T) == 2 ? 0x7F80 : 0x7F800000, LOWEST = EXPONENT & -EXPONENT;
+    Bits carried = 0;
+    for (long i = 0; i < count; ++i) {
+        Bits bits;
+        memcpy(&bits, values + i, sizeof(bits));
+        carried |= static_cast<Bits>((bits & EXPONENT) + LOWEST);
+    }
+    return !(carried & SIGN);
+}
+
 template <class T>
 void unpack(const Matrix<T>& matrix, T* rows) {
     for (long row = 0; row < matrix.rows; ++row)
@@ -479,7 +496,7 @@ EXPORT const char* trueroll_available(long i) {
 }
 
 // Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 13; }
+EXPORT long trueroll_interface() { return 14; }
 
 EXPORT const char* trueroll_chosen() { return chosen->name; }
 
@@ -507,14 +524,39 @@ EXPORT void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n
     });
 }
 
-// Alone on its thread, without the pool, like `pack`.
 EXPORT void trueroll_merge(
     int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale, void* out
 ) {
+    const CallBeside call;
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).merge({as<const T>(weight), n, k, a, b, rank, scale, as<T>(out)});
+        const MergeArgs<T> args{as<const T>(weight), n, k, a, b, rank, scale, as<T>(out)};
+        call.run(round_up(n, LANES) / LANES, [&](long panel) {
+            chosen->ops(type).merge(args.panel(panel, args.out + panel * LANES * k));
+        });
     });
+}
+
+// `packed`: what `merge` gives, packed; `finite`: whether all of it is.
+EXPORT void trueroll_merge_into(
+    int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale,
+    void* packed, bool* finite
+) {
+    const CallBeside call;
+    std::atomic<bool> is_finite{true};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Matrix<T> whole{as<T>(packed), n, k};
+        const MergeArgs<T> args{as<const T>(weight), n, k, a, b, rank, scale, nullptr};
+        call.run(whole.panels(), [&](long panel) {
+            T* merged = scratch<T>(MERGED, LANES * k);
+            const MergeArgs<T> rows = args.panel(panel, merged);
+            chosen->ops(type).merge(rows);
+            if (!are_finite(merged, rows.rows * k)) is_finite = false;
+            pack(merged, Matrix<T>{whole.panel(panel), rows.rows, k});
+        });
+    });
+    *finite = is_finite;
 }
 
 EXPORT void trueroll_embedding(

@@ -252,6 +252,12 @@ struct MergeArgs {
     long rank;
     float scale;
     T* out;
+
+    // Of the rows of a panel, which go to `to`.
+    MergeArgs panel(long number, T* to) const {
+        const long row = number * LANES, count = rows - row < LANES ? rows - row : LANES;
+        return {weight + row * columns, count, columns, a, b + row * rank, rank, scale, to};
+    }
 };
 
 template <class T>
@@ -321,11 +327,31 @@ class Call {
     const unsigned float_mode_;
 };
 
+// Beside a call of another thread, on the calling thread alone; on those that the last call had while there is none.
+class CallBeside {
+  public:
+    CallBeside();
+    ~CallBeside();
+    CallBeside(const CallBeside&) = delete;
+    CallBeside& operator=(const CallBeside&) = delete;
+
+    // Like `parallel`.
+    template <class Body>
+    void run(long tasks, const Body& body) const {
+        if (has_pool_) return parallel(tasks, body);
+        for (long task = 0; task < tasks; ++task) body(task);
+    }
+
+  private:
+    const unsigned float_mode_;
+    const bool has_pool_;
+};
+
 // Memory of the calling thread for one purpose, valid until it asks for the same one again; aligned to 64 bytes.
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, ORDER, ENDS, PIECES, GATHERED,
-    INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, SHARED_ROWS, NUM_PURPOSES
+    INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, SHARED_ROWS, MERGED, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

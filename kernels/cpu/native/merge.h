@@ -3,7 +3,7 @@
 // Each element adds its products one by one, and products are rounded before they are added, so that its bits are those
 // that any other instruction set, or torch, gives. So bfloat16 is rounded without the machine's own instructions.
 
-constexpr long MERGE_ROWS = 4;
+constexpr long MERGE_ROWS = 4, MERGE_VECTORS = 4;
 
 inline void store_exact(float* p, F x) { store(p, x); }
 inline void store_exact(bf16* p, F x) { store_halves(p, exact_bf16(x)); }
@@ -15,27 +15,48 @@ inline void store_exact(T* p, F x, long n) {
     memcpy(p, part, static_cast<size_t>(n) * sizeof(T));
 }
 
-// ROWS rows from `row` on, and the columns of a vector from `column` on.
-template <long ROWS, class T>
-inline void merge_block(const MergeArgs<T>& args, long row, long column) {
-    const long n = args.columns - column;
-    F sums[ROWS];
-    for (F& sum : sums) sum = set1(0.0f);
+// ROWS rows from `row` on, and the columns of VECTORS vectors from `column` on; of the last one `n`, if it IS_CUT.
+template <long ROWS, long VECTORS, bool IS_CUT, class T>
+inline void merge_block(const MergeArgs<T>& args, long row, long column, long n = LANES) {
+    const auto read = [n](const auto* p) { return IS_CUT ? load(p, n) : load(p); };
+    F sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+    for (auto& each : sums)
+#pragma GCC unroll 16
+        for (F& sum : each) sum = set1(0.0f);
     for (long k = 0; k < args.rank; ++k) {
-        const F a = load(args.a + k * args.columns + column, n);
-        for (long i = 0; i < ROWS; ++i) sums[i] = add(sums[i], mul(set1(args.b[(row + i) * args.rank + k]), a));
+        F a[VECTORS];
+#pragma GCC unroll 16
+        for (long j = 0; j < VECTORS; ++j) a[j] = read(args.a + k * args.columns + column + j * LANES);
+#pragma GCC unroll 16
+        for (long i = 0; i < ROWS; ++i) {
+            const F b = set1(args.b[(row + i) * args.rank + k]);
+#pragma GCC unroll 16
+            for (long j = 0; j < VECTORS; ++j) sums[i][j] = add(sums[i][j], mul(b, a[j]));
+        }
     }
-    for (long i = 0; i < ROWS; ++i) {
-        const long place = (row + i) * args.columns + column;
-        store_exact(args.out + place, add(load(args.weight + place, n), mul(sums[i], set1(args.scale))), n);
-    }
+    const F scale = set1(args.scale);
+#pragma GCC unroll 16
+    for (long i = 0; i < ROWS; ++i)
+#pragma GCC unroll 16
+        for (long j = 0; j < VECTORS; ++j) {
+            const long place = (row + i) * args.columns + column + j * LANES;
+            store_exact(args.out + place, add(read(args.weight + place), mul(sums[i][j], scale)), n);
+        }
+}
+
+template <long ROWS, class T>
+inline void merge_rows(const MergeArgs<T>& args, long row) {
+    constexpr long WIDTH = MERGE_VECTORS * LANES;
+    long column = 0;
+    for (; column + WIDTH <= args.columns; column += WIDTH) merge_block<ROWS, MERGE_VECTORS, false>(args, row, column);
+    for (; column < args.columns; column += LANES)
+        merge_block<ROWS, 1, true>(args, row, column, args.columns - column);
 }
 
 template <class T>
 void merge(const MergeArgs<T>& args) {
     const long whole = args.rows / MERGE_ROWS * MERGE_ROWS;
-    for (long row = 0; row < whole; row += MERGE_ROWS)
-        for (long column = 0; column < args.columns; column += LANES) merge_block<MERGE_ROWS>(args, row, column);
-    for (long row = whole; row < args.rows; ++row)
-        for (long column = 0; column < args.columns; column += LANES) merge_block<1>(args, row, column);
+    for (long row = 0; row < whole; row += MERGE_ROWS) merge_rows<MERGE_ROWS>(args, row);
+    for (long row = whole; row < args.rows; ++row) merge_rows<1>(args, row);
 }

@@ -177,4 +177,12 @@ Call::~Call() {
     caller->unlock();
 }
 
+CallBeside::CallBeside() : float_mode_(read_float_mode()), has_pool_(caller->try_lock()) {
+    set_float_mode(DEFAULT_FLOAT_MODE);
+}
+CallBeside::~CallBeside() {
+    set_float_mode(float_mode_);
+    if (has_pool_) caller->unlock();
+}
+
 }  // namespace trueroll
