@@ -553,6 +553,8 @@ class Control:
 
     def _find_push(self, push_id: str) -> _Push:
         if self._push is None or self._push.begin.push_id != push_id:
+            if self.lifecycle.is_ending:
+                raise _ending()  # which broke it off: there is no use in beginning it again here
             raise PushError(f"push: expected one that is under way, found {push_id}, which is not; begin it again")
         return self._push
 
