@@ -42,7 +42,7 @@ from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors, can_
 from ...weight_sync.trainer.transaction import PushSettings
 from ...weight_sync.transports.disk import read_manifest
 from .. import protocol
-from ..client.membership import FleetArg, KeepsVersion, Membership, membership_of
+from ..client.membership import FleetArg, KeepsVersion, Membership, is_fleet, membership_of
 from .workers import Key, Workers
 
 OnLost: TypeAlias = Literal["raise", "skip"]
@@ -399,6 +399,14 @@ class WeightPublisher:
         if self._workers is None or not self._workers.addresses:
             raise ConfigError("workers: expected some, found none; call connect with their addresses first")
         return self._workers
+
+
+def connect_to(publisher: WeightPublisher, target: str) -> None:
+    """Have it push to a worker by its address, or to a fleet by its file or by several addresses."""
+    if is_fleet(target):
+        publisher.connect_fleet(target)
+    else:
+        publisher.connect([target])
 
 
 def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
