@@ -16,7 +16,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,14 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
 
-from ...engine.config import EngineConfig
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import LoopThread
 from ..client.membership import Member, Standing, noted_version, version_file, write_members
-from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer
-from ..network.keys import Key
+from .config import split_settings
 from .hand_over import WeightFolder, hand_over, have_the_same
 from .metrics import FleetMetrics, Told
 from .totals import all_healths
@@ -51,8 +49,6 @@ FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
 """A worker that lived for so long is replaced at once."""
 STOP_SECONDS = 15.0
-_DRAIN_SECONDS = 5.0
-"""Of a worker whose fleet is gone, unless the settings say otherwise."""
 _HOPELESS = (ConfigError, ModelError)
 
 log = logging.getLogger(__name__)
@@ -86,6 +82,9 @@ class Fleet:
     """Starts `num_workers` workers that serve `model` on a Ray cluster, and returns when all serve. A context manager,
     and what `FleetClient` and `WeightPublisher.connect_fleet` are given.
 
+    `settings`: those of `launch_worker`, for each worker, which on other machines needs `curve_secret_key_file` and
+    `clients_file`; and of the fleet (`FleetConfig` has defaults and ranges):
+
     `ray_address`: of a cluster to join, `auto` for the one of this machine; None: a local one is started, or used if
     this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date
     with who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that
@@ -93,50 +92,23 @@ class Fleet:
     another worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named
     clients; the client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for
     so long is replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where
-    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one. `settings` are
-    those of `launch_worker`. With workers on other machines they need `curve_secret_key_file` and `clients_file`.
+    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one; None: nowhere.
 
-    Raise ConfigError or ModelError if a worker cannot run so, WorkerFailedError if one is not ready within
-    `startup_timeout` seconds of being placed.
+    Raise ConfigError for an unknown setting or a wrong value; ConfigError or ModelError if a worker cannot run so;
+    WorkerFailedError if one is not ready within `startup_timeout` seconds of being placed.
     """
 
-    def __init__(
-        self,
-        model: str,
-        num_workers: int,
-        *,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        resources: Mapping[str, float] | None = None,
-        ray_address: str | None = None,
-        file: str | Path | None = None,
-        weights_folder: str | Path | None = None,
-        server_public_key: Key | None = None,
-        client_key: Key | None = None,
-        startup_timeout: float = 600.0,
-        hang_seconds: float = 600.0,
-        drain_timeout: float = 600.0,
-        metrics_port: int | None = None,
-        **settings: Any,
-    ) -> None:
-        _check_count(num_workers)
+    def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
+        self._config, worker, engine = split_settings({"model": model, "num_workers": num_workers, **settings})
         if find_spec("ray") is None:
             raise ConfigError("fleet: expected the package ray, found none; pip install 'trueroll[ray]'")
         from .ray_cluster import Cluster
 
-        of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
-        worker = WorkerConfig(**{"drain_seconds": _DRAIN_SECONDS} | of_worker)
-        if worker.address is not None:
-            raise ConfigError(f"address: expected none, as each worker has one of its own, found {worker.address!r}")
-        engine = EngineConfig(model=model, **settings)
         self._settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
-        self._needs = cpus, gpus, dict(resources or {})
-        self._keys = server_public_key, client_key
-        self._file = None if file is None else Path(file)
-        self._startup_timeout, self._hang_seconds = startup_timeout, hang_seconds
-        self._drain_timeout = drain_timeout
+        self._keys = self._config.server_public_key, self._config.client_key
+        self._file = None if self._config.file is None else Path(self._config.file)
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
-        self._weights = WeightFolder(Path(weights_folder or self._folder.name))
+        self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
         self._posts: dict[str, _Post] = {}
         self._members: tuple[Member, ...] = ()
         self._version = 0
@@ -147,13 +119,13 @@ class Fleet:
         self._has_cluster.set()
         self._remove_version_file()
         self._publish()
-        self._cluster: Cluster = Cluster(ray_address)
+        self._cluster: Cluster = Cluster(self._config.ray_address)
         self._thread = LoopThread("fleet")
         self._metrics: MetricsServer | None = None
         self._thread.submit(self._watch_cluster())
         try:
-            if metrics_port is not None:
-                self._metrics = MetricsServer(metrics_port, self, FleetMetrics(self.told))
+            if self._config.metrics_port is not None:
+                self._metrics = MetricsServer(self._config.metrics_port, self, FleetMetrics(self.told))
             self.scale(num_workers)
         except BaseException:
             self.close()
@@ -246,7 +218,7 @@ class Fleet:
         """Let a worker finish what it has, and end it."""
         self._stand(post, "leaving")
         await asyncio.sleep(SETTLE_SECONDS)
-        deadline = time.monotonic() + self._drain_timeout
+        deadline = time.monotonic() + self._config.drain_timeout
         while post.client is not None and time.monotonic() < deadline:
             with suppress(TruerollError, TimeoutError):
                 if (await self._look(post)).requests["open"] == 0:
@@ -284,9 +256,9 @@ class Fleet:
         from .ray_cluster import Place
 
         post.starts += 1
-        post.place = Place(self._cluster, *self._needs)
+        post.place = Place(self._cluster, self._config.cpus, self._config.gpus, self._config.resources)
         post.socket = Path(self._folder.name) / f"{post.name}-{secrets.token_hex(4)}.sock"
-        address = await post.place.start(self._settings, self._startup_timeout, post.socket)
+        address = await post.place.start(self._settings, self._config.startup_timeout, post.socket)
         post.pids = await post.place.pids()
         post.client = AsyncRolloutClient(address, ANSWER_SECONDS, *self._keys)
         health = await self._look(post)
@@ -315,8 +287,8 @@ class Fleet:
             if health.state == "failed":
                 raise WorkerFailedError("worker: its engine has failed; it is replaced")
             if health.state == "ready" and health.requests.get("running"):
-                if (health.seconds_since_progress or 0.0) > self._hang_seconds:
-                    raise WorkerFailedError(f"worker: no progress for {self._hang_seconds} s; it is replaced")
+                if (health.seconds_since_progress or 0.0) > self._config.hang_seconds:
+                    raise WorkerFailedError(f"worker: no progress for {self._config.hang_seconds} s; it is replaced")
             if post.is_serving and self._is_behind(post):
                 self._stand(post, "joining")
 
