@@ -3,10 +3,10 @@
 Owns: the workers, by an actor each; the task that keeps each of them running; who is a member; the folder that weights
 for a worker which joins are handed over in. Does not own requests: clients ask the workers themselves.
 
-Promises: a worker that ends, hangs or fails is replaced, elsewhere where there is room, at once the first time and with
-pauses that grow if that fails; it serves only once it has the weights that the others serve; one that is to leave
-finishes what it has; when this process ends, however, the workers end. A cluster that is lost is joined or started
-again.
+Promises: a worker that ends, hangs or fails is replaced, wherever there is room, soon the first time and after pauses
+that grow if the next one does not last; it serves only once it has the weights that the others serve; one that is to
+leave finishes what it has; when this process ends, however, the workers end. A cluster that is lost is joined or
+started again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SETTLE_SECONDS = 0.5
 """Until clients know who leaves."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that lived for so long is replaced at once."""
+"""A worker that lived for so long is replaced after `FIRST_PAUSE`; after one that did not, pauses double."""
 STOP_SECONDS = 15.0
 _HOPELESS = (ConfigError, ModelError)
 
@@ -142,7 +142,7 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
-        they had.
+        they had. Raise what keeps a worker from its first start.
         """
         _check_count(num_workers)
         self._thread.submit(self._scale(num_workers)).result()

@@ -67,7 +67,7 @@ class _Attempt:
 class FleetRequest:
     """`deliver` gets samples and pieces of them as they come, then one end: Done, Scores or an error. `may_repeat`: it
     may get a sample again, which then replaces the one before. `max_staleness`: by how many versions the weights of
-    tokens may differ.
+    tokens may differ. `patience`: seconds to wait for a worker while there is none.
     """
 
     def __init__(
