@@ -98,7 +98,7 @@ def test_while_nobody_serves_those_that_join_are_pushed_to(
     publisher.push(tensors(1.0), 1)
     assert versions(workers) == [1, 1, 1]
     members.now = []
-    with pytest.raises(ConfigError, match="expected some, found none"):
+    with pytest.raises(ConfigError, match="found none; wait until its fleet has some"):
         publisher.push(tensors(1.0), 2)
 
 
