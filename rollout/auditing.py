@@ -83,8 +83,8 @@ def audit(
     version: int | None = None,
     log_probs: LogProbs | None = None,
 ) -> Audit:
-    """Compare a trainer's log-probs with those of the worker of `client`, whose role must be control. A
-    fleet's client will do: then it is also an error if its workers have different weights.
+    """Compare a trainer's log-probs with those of the worker of `client`, whose role must be control. A fleet's client
+    will do: then it is also an error if its workers have different weights.
 
     `model`: of transformers, as it is trained: in its wrapper, and in the autocast around this call. Where it is
     sharded, every rank calls this, each with a client. `prompts`: token ids. `params`: of the samples, by default 4 of

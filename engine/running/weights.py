@@ -36,7 +36,7 @@ from ..models.decoder import Decoder, Empty
 class Base:
     """What the live weights were before adapters: `kept` has those parameters, dense, that they changed.
 
-    `checksums`: of its parameters, as far as whoever pushes adapters has computed them.
+    `checksums`: of its parameters, as far as pushes of adapters needed them.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)

@@ -156,5 +156,7 @@ def membership_of(fleet: FleetArg) -> Membership:
     if isinstance(fleet, Sequence):
         return Addresses(fleet)
     if not callable(getattr(fleet, "members", None)):
-        raise ConfigError(f"fleet: expected a Fleet, its file or addresses of workers, found {brief(fleet)}")
+        raise ConfigError(
+            f"fleet: expected a Fleet, its file or addresses of workers, found {brief(fleet)}; give one of these"
+        )
     return fleet

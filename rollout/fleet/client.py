@@ -1,7 +1,7 @@
 """The clients of a fleet: the calls of `RolloutClient`, answered by many workers.
 
-Owns: the requests that are under way, and the watch over those that are far behind. Does not own the workers: the
-`roster` knows them, and an `errand` brings each request to its end. Imports neither torch nor ray.
+Owns: the requests that are under way, and the watch over those that are far behind. Does not own the workers: a
+`WorkerPool` knows them, and a `FleetRequest` brings each request to its end. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of
 from ..client.requests import Request
 from ..network.keys import Key
-from .errand import Errand, Reply
-from .roster import Link, Roster
+from .request import FleetRequest, Reply
 from .totals import all_healths, all_stats, all_statuses
+from .worker_pool import Link, WorkerPool
 
 T = TypeVar("T")
 WATCH_SECONDS = 0.25
@@ -76,11 +76,11 @@ class AsyncFleetClient(AsyncRolloutClient):
             return AsyncRolloutClient(address, timeout, server_public_key, client_key)
 
         self.address = str(fleet)
-        self._roster = Roster(membership_of(fleet), make_client, max_staleness, mixed_kinds)
+        self._pool = WorkerPool(membership_of(fleet), make_client, max_staleness, mixed_kinds)
         self._max_staleness, self._patience = max_staleness, patience
         self._straggler_seconds = straggler_seconds
         self._while_connected = while_connected
-        self._errands: dict[str, Errand] = {}
+        self._requests: dict[str, FleetRequest] = {}
         self._watch: asyncio.Task[None] | None = None
         self.num_asked_twice = 0
 
@@ -97,9 +97,9 @@ class AsyncFleetClient(AsyncRolloutClient):
         tasks: list[asyncio.Task[None]] = []
         try:
             for position, request in requests.items():
-                errand = Errand(self._roster, request, _put(replies, position), **settings)
-                self._errands[request.id] = errand
-                tasks.append(asyncio.create_task(errand.run()))
+                sent = FleetRequest(self._pool, request, _put(replies, position), **settings)
+                self._requests[request.id] = sent
+                tasks.append(asyncio.create_task(sent.run()))
             num_unfinished = len(requests)
             while num_unfinished:
                 position, reply = await replies.get()
@@ -111,7 +111,7 @@ class AsyncFleetClient(AsyncRolloutClient):
                 yield position, reply
         finally:
             for request in requests.values():
-                self._errands.pop(request.id, None)
+                self._requests.pop(request.id, None)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -125,8 +125,8 @@ class AsyncFleetClient(AsyncRolloutClient):
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
-        if errand := self._errands.get(id):
-            return await errand.abort(index)
+        if request := self._requests.get(id):
+            return await request.abort(index)
         ended = await self._ask_each(lambda link: link.client.abort(id, index, missing_ok=True))
         if not sum(ended.values()) and not missing_ok:
             raise UnknownRequestError(
@@ -136,7 +136,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def abort_all(self) -> int:
         """End all requests of this client, as `abort` does; returns how many samples that ended."""
-        return await self.abort(list(self._errands), missing_ok=True)
+        return await self.abort(list(self._requests), missing_ok=True)
 
     async def health(self) -> protocol.Health:
         """How the fleet is: sums over the workers that answer; state and weight version of the one that is least ready;
@@ -180,7 +180,7 @@ class AsyncFleetClient(AsyncRolloutClient):
             return link.client.ask(message.model_copy(update={"id": protocol.new_id()}))
 
         found = await self._ask_each(ask)
-        await asyncio.gather(*map(self._roster.look, self._roster.links))
+        await asyncio.gather(*map(self._pool.look, self._pool.links))
         return all_statuses([reply for reply in found.values() if isinstance(reply, protocol.Status)])
 
     async def close(self) -> None:
@@ -188,12 +188,12 @@ class AsyncFleetClient(AsyncRolloutClient):
         if self._watch is not None:
             self._watch.cancel()
         error = TruerollError("client: closed; make a new one")
-        for errand in list(self._errands.values()):
-            errand.end(error)
-        await self._roster.close()
+        for request in list(self._requests.values()):
+            request.finish(error)
+        await self._pool.close()
 
     async def _start(self) -> None:
-        await self._roster.start()
+        await self._pool.start()
         if self._watch is None and self._straggler_seconds is not None:
             self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
 
@@ -201,8 +201,8 @@ class AsyncFleetClient(AsyncRolloutClient):
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            for errand in [errand for errand in self._errands.values() if errand.is_behind(now, seconds)]:
-                self.num_asked_twice += errand.ask_twice()
+            for request in [request for request in self._requests.values() if request.is_behind(now, seconds)]:
+                self.num_asked_twice += request.ask_twice()
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
         """What each worker that answers says, or only those that serve. Raises the first other error; WorkerLostError
@@ -211,7 +211,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         await self._start()
         found: dict[str, T] = {}
         while not found:
-            links = [link for link in self._roster.links if not link.is_silent]
+            links = [link for link in self._pool.links if not link.is_silent]
             if are_serving:
                 links = [link for link in links if link.member.standing == "serving"]
             found = await self._ask_these(links, call)
@@ -231,7 +231,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     def _check_ids(self, ids: list[str]) -> None:
         for id, count in Counter(ids).items():
-            if count > 1 or id in self._errands:
+            if count > 1 or id in self._requests:
                 raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
 
 

@@ -1,8 +1,9 @@
-"""What `trueroll fleet` reads: a file in TOML with the arguments of `Fleet`. Imports no ray."""
+"""The arguments of `Fleet`, and the file in TOML that `trueroll fleet` reads them from. Imports no ray."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ from trueroll.errors import ConfigError
 from ...engine.config import EngineConfig
 from ...engine.request import describe_validation_error
 from ..config import WorkerConfig
+from ..network.keys import Key
+
+DRAIN_SECONDS = 5.0
+"""Of a worker whose fleet is gone, unless the settings say otherwise."""
 
 
 class FleetConfig(BaseModel):
-    """The arguments of `Fleet` but for the settings of workers and engines, and `metrics_port`: where 127.0.0.1 serves
-    the metrics of all workers; None: nowhere. Unknown keys and values out of range raise ConfigError.
+    """Settings of a fleet beside those of its workers and engines; `Fleet` says what each means. Unknown keys and
+    values out of range raise ConfigError.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -28,10 +33,10 @@ class FleetConfig(BaseModel):
     gpus: float = Field(0.0, ge=0.0)
     resources: dict[str, float] = {}
     ray_address: str | None = None
-    file: str | None = None
-    weights_folder: str | None = None
-    server_public_key: str | None = None
-    client_key: str | None = None
+    file: str | Path | None = None
+    weights_folder: str | Path | None = None
+    server_public_key: Key | None = None
+    client_key: Key | None = None
     startup_timeout: float = Field(600.0, gt=0.0)
     hang_seconds: float = Field(600.0, gt=0.0)
     drain_timeout: float = Field(600.0, ge=0.0)
@@ -44,18 +49,27 @@ class FleetConfig(BaseModel):
             raise ConfigError(describe_validation_error(error)) from None
 
 
-def read_config(path: Path) -> tuple[FleetConfig, dict[str, Any]]:
-    """The fleet that a file describes, and the settings of each worker and engine in it, which are checked. Raise
-    ConfigError.
-    """
+def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConfig, EngineConfig]:
+    """What the arguments of `Fleet` say of it, and of each worker and engine in it. Raise ConfigError."""
+    of_worker = {*WorkerConfig.model_fields} - {*FleetConfig.model_fields}
+    of_engine = {*EngineConfig.model_fields} - {*FleetConfig.model_fields}
+    fleet = FleetConfig(**{name: value for name, value in settings.items() if name not in of_worker | of_engine})
+    worker = WorkerConfig(
+        **{"drain_seconds": DRAIN_SECONDS} | {name: settings[name] for name in of_worker & settings.keys()}
+    )
+    if worker.address is not None:
+        raise ConfigError(
+            f"address: expected none, as each worker has one of its own, found {worker.address!r}; leave it out"
+        )
+    engine = EngineConfig(model=fleet.model, **{name: settings[name] for name in of_engine & settings.keys()})
+    return fleet, worker, engine
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The arguments of `Fleet` in a file, which are checked. Raise ConfigError."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"fleet: expected a file in TOML at {path}, found {error}; correct it") from None
-    names = {*WorkerConfig.model_fields, *EngineConfig.model_fields} - {*FleetConfig.model_fields, "address"}
-    settings = {name: values.pop(name) for name in [*values] if name in names}
-    config = FleetConfig(**values)
-    WorkerConfig(**{name: value for name, value in settings.items() if name in WorkerConfig.model_fields})
-    of_engine = {name: value for name, value in settings.items() if name in EngineConfig.model_fields}
-    EngineConfig(model=config.model, **of_engine)
-    return config, settings
+    split_settings(settings)
+    return settings

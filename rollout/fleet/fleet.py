@@ -3,10 +3,10 @@
 Owns: the workers, by an actor each; the task that keeps each of them running; who is a member; the folder that weights
 for a worker which joins are handed over in. Does not own requests: clients ask the workers themselves.
 
-Promises: a worker that ends, hangs or fails is replaced, elsewhere where there is room, at once the first time and with
-pauses that grow if that fails; it serves only once it has the weights that the others serve; one that is to leave
-finishes what it has; when this process ends, however, the workers end. A cluster that is lost is joined or started
-again.
+Promises: a worker that ends, hangs or fails is replaced, wherever there is room, soon the first time and after pauses
+that grow if the next one does not last; it serves only once it has the weights that the others serve; one that is to
+leave finishes what it has; when this process ends, however, the workers end. A cluster that is lost is joined or
+started again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,20 +25,18 @@ from typing import TYPE_CHECKING, Any
 
 from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
 
-from ...engine.config import EngineConfig
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import LoopThread
 from ..client.membership import Member, Standing, noted_version, version_file, write_members
-from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer
-from ..network.keys import Key
+from .config import split_settings
 from .hand_over import WeightFolder, hand_over, have_the_same
-from .metrics import FleetMetrics, Told
+from .metrics import FleetMetrics, WorkerReport
 from .totals import all_healths
 
 if TYPE_CHECKING:
-    from .ray_cluster import Cluster, Place
+    from .ray_cluster import Cluster, WorkerActor
 
 LOOK_SECONDS = 0.5
 ANSWER_SECONDS = 30.0
@@ -49,24 +47,22 @@ SETTLE_SECONDS = 0.5
 """Until clients know who leaves."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that lived for so long is replaced at once."""
+"""A worker that lived for so long is replaced after `FIRST_PAUSE`; after one that did not, pauses double."""
 STOP_SECONDS = 15.0
-_DRAIN_SECONDS = 5.0
-"""Of a worker whose fleet is gone, unless the settings say otherwise."""
 _HOPELESS = (ConfigError, ModelError)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Post:
+class _Slot:
     """A place in the fleet, and who has it now. `socket`: of its worker, which may be killed and leave it behind.
     `first_error`: what kept its first worker from running.
     """
 
     name: str
     task: asyncio.Task[None] | None = None
-    place: Place | None = None
+    actor: WorkerActor | None = None
     socket: Path | None = None
     client: AsyncRolloutClient | None = None
     member: Member | None = None
@@ -86,6 +82,9 @@ class Fleet:
     """Starts `num_workers` workers that serve `model` on a Ray cluster, and returns when all serve. A context manager,
     and what `FleetClient` and `WeightPublisher.connect_fleet` are given.
 
+    `settings`: those of `launch_worker`, for each worker, which on other machines needs `curve_secret_key_file` and
+    `clients_file`; and of the fleet (`FleetConfig` has defaults and ranges):
+
     `ray_address`: of a cluster to join, `auto` for the one of this machine; None: a local one is started, or used if
     this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date
     with who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that
@@ -93,51 +92,24 @@ class Fleet:
     another worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named
     clients; the client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for
     so long is replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where
-    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one. `settings` are
-    those of `launch_worker`. With workers on other machines they need `curve_secret_key_file` and `clients_file`.
+    127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one; None: nowhere.
 
-    Raise ConfigError or ModelError if a worker cannot run so, WorkerFailedError if one is not ready within
-    `startup_timeout` seconds of being placed.
+    Raise ConfigError for an unknown setting or a wrong value; ConfigError or ModelError if a worker cannot run so;
+    WorkerFailedError if one is not ready within `startup_timeout` seconds of being placed.
     """
 
-    def __init__(
-        self,
-        model: str,
-        num_workers: int,
-        *,
-        cpus: float = 1.0,
-        gpus: float = 0.0,
-        resources: Mapping[str, float] | None = None,
-        ray_address: str | None = None,
-        file: str | Path | None = None,
-        weights_folder: str | Path | None = None,
-        server_public_key: Key | None = None,
-        client_key: Key | None = None,
-        startup_timeout: float = 600.0,
-        hang_seconds: float = 600.0,
-        drain_timeout: float = 600.0,
-        metrics_port: int | None = None,
-        **settings: Any,
-    ) -> None:
-        _check_count(num_workers)
+    def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
+        self._config, worker, engine = split_settings({"model": model, "num_workers": num_workers, **settings})
         if find_spec("ray") is None:
             raise ConfigError("fleet: expected the package ray, found none; pip install 'trueroll[ray]'")
         from .ray_cluster import Cluster
 
-        of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
-        worker = WorkerConfig(**{"drain_seconds": _DRAIN_SECONDS} | of_worker)
-        if worker.address is not None:
-            raise ConfigError(f"address: expected none, as each worker has one of its own, found {worker.address!r}")
-        engine = EngineConfig(model=model, **settings)
         self._settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
-        self._needs = cpus, gpus, dict(resources or {})
-        self._keys = server_public_key, client_key
-        self._file = None if file is None else Path(file)
-        self._startup_timeout, self._hang_seconds = startup_timeout, hang_seconds
-        self._drain_timeout = drain_timeout
+        self._keys = self._config.server_public_key, self._config.client_key
+        self._file = None if self._config.file is None else Path(self._config.file)
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
-        self._weights = WeightFolder(Path(weights_folder or self._folder.name))
-        self._posts: dict[str, _Post] = {}
+        self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
+        self._slots: dict[str, _Slot] = {}
         self._members: tuple[Member, ...] = ()
         self._version = 0
         """What a worker must serve at least that joins while no other one serves."""
@@ -147,13 +119,13 @@ class Fleet:
         self._has_cluster.set()
         self._remove_version_file()
         self._publish()
-        self._cluster: Cluster = Cluster(ray_address)
+        self._cluster: Cluster = Cluster(self._config.ray_address)
         self._thread = LoopThread("fleet")
         self._metrics: MetricsServer | None = None
         self._thread.submit(self._watch_cluster())
         try:
-            if metrics_port is not None:
-                self._metrics = MetricsServer(metrics_port, self, FleetMetrics(self.told))
+            if self._config.metrics_port is not None:
+                self._metrics = MetricsServer(self._config.metrics_port, self, FleetMetrics(self.reports))
             self.scale(num_workers)
         except BaseException:
             self.close()
@@ -170,14 +142,14 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
-        they had.
+        they had. Raise what keeps a worker from its first start.
         """
         _check_count(num_workers)
         self._thread.submit(self._scale(num_workers)).result()
 
     def pids(self) -> dict[str, tuple[int, int]]:
         """The processes of each worker that runs, by its name: of its actor, and its own, each on its machine."""
-        return {name: post.pids for name, post in self._posts.items() if post.pids is not None}
+        return {name: slot.pids for name, slot in self._slots.items() if slot.pids is not None}
 
     @property
     def metrics_port(self) -> int | None:
@@ -190,16 +162,16 @@ class Fleet:
 
     def health(self) -> protocol.Health:
         """How the fleet was half a second ago; see `FleetClient.health`. Raise WorkerLostError while no worker runs."""
-        found = [post.health for post in [*self._posts.values()] if post.health is not None]
+        found = [slot.health for slot in [*self._slots.values()] if slot.health is not None]
         if not found:
             raise WorkerLostError("fleet: expected a worker that runs, found none yet; see the log")
         return all_healths(found)
 
-    def told(self) -> dict[str, Told]:
+    def reports(self) -> dict[str, WorkerReport]:
         """What each worker said of itself last, by its name, also of those that are being replaced."""
         return {
-            post.name: Told(post.member and post.member.standing, post.health, post.stats, max(0, post.starts - 1))
-            for post in [*self._posts.values()]
+            name: WorkerReport(slot.member and slot.member.standing, slot.health, slot.stats, max(0, slot.starts - 1))
+            for name, slot in [*self._slots.items()]
         }
 
     def close(self) -> None:
@@ -223,77 +195,77 @@ class Fleet:
         self.close()
 
     async def _end(self) -> None:
-        await asyncio.gather(*(self._release(post) for post in self._posts.values()))
+        await asyncio.gather(*(self._release(slot) for slot in self._slots.values()))
 
     async def _scale(self, num_workers: int) -> None:
-        posts = [post for post in self._posts.values() if not post.is_leaving]
-        free = (name for i in range(num_workers + len(self._posts)) if (name := f"worker-{i}") not in self._posts)
-        for _ in range(num_workers - len(posts)):
-            post = _Post(next(free))
-            self._posts[post.name] = post
-            post.task = asyncio.create_task(self._keep(post))
-        leaving = posts[num_workers:]
-        for post in leaving:
-            post.is_leaving = True
+        slots = [slot for slot in self._slots.values() if not slot.is_leaving]
+        free = (name for i in range(num_workers + len(self._slots)) if (name := f"worker-{i}") not in self._slots)
+        for _ in range(num_workers - len(slots)):
+            slot = _Slot(next(free))
+            self._slots[slot.name] = slot
+            slot.task = asyncio.create_task(self._keep(slot))
+        leaving = slots[num_workers:]
+        for slot in leaving:
+            slot.is_leaving = True
         await asyncio.gather(*map(self._dismiss, leaving))
-        while not all(post.is_serving for post in self._posts.values() if not post.is_leaving):
-            for post in self._posts.values():
-                if post.first_error is not None:
-                    raise post.first_error
+        while not all(slot.is_serving for slot in self._slots.values() if not slot.is_leaving):
+            for slot in self._slots.values():
+                if slot.first_error is not None:
+                    raise slot.first_error
             await asyncio.sleep(0.05)
 
-    async def _dismiss(self, post: _Post) -> None:
+    async def _dismiss(self, slot: _Slot) -> None:
         """Let a worker finish what it has, and end it."""
-        self._stand(post, "leaving")
+        self._stand(slot, "leaving")
         await asyncio.sleep(SETTLE_SECONDS)
-        deadline = time.monotonic() + self._drain_timeout
-        while post.client is not None and time.monotonic() < deadline:
+        deadline = time.monotonic() + self._config.drain_timeout
+        while slot.client is not None and time.monotonic() < deadline:
             with suppress(TruerollError, TimeoutError):
-                if (await self._look(post)).requests["open"] == 0:
+                if (await self._look(slot)).requests["open"] == 0:
                     break
             await asyncio.sleep(LOOK_SECONDS)
-        assert post.task is not None
-        post.task.cancel()
-        await asyncio.gather(post.task, return_exceptions=True)
-        del self._posts[post.name]
+        assert slot.task is not None
+        slot.task.cancel()
+        await asyncio.gather(slot.task, return_exceptions=True)
+        del self._slots[slot.name]
         self._publish()
 
-    async def _keep(self, post: _Post) -> None:
-        """Have a worker at this post, and another one whenever it is lost."""
+    async def _keep(self, slot: _Slot) -> None:
+        """Have a worker in this slot, and another one whenever it is lost."""
         pause = FIRST_PAUSE
         while True:
             await self._has_cluster.wait()
             began = time.monotonic()
             try:
-                await self._serve(post)
+                await self._serve(slot)
             except TruerollError as error:
-                log.warning("fleet: %s: %s", post.name, error)
-                if post.starts == 1 and isinstance(error, _HOPELESS) and post.member is None:
-                    post.first_error = error
+                log.warning("fleet: %s: %s", slot.name, error)
+                if slot.starts == 1 and isinstance(error, _HOPELESS) and slot.member is None:
+                    slot.first_error = error
             except Exception as error:
-                log.exception("fleet: %s: %r", post.name, error)
+                log.exception("fleet: %s: %r", slot.name, error)
             finally:
-                await asyncio.shield(self._release(post, at_once=not post.is_leaving))
-            if post.is_leaving:
+                await asyncio.shield(self._release(slot, at_once=not slot.is_leaving))
+            if slot.is_leaving:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > STEADY_SECONDS else min(2 * pause, MOST_PAUSE)
             await asyncio.sleep(pause)
 
-    async def _serve(self, post: _Post) -> None:
+    async def _serve(self, slot: _Slot) -> None:
         """From the start of a worker to its end, which raises."""
-        from .ray_cluster import Place
+        from .ray_cluster import WorkerActor
 
-        post.starts += 1
-        post.place = Place(self._cluster, *self._needs)
-        post.socket = Path(self._folder.name) / f"{post.name}-{secrets.token_hex(4)}.sock"
-        address = await post.place.start(self._settings, self._startup_timeout, post.socket)
-        post.pids = await post.place.pids()
-        post.client = AsyncRolloutClient(address, ANSWER_SECONDS, *self._keys)
-        health = await self._look(post)
-        post.member = Member(post.name, address, health.instance, "joining")
-        log.info("fleet: %s runs at %s", post.name, address)
-        ended = asyncio.ensure_future(post.place.ended())
-        served = asyncio.ensure_future(self._watch_worker(post))
+        slot.starts += 1
+        slot.actor = WorkerActor(self._cluster, self._config.cpus, self._config.gpus, self._config.resources)
+        slot.socket = Path(self._folder.name) / f"{slot.name}-{secrets.token_hex(4)}.sock"
+        address = await slot.actor.start(self._settings, self._config.startup_timeout, slot.socket)
+        slot.pids = await slot.actor.pids()
+        slot.client = AsyncRolloutClient(address, ANSWER_SECONDS, *self._keys)
+        health = await self._look(slot)
+        slot.member = Member(slot.name, address, health.instance, "joining")
+        log.info("fleet: %s runs at %s", slot.name, address)
+        ended = asyncio.ensure_future(slot.actor.ended())
+        served = asyncio.ensure_future(self._watch_worker(slot))
         try:
             await asyncio.wait((ended, served), return_when=asyncio.FIRST_COMPLETED)
             if served.done():
@@ -304,30 +276,30 @@ class Fleet:
                 task.cancel()
             await asyncio.gather(ended, served, return_exceptions=True)
 
-    async def _watch_worker(self, post: _Post) -> None:
+    async def _watch_worker(self, slot: _Slot) -> None:
         """Let it join, and look at it until it is lost, which raises."""
         while True:
-            if not post.is_serving and not post.is_leaving:
-                await self._join(post)
+            if not slot.is_serving and not slot.is_leaving:
+                await self._join(slot)
             await asyncio.sleep(LOOK_SECONDS)
-            health = await self._look(post)
-            post.stats = await post.client.stats() if post.client else None
+            health = await self._look(slot)
+            slot.stats = await slot.client.stats() if slot.client else None
             if health.state == "failed":
                 raise WorkerFailedError("worker: its engine has failed; it is replaced")
             if health.state == "ready" and health.requests.get("running"):
-                if (health.seconds_since_progress or 0.0) > self._hang_seconds:
-                    raise WorkerFailedError(f"worker: no progress for {self._hang_seconds} s; it is replaced")
-            if post.is_serving and self._is_behind(post):
-                self._stand(post, "joining")
+                if (health.seconds_since_progress or 0.0) > self._config.hang_seconds:
+                    raise WorkerFailedError(f"worker: no progress for {self._config.hang_seconds} s; it is replaced")
+            if slot.is_serving and self._is_behind(slot):
+                self._stand(slot, "joining")
 
-    async def _look(self, post: _Post) -> protocol.Health:
-        assert post.client is not None
+    async def _look(self, slot: _Slot) -> protocol.Health:
+        assert slot.client is not None
         self._read_note()
         num_notes = self._num_notes
-        post.health = await post.client.health()
-        if post.is_serving and num_notes == self._num_notes:
-            self._version = max(self._version, post.health.weight_version or 0)
-        return post.health
+        slot.health = await slot.client.health()
+        if slot.is_serving and num_notes == self._num_notes:
+            self._version = max(self._version, slot.health.weight_version or 0)
+        return slot.health
 
     def _read_note(self) -> None:
         """What a trainer in another process has pushed."""
@@ -336,65 +308,65 @@ class Fleet:
             self._noted_in_file = noted
             self.note_version(noted)
 
-    def _is_behind(self, post: _Post) -> bool:
+    def _is_behind(self, slot: _Slot) -> bool:
         """Whether the others serve newer weights, and no push is under way that may just have reached them."""
-        others = [other.health for other in self._posts.values() if other.is_serving and other.health is not None]
-        if post.health is None or any(health.push or health.state == "updating" for health in others):
+        others = [other.health for other in self._slots.values() if other.is_serving and other.health is not None]
+        if slot.health is None or any(health.push or health.state == "updating" for health in others):
             return False
         newest = max((health.weight_version or 0 for health in others), default=0)
-        return (post.health.weight_version or 0) < newest
+        return (slot.health.weight_version or 0) < newest
 
-    async def _join(self, post: _Post) -> None:
+    async def _join(self, slot: _Slot) -> None:
         """Bring a worker to the weights of the others, and let it serve. While nobody has them it waits for a push.
 
         A push that ends afterwards finds it among those that serve; one that has ended before is seen here.
         """
-        assert post.client is not None
+        assert slot.client is not None
         while True:
-            self._stand(post, "joining")
-            peer = self._newest_peer(post)
+            self._stand(slot, "joining")
+            peer = self._newest_peer(slot)
             peer_client = peer and peer.client
             self._read_note()
-            if await hand_over(post.client, peer_client, self._version, self._weights, self, self._keys):
-                self._stand(post, "serving")
-                if peer_client is None or await have_the_same(post.client, peer_client):
+            if await hand_over(slot.client, peer_client, self._version, self._weights, self, self._keys):
+                self._stand(slot, "serving")
+                if peer_client is None or await have_the_same(slot.client, peer_client):
                     return
             await asyncio.sleep(LOOK_SECONDS)
-            await self._look(post)
+            await self._look(slot)
 
     def _remove_version_file(self) -> None:
         if self._file is not None:
             version_file(self._file).unlink(missing_ok=True)
 
-    def _newest_peer(self, post: _Post) -> _Post | None:
-        peers = [other for other in self._posts.values() if other is not post and other.is_serving and other.health]
+    def _newest_peer(self, slot: _Slot) -> _Slot | None:
+        peers = [other for other in self._slots.values() if other is not slot and other.is_serving and other.health]
         return max(peers, key=lambda peer: (peer.health and peer.health.weight_version) or 0, default=None)
 
-    async def _release(self, post: _Post, at_once: bool = False) -> None:
-        """End what is at a post."""
-        client, place, socket = post.client, post.place, post.socket
-        post.client, post.place, post.member, post.health, post.stats, post.pids = None, None, None, None, None, None
+    async def _release(self, slot: _Slot, at_once: bool = False) -> None:
+        """End what is in a slot."""
+        client, actor, socket = slot.client, slot.actor, slot.socket
+        slot.client, slot.actor, slot.member, slot.health, slot.stats, slot.pids = None, None, None, None, None, None
         self._publish()
         if client is not None:
             with suppress(TruerollError):
                 await client.close()
-        if place is None:
+        if actor is None:
             return
         if at_once:
-            place.kill()
+            actor.kill()
         else:
-            await place.stop(STOP_SECONDS)
+            await actor.stop(STOP_SECONDS)
         if socket is not None:
             socket.unlink(missing_ok=True)
 
-    def _stand(self, post: _Post, standing: Standing) -> None:
-        if post.member is not None:
-            post.member = Member(post.member.name, post.member.address, post.member.incarnation, standing)
+    def _stand(self, slot: _Slot, standing: Standing) -> None:
+        if slot.member is not None:
+            slot.member = Member(slot.member.name, slot.member.address, slot.member.incarnation, standing)
             self._publish()
 
     def _publish(self) -> None:
         """Tell who is there."""
-        members = tuple(post.member for post in self._posts.values() if post.member is not None)
+        members = tuple(slot.member for slot in self._slots.values() if slot.member is not None)
         if self._file is not None and (members != self._members or not self._file.exists()):
             write_members(self._file, members)
         self._members = members
@@ -407,15 +379,15 @@ class Fleet:
                 continue
             log.warning("fleet: the cluster was lost; all workers are replaced")
             self._has_cluster.clear()
-            lost = {post: post.task for post in self._posts.values() if post.task is not None}
+            lost = {slot: slot.task for slot in self._slots.values() if slot.task is not None}
             for task in lost.values():
                 task.cancel()
             await asyncio.gather(*lost.values(), return_exceptions=True)
             await self._reconnect()
             self._has_cluster.set()
-            for post in lost:
-                if not post.is_leaving:
-                    post.task = asyncio.create_task(self._keep(post))
+            for slot in lost:
+                if not slot.is_leaving:
+                    slot.task = asyncio.create_task(self._keep(slot))
 
     async def _reconnect(self) -> None:
         pause = FIRST_PAUSE

@@ -29,9 +29,10 @@ class WeightFolder:
     path: Path
 
     def pushes(self) -> Iterator[Path]:
-        """The whole pushes in it."""
+        """The pushes in it that were written to their end."""
         if self.path.is_dir():
-            yield from (path for path in self.path.glob("version-*") if (path / MANIFEST_FILE).is_file())
+            found = (path for path in self.path.glob("version-*") if path.suffix != ".tmp")
+            yield from (path for path in found if (path / MANIFEST_FILE).is_file())
 
     def new(self) -> Path:
         """A folder of its own for one worker's weights."""

@@ -20,8 +20,8 @@ from ..monitoring.metrics import WorkerMetrics
 
 
 @dataclass(frozen=True)
-class Told:
-    """What is known of a worker. `health`, `stats`: None before it told. `restarts`: how often it was replaced."""
+class WorkerReport:
+    """What is known of a worker. `health`, `stats`: None before it reports. `restarts`: how often it was replaced."""
 
     standing: Standing | None
     health: protocol.Health | None
@@ -30,30 +30,30 @@ class Told:
 
 
 class FleetMetrics:
-    """`told`: what is known of each worker now, by its name."""
+    """`reports`: what is known of each worker now, by its name."""
 
-    def __init__(self, told: Callable[[], Mapping[str, Told]]) -> None:
-        self._told = told
+    def __init__(self, reports: Callable[[], Mapping[str, WorkerReport]]) -> None:
+        self._reports = reports
 
     def collect(self) -> Iterator[Metric]:
         """Each metric, as it is now."""
-        told = self._told()
-        standings = Counter(worker.standing or "starting" for worker in told.values())
+        reports = self._reports()
+        standings = Counter(worker.standing or "starting" for worker in reports.values())
         workers = GaugeMetricFamily("trueroll_fleet_workers", "Workers of the fleet.", labels=["standing"])
         for standing in ("starting", *get_args(Standing)):
             workers.add_metric([standing], standings[standing])
         yield workers
         restarts = CounterMetricFamily("trueroll_fleet_restarts", "Workers that were replaced.", labels=["worker"])
-        for name, worker in told.items():
+        for name, worker in reports.items():
             restarts.add_metric([name], worker.restarts)
         yield restarts
-        yield from _labelled(told)
+        yield from _labelled(reports)
 
 
-def _labelled(told: Mapping[str, Told]) -> Iterator[Metric]:
+def _labelled(reports: Mapping[str, WorkerReport]) -> Iterator[Metric]:
     """The metrics of all workers, each series with the name of its worker."""
     families: dict[str, Metric] = {}
-    for name, worker in told.items():
+    for name, worker in reports.items():
         if worker.health is None or worker.stats is None:
             continue
         for metric in WorkerMetrics(worker.health, worker.stats).collect():

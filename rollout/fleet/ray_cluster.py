@@ -137,7 +137,7 @@ def _end(processes: Collection[psutil.Process]) -> None:
     psutil.wait_procs(processes)
 
 
-class Place:
+class WorkerActor:
     """An actor and the worker process in it, on whichever machine of `cluster` Ray chooses."""
 
     def __init__(self, cluster: Cluster, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:

@@ -16,7 +16,6 @@ from ...engine.request import InFlight
 from ...weight_sync.payload.manifest import MANIFEST_FILE
 from .. import protocol
 from ..client.client import AsyncRolloutClient
-from ..client.membership import is_fleet
 from ..monitoring.metrics import WorkerMetrics, exposition
 from ..network.keys import Key
 from .errors import HttpError
@@ -133,15 +132,12 @@ class Lifecycle:
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """On a thread: the publisher blocks, and imports torch."""
     from ...engine.models.loader import read_checkpoint
-    from ..publisher.publisher import WeightPublisher
+    from ..publisher.publisher import WeightPublisher, connect_to
 
     folder = Path(fields.weight_dir)
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
-            if is_fleet(address):
-                publisher.connect_fleet(address)
-            else:
-                publisher.connect([address])
+            connect_to(publisher, address)
             if not (folder / MANIFEST_FILE).is_file():
                 publisher.push(read_checkpoint(folder), version)
             elif fields.weight_version is None:

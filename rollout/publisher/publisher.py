@@ -42,7 +42,7 @@ from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors, can_
 from ...weight_sync.trainer.transaction import PushSettings
 from ...weight_sync.transports.disk import read_manifest
 from .. import protocol
-from ..client.membership import FleetArg, KeepsVersion, Membership, membership_of
+from ..client.membership import FleetArg, KeepsVersion, Membership, is_fleet, membership_of
 from .workers import Key, Workers
 
 OnLost: TypeAlias = Literal["raise", "skip"]
@@ -111,8 +111,8 @@ class WeightPublisher:
         _check(transport in get_args(Transport), "transport", f"one of {', '.join(get_args(Transport))}", transport)
         _check(in_flight in get_args(InFlight), "in_flight", f"one of {', '.join(get_args(InFlight))}", in_flight)
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
-        _check(0.0 < timeout <= 86400.0, "timeout", "seconds from 0 to 86400", timeout)
-        _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "seconds from 0 to 86400", drain_timeout)
+        _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 seconds, at most 86400", timeout)
+        _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 seconds, at most 86400", drain_timeout)
         _check((folder is None) == (transport != "disk"), "folder", "one for disk, none otherwise", folder)
         _check(host is None or transport == "collective", "host", f"none for {transport}", host)
         _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
@@ -397,8 +397,19 @@ class WeightPublisher:
                 self._disconnect_workers()
                 self._workers = Workers(addresses, self._settings.timeout, self._keys, self._fleet)
         if self._workers is None or not self._workers.addresses:
-            raise ConfigError("workers: expected some, found none; call connect with their addresses first")
+            advice = (
+                "call connect with their addresses first" if self._fleet is None else "wait until its fleet has some"
+            )
+            raise ConfigError(f"workers: expected some, found none; {advice}")
         return self._workers
+
+
+def connect_to(publisher: WeightPublisher, target: str) -> None:
+    """Have it push to a worker by its address, or to a fleet by its file or by several addresses."""
+    if is_fleet(target):
+        publisher.connect_fleet(target)
+    else:
+        publisher.connect([target])
 
 
 def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:

@@ -287,8 +287,7 @@ def fleet(
     from ..fleet.serve import serve as serve_fleet
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = read_config(config)
-    serve_fleet(*settings, lambda line: print(line, flush=True))
+    serve_fleet(read_config(config), lambda line: print(line, flush=True))
 
 
 @app.command()

@@ -111,7 +111,7 @@ class Numbers:
     last: str = ""
 
 
-class _Errand:
+class _BackgroundCall:
     """Something that runs on a thread. `errors`: what it raised."""
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -221,9 +221,9 @@ class Campaign:
         done, lost = MOMENTS[moment], []
         self._moments, self._now, self._transport, self._victim = queue.Queue(), None, transport, victim
         self._served = {self.version, self.version + (done == "push")}  # the other client may push, too
-        meanwhile = None if done in ("generate", "stream", "score") else _Errand(self._generate_any)
+        meanwhile = None if done in ("generate", "stream", "score") else _BackgroundCall(self._generate_any)
         other = self._start_other(moment, done, transport) if victim == "client" else None
-        work = None if other and done != "scale" else _Errand(lambda: self._do(done))
+        work = None if other and done != "scale" else _BackgroundCall(lambda: self._do(done))
         try:
             was_hit = self._wait_for(moment)
             lost = self._kill(victim, other)
@@ -313,7 +313,7 @@ class Campaign:
     def _scale(self) -> None:
         """With pushes while a worker joins, which none may serve the weights before."""
         self._begin("grow")
-        growing = _Errand(lambda: self.fleet.scale(NUM_WORKERS + 1))
+        growing = _BackgroundCall(lambda: self.fleet.scale(NUM_WORKERS + 1))
         while growing.is_alive:
             self._push()
             check_samples(self._work.samples(), {self.version}, self._expected.samples)
@@ -341,7 +341,7 @@ class Campaign:
 
     # What must hold.
 
-    def _settle(self, lost: list[int], meanwhile: _Errand | None) -> None:
+    def _settle(self, lost: list[int], meanwhile: _BackgroundCall | None) -> None:
         """The fleet comes back, with all weights, and everything works."""
         for _ in _ticks(WHOLE_SECONDS):
             if self._is_whole(lost):

@@ -76,7 +76,7 @@ class WeightSender:
         tensors: TrainerTensors,
         version: int,
         allow_older: bool,
-        adapters: TrainerAdapters | None = None,
+        adapters: TrainerAdapters | None,
     ) -> PushResult:
         """Make these workers, which want what they have replied, serve the tensors, or those of `adapters`, which
         `tensors` goes through. Raise PushError.

@@ -1,4 +1,4 @@
-"""The worker's side of adapters: are they of its weights, and what they make of these; and what these are.
+"""The worker's side of adapters: that they belong to its weights, and their merge into these; and checksums of weights.
 
 Owns nothing. What is done for a push goes over weights one by one, each under `guarded`, which says whether to go on.
 """

@@ -1,7 +1,8 @@
 // `Backend.merge`: weights with an adapter in them. A part of kernels.h.
 //
 // Each element adds its products one by one, and products are rounded before they are added, so that its bits are those
-// that any other instruction set, or torch, gives. So bfloat16 is rounded without the machine's own instructions.
+// that any other instruction set, or torch, gives. Hence `exact_bf16`: AVX-512's own rounding to bfloat16 flushes denormal
+// numbers.
 
 constexpr long MERGE_ROWS = 4, MERGE_VECTORS = 4;
 

@@ -18,7 +18,8 @@
 namespace trueroll {
 namespace {
 
-// 20 to 100 microseconds, by how long the CPU pauses: longer than the pause between two ops of a model, shorter than anybody would notice.
+// 20 to 100 microseconds, by how long the CPU pauses: longer than the pause between two ops of a model, shorter than
+// anybody would notice.
 constexpr int SPINS = 2000;
 
 void relax() {

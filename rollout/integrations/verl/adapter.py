@@ -19,8 +19,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from trueroll.errors import ConfigError
 
-from ...client.membership import is_fleet
-from ...publisher.publisher import WeightPublisher
+from ...publisher.publisher import WeightPublisher, connect_to
 from .replica import server_name
 
 Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]]
@@ -69,10 +68,7 @@ class TruerollAdapter(BaseRollout):
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
             address = await server.address.remote()
-            if is_fleet(address):
-                self._publisher.connect_fleet(address)
-            else:
-                self._publisher.connect([address])
+            connect_to(self._publisher, address)
             self._found = server
         return self._found
 

@@ -267,12 +267,12 @@ def test_what_no_worker_has_can_be_aborted() -> None:
     members = Members()
     with FleetClient(members) as client:
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1, request_ids=["a"]))
-        wait_until(lambda: "a" in client._fleet._errands)
+        wait_until(lambda: "a" in client._fleet._requests)
         assert client.abort("a") == 3
         thread.join()
         assert [sample.finish_reason for sample in found[0][0].samples] == ["abort"] * 3
         scoring, scored = in_background(lambda: client.score([[1, 2]]))
-        wait_until(lambda: bool(client._fleet._errands))
+        wait_until(lambda: bool(client._fleet._requests))
         assert client.abort_all() == 1
         scoring.join()
         assert isinstance(scored[0], RequestAbortedError)

@@ -31,7 +31,7 @@ from tiny import make_tiny_model
 from trueroll.errors import ConfigError, ModelError, WorkerLostError
 from trueroll.rollout import Fleet, FleetClient, Group, SamplingParams, WeightPublisher
 from trueroll.rollout.fleet.config import read_config
-from trueroll.rollout.fleet.ray_cluster import Cluster, Place
+from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -103,7 +103,7 @@ def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, 
     wait_until(lambda: fleet.num_serving == 2 and fleet.members() != before)
     assert tokens(client) == expected
     wait_until(lambda: not psutil.pid_exists(actor) and not psutil.pid_exists(worker))
-    assert fleet.told()["worker-0"].restarts > 0
+    assert fleet.reports()["worker-0"].restarts > 0
 
 
 def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient) -> None:
@@ -125,12 +125,12 @@ def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient)
     thread.join()
     assert {len(sample.token_ids) for group in found for sample in group.samples} == {400}
     assert [member.name for member in fleet.members()] == ["worker-0", "worker-1"]
-    assert fleet.told()["worker-1"].standing == "serving"
+    assert fleet.reports()["worker-1"].standing == "serving"
 
 
 def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetClient) -> None:
     url = f"http://127.0.0.1:{fleet.metrics_port}"
-    wait_until(lambda: all(told.stats is not None for told in fleet.told().values()))
+    wait_until(lambda: all(report.stats is not None for report in fleet.reports().values()))
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     workers = {sample.labels["worker"] for sample in families["trueroll_requests_finished"].samples}
@@ -221,14 +221,14 @@ def test_a_start_of_ray_that_fails_leaves_no_process(monkeypatch: pytest.MonkeyP
 def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls would start another one."""
     there = Cluster(None)
-    place = Place(there, 0.0, 0.0, {})
+    actor = WorkerActor(there, 0.0, 0.0, {})
 
     async def lose_and_ask() -> None:
         with pytest.raises(ConfigError):
             await there.reconnect()
-        await place.stop(5.0)
+        await actor.stop(5.0)
         with pytest.raises(WorkerLostError, match="with its cluster"):
-            await place.pids()
+            await actor.pids()
 
     monkeypatch.setattr(there, "_connect", fail_to_connect)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
@@ -236,7 +236,7 @@ def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: p
     asyncio.run(lose_and_ask())
     monkeypatch.undo()
     there.is_there = True
-    place.kill()
+    actor.kill()
 
 
 def fail_to_connect() -> None:
@@ -248,8 +248,12 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
         Fleet(str(tmp_path / "nowhere"), 1, **SETTINGS)
     with pytest.raises(ConfigError, match="block_size"):
         Fleet(str(tiny_llama), 1, block_size=3, **SETTINGS)
-    with pytest.raises(ConfigError, match="num_workers: expected an integer from 1 on, found 0"):
+    with pytest.raises(ConfigError, match="num_workers: .* 1, found 0"):
         Fleet(str(tiny_llama), 0, **SETTINGS)
+    with pytest.raises(ConfigError, match="hang_seconds: .* 0, found -1"):
+        Fleet(str(tiny_llama), 1, hang_seconds=-1.0, **SETTINGS)
+    with pytest.raises(ConfigError, match="cpu: unknown"):
+        Fleet(str(tiny_llama), 1, cpu=1.0, **SETTINGS)
     with pytest.raises(ConfigError, match="address: expected none"):
         Fleet(str(tiny_llama), 1, address="tcp://127.0.0.1:*", **SETTINGS)
     config = tmp_path / "fleet.toml"

@@ -29,7 +29,7 @@ from trueroll.engine.request import Tag
 from trueroll.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.fleet.metrics import FleetMetrics, Told
+from trueroll.rollout.fleet.metrics import FleetMetrics, WorkerReport
 from trueroll.rollout.monitoring.metrics import (
     MAX_CONNECTIONS,
     POLL_SECONDS,
@@ -528,9 +528,9 @@ def queries() -> list[str]:
 
 def exported_by_a_fleet() -> dict[str, tuple[str, dict[str, set[str]]]]:
     """The metrics of its own, as `exported` has them."""
-    told = {"worker-0": Told("serving", None, None, 1)}
+    reports = {"worker-0": WorkerReport("serving", None, None, 1)}
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
-    for family in FleetMetrics(lambda: told).collect():
+    for family in FleetMetrics(lambda: reports).collect():
         labels: dict[str, set[str]] = {}
         for label, value in [pair for sample in family.samples for pair in sample.labels.items()]:
             labels.setdefault(label, set()).add(value)

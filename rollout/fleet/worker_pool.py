@@ -65,7 +65,7 @@ class Link:
         return None if not engine else tuple(engine.get(name) for name in KIND)
 
 
-class Roster:
+class WorkerPool:
     """`make_client` makes the client of an address. `max_staleness`: by how many versions the weights of a worker that
     gets a group may be older than the newest. `mixed_kinds`: take workers of any kind.
     """

@@ -1,6 +1,6 @@
 """One request of a fleet's client, from the first worker that is asked to its end.
 
-Owns: which workers are asked for it now, and what of it was delivered. Does not own the workers (`roster`).
+Owns: which workers are asked for it now, and what of it was delivered. Does not own the workers (`WorkerPool`).
 
 Promises: each sample is delivered once, with the tokens that it would have from any of the workers, and the request has
 one end, whatever becomes of the workers that were asked: what a lost one left is asked of another, sample by sample, or
@@ -36,12 +36,12 @@ from .. import protocol
 from ..client.continuation import continuation, joined
 from ..client.requests import Request
 from .placement import Placed, beginnings
-from .roster import Link, Roster
+from .worker_pool import Link, WorkerPool
 
 Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 
 MOST_LOSSES = 5
-"""A request whose workers were lost so often is given up: it may be what ends them."""
+"""A request whose workers were lost more often is given up: it may be what ends them."""
 SLOWNESS = 3.0
 """A request is far behind if it takes so many times as long for its size as the slowest of the last ones."""
 _LOST = (WorkerLostError, WorkerFailedError, UnreadError)
@@ -49,9 +49,9 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 
 
 @dataclass(eq=False)
-class _Asking:
-    """A worker that was asked. `messages`: for the whole of a request by None, or for single samples by index; `prior`:
-    what those had before. `since`: when (monotonic seconds).
+class _Attempt:
+    """What one worker was asked. `messages`: for the whole of a request by None, or for single samples by index;
+    `prior`: what those had before. `since`: when (monotonic seconds).
     """
 
     link: Link
@@ -64,15 +64,15 @@ class _Asking:
     refusal: TruerollError | None = None
 
 
-class Errand:
+class FleetRequest:
     """`deliver` gets samples and pieces of them as they come, then one end: Done, Scores or an error. `may_repeat`: it
     may get a sample again, which then replaces the one before. `max_staleness`: by how many versions the weights of
-    tokens may differ.
+    tokens may differ. `patience`: seconds to wait for a worker while there is none.
     """
 
     def __init__(
         self,
-        roster: Roster,
+        pool: WorkerPool,
         request: Request,
         deliver: Callable[[Reply], None],
         *,
@@ -81,13 +81,13 @@ class Errand:
         patience: float,
     ) -> None:
         self.request = request
-        self._roster = roster
+        self._pool = pool
         self._deliver = deliver
         self._may_repeat = may_repeat
         self._max_staleness = max_staleness
         self._patience = patience
-        self._askings: dict[asyncio.Task[None], _Asking] = {}
-        self._lead: _Asking | None = None
+        self._attempts: dict[asyncio.Task[None], _Attempt] = {}
+        self._lead: _Attempt | None = None
         self._is_over = False
         self._losses = 0
         self._refusals: dict[str, TruerollError] = {}
@@ -99,7 +99,7 @@ class Errand:
 
     def _begin(self) -> None:
         self._delivered: dict[int, FinishReason] = {}
-        self._shown: dict[int, tuple[_Asking, int]] = {}  # by sample, whose tokens up to which one
+        self._shown: dict[int, tuple[_Attempt, int]] = {}  # by sample, whose tokens up to which one
         self._parts: dict[int, SampleOutput] = {}
         self._versions: tuple[int, int] | None = None
 
@@ -111,29 +111,29 @@ class Errand:
         """Until its end was delivered."""
         try:
             while not self._is_over:
-                if not self._askings:
+                if not self._attempts:
                     await self._ask_somebody()
                     continue
-                done, _ = await asyncio.wait(self._askings, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(self._attempts, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    self._end_asking(task)
+                    self._end_attempt(task)
         except TruerollError as error:
-            self._finish(error)
+            self.finish(error)
         finally:
             await self._give_up()
 
     def is_behind(self, now: float, straggler_seconds: float) -> bool:
         """Whether it takes so long that another worker may well be done sooner. `now`: monotonic seconds."""
-        pace = self._roster.slowest_pace
-        if self._is_over or len(self._askings) != 1 or pace is None:
+        pace = self._pool.slowest_pace
+        if self._is_over or len(self._attempts) != 1 or pace is None:
             return False
-        (asking,) = self._askings.values()
-        return now - asking.since > max(straggler_seconds, SLOWNESS * pace * asking.placed.cost)
+        (attempt,) = self._attempts.values()
+        return now - attempt.since > max(straggler_seconds, SLOWNESS * pace * attempt.placed.cost)
 
     def ask_twice(self) -> bool:
         """Ask a second worker for what is missing, if there is one."""
-        asked = {asking.link.key for asking in self._askings.values()}
-        found = self._roster.try_place(self._beginnings, self._cost(), asked | self._refusals.keys())
+        asked = {attempt.link.key for attempt in self._attempts.values()}
+        found = self._pool.try_place(self._beginnings, self._cost(), asked | self._refusals.keys())
         if found is not None:
             self._ask(*found)
         return found is not None
@@ -142,24 +142,29 @@ class Errand:
         """End it, or one of its samples, with what is there; returns how many samples that ended."""
         ending = {i for i in range(self.n) if i not in self._delivered and index in (None, i)}
         self._to_end |= ending
-        askings = list(self._askings.values())
-        if not askings:
+        attempts = list(self._attempts.values())
+        if not attempts:
             self._finish_unasked(ending)
-        await asyncio.gather(*(self._abort_at(asking, ending) for asking in askings))
+        await asyncio.gather(*(self._abort_at(attempt, ending) for attempt in attempts))
         return len(ending)
 
-    def end(self, error: TruerollError) -> None:
-        """Expect nothing more."""
-        self._finish(error)
+    def finish(self, end: Reply) -> None:
+        """Deliver its end, if it has had none, and expect nothing more."""
+        if not self._is_over:
+            self._is_over = True
+            self._deliver(end)
+            for task in self._attempts:
+                if task is not asyncio.current_task():
+                    task.cancel()
 
-    async def _abort_at(self, asking: _Asking, ending: set[int]) -> None:
-        whole = asking.messages.get(None)
-        targets = [(message.id, None) for index, message in asking.messages.items() if index in ending]
+    async def _abort_at(self, attempt: _Attempt, ending: set[int]) -> None:
+        whole = attempt.messages.get(None)
+        targets = [(message.id, None) for index, message in attempt.messages.items() if index in ending]
         if whole is not None:
             targets = [(whole.id, None)] if len(ending) == self.n else [(whole.id, index) for index in sorted(ending)]
         try:
             for id, index in targets:
-                await asking.link.client.abort(id, index, missing_ok=True)
+                await attempt.link.client.abort(id, index, missing_ok=True)
         except TruerollError:
             pass  # it is lost; whoever is asked next gives the sample, or `_finish_unasked` does
 
@@ -167,7 +172,7 @@ class Errand:
         """Ask the worker that the placement chooses. Raise what keeps it from that."""
         self._finish_unasked(self._to_end - self._delivered.keys())
         if len(self._delivered) == self.n:
-            self._finish(self._done())
+            self.finish(self._done())
         if self._is_over:
             return
         if self._losses > MOST_LOSSES:
@@ -175,12 +180,12 @@ class Errand:
                 f"request {self.request.id!r}: lost with {self._losses} workers, one after the other; it may be what "
                 "ends them: see their logs"
             )
-        keys = {link.key for link in self._roster.open_links}
+        keys = {link.key for link in self._pool.open_links}
         if keys and keys <= self._refusals.keys():
             raise self._refusals[next(iter(keys))]
-        link, placed = await self._roster.place(self._beginnings, self._cost(), {*self._refusals}, self._patience)
+        link, placed = await self._pool.place(self._beginnings, self._cost(), {*self._refusals}, self._patience)
         if self._is_over:  # it was aborted meanwhile
-            self._roster.withdraw(placed)
+            self._pool.withdraw(placed)
         else:
             self._ask(link, placed)
 
@@ -188,11 +193,11 @@ class Errand:
         return float(self.n - len(self._delivered))
 
     def _ask(self, link: Link, placed: Placed) -> None:
-        asking = _Asking(link, placed, self._messages(), dict(self._parts))
-        task = asyncio.create_task(self._exchange(asking))
-        self._askings[task] = asking
-        if len(self._askings) == 1:
-            self._lead = asking
+        attempt = _Attempt(link, placed, self._messages(), dict(self._parts))
+        task = asyncio.create_task(self._exchange(attempt))
+        self._attempts[task] = attempt
+        if len(self._attempts) == 1:
+            self._lead = attempt
 
     def _messages(self) -> dict[int | None, Request]:
         """What is to be asked for: all of it, as it is, if nothing of it is there yet."""
@@ -221,89 +226,89 @@ class Errand:
         seed = self.request.params.seed
         return seed_of(self.request.id, self.request.prompt_token_ids) if seed is None else seed
 
-    async def _exchange(self, asking: _Asking) -> None:
+    async def _exchange(self, attempt: _Attempt) -> None:
         """Take what a worker answers, until it has answered all or this request is over."""
-        messages = {-1 if index is None else index: message for index, message in asking.messages.items()}
-        async with aclosing(asking.link.client.exchange(messages, None, "return")) as replies:
+        messages = {-1 if index is None else index: message for index, message in attempt.messages.items()}
+        async with aclosing(attempt.link.client.exchange(messages, None, "return")) as replies:
             async for position, reply in replies:
-                await self._take(asking, None if position < 0 else position, reply)
+                await self._take(attempt, None if position < 0 else position, reply)
                 if self._is_over:
                     return
 
-    async def _take(self, asking: _Asking, index: int | None, reply: Reply) -> None:
+    async def _take(self, attempt: _Attempt, index: int | None, reply: Reply) -> None:
         """`index`: of the sample that was asked for alone; None: all were."""
         if isinstance(reply, TruerollError):
-            await self._take_error(asking, reply)
+            await self._take_error(attempt, reply)
         elif isinstance(reply, SampleDelta):
-            self._take_piece(asking, index, reply)
+            self._take_piece(attempt, index, reply)
         elif isinstance(reply, protocol.FinishedSample):
-            await self._take_sample(asking, index, reply)
+            await self._take_sample(attempt, index, reply)
         elif isinstance(reply, protocol.Scores):
-            await self._take_scores(asking, reply)
+            await self._take_scores(attempt, reply)
         elif isinstance(reply, protocol.Done) and len(self._delivered) == self.n:
-            self._finish(reply if index is None else self._done())
+            self.finish(reply if index is None else self._done())
 
-    async def _take_error(self, asking: _Asking, error: TruerollError) -> None:
-        if asking.link.is_gone or isinstance(error, _LOST):
-            asking.is_lost = True
+    async def _take_error(self, attempt: _Attempt, error: TruerollError) -> None:
+        if attempt.link.is_gone or isinstance(error, _LOST):
+            attempt.is_lost = True
             if not isinstance(error, UnreadError):
-                self._roster.mark_lost(asking.link)
+                self._pool.mark_lost(attempt.link)
         elif isinstance(error, _REFUSED):
-            asking.refusal = error
+            attempt.refusal = error
             if isinstance(error, UnavailableError):
-                await self._roster.look(asking.link)  # one that ends is not asked again
+                await self._pool.look(attempt.link)  # one that ends is not asked again
         else:
-            self._finish(error)
+            self.finish(error)
 
-    def _take_piece(self, asking: _Asking, index: int | None, piece: SampleDelta) -> None:
+    def _take_piece(self, attempt: _Attempt, index: int | None, piece: SampleDelta) -> None:
         """Show a piece, unless another worker's are shown."""
         own = piece.index if index is None else index
-        if asking is not self._lead or own in self._delivered:
+        if attempt is not self._lead or own in self._delivered:
             return
-        start = piece.start + (len(asking.prior[own].token_ids) if own in asking.prior else 0)
-        self._shown[own] = asking, start + len(piece.token_ids)
+        start = piece.start + (len(attempt.prior[own].token_ids) if own in attempt.prior else 0)
+        self._shown[own] = attempt, start + len(piece.token_ids)
         self._deliver(replace(piece, request_id=self.request.id, index=own, start=start))
 
-    async def _take_sample(self, asking: _Asking, index: int | None, reply: protocol.FinishedSample) -> None:
+    async def _take_sample(self, attempt: _Attempt, index: int | None, reply: protocol.FinishedSample) -> None:
         own = reply.index if index is None else index
-        asking.num_samples += 1
+        attempt.num_samples += 1
         if own in self._delivered:
             return
-        if self._mixes(reply.weight_versions, asking.prior.get(own)):
-            self._begin_anew(asking)
-        if own in asking.prior:
-            reply = protocol.sample_message(reply.id, joined(asking.prior[own], protocol.sample_output(reply)))
+        if self._mixes(reply.weight_versions, attempt.prior.get(own)):
+            self._begin_anew(attempt)
+        if own in attempt.prior:
+            reply = protocol.sample_message(reply.id, joined(attempt.prior[own], protocol.sample_output(reply)))
         reply = reply.model_copy(update=dict(id=self.request.id, index=own))
-        if reply.finish_reason == "abort" and own not in self._to_end and await self._is_leaving(asking):
+        if reply.finish_reason == "abort" and own not in self._to_end and await self._is_leaving(attempt):
             self._parts[own] = protocol.sample_output(reply)
-            asking.is_lost = True
+            attempt.is_lost = True
         elif not self._is_over and own not in self._delivered:
-            self._deliver_sample(asking, reply)
-            has_all = index is None and asking.num_samples == self.n  # then its end comes next
+            self._deliver_sample(attempt, reply)
+            has_all = index is None and attempt.num_samples == self.n  # then its end comes next
             if len(self._delivered) == self.n and not has_all:
-                self._finish(self._done())
+                self.finish(self._done())
 
-    def _deliver_sample(self, asking: _Asking, sample: protocol.FinishedSample) -> None:
+    def _deliver_sample(self, attempt: _Attempt, sample: protocol.FinishedSample) -> None:
         """And before it, all of it in one piece, where pieces are wanted and what was shown came from elsewhere."""
         own, count = sample.index, len(sample.token_ids) // 4
-        if own in self._shown and self._shown[own] != (asking, count):
+        if own in self._shown and self._shown[own] != (attempt, count):
             self._deliver(protocol.sample_delta(protocol.delta_of(sample)))
         self._delivered[own] = sample.finish_reason
         self._parts.pop(own, None)
         self._deliver(sample)
 
-    async def _take_scores(self, asking: _Asking, reply: protocol.Scores) -> None:
+    async def _take_scores(self, attempt: _Attempt, reply: protocol.Scores) -> None:
         if self._mixes(reply.weight_versions):
-            self._begin_anew(asking)
-        if reply.finish_reason == "abort" and not self._to_end and await self._is_leaving(asking):
-            asking.is_lost = True
+            self._begin_anew(attempt)
+        if reply.finish_reason == "abort" and not self._to_end and await self._is_leaving(attempt):
+            attempt.is_lost = True
         else:
-            self._finish(reply)
+            self.finish(reply)
 
-    async def _is_leaving(self, asking: _Asking) -> bool:
+    async def _is_leaving(self, attempt: _Attempt) -> bool:
         """Whether a worker that ended a sample by itself is about to exit, so that nobody meant the sample to end."""
-        await self._roster.look(asking.link)
-        link = asking.link
+        await self._pool.look(attempt.link)
+        link = attempt.link
         return (
             link.is_gone or link.is_silent or (link.health is not None and link.health.state in ("draining", "failed"))
         )
@@ -319,10 +324,10 @@ class Errand:
         self._versions = min(versions), max(versions)
         return False
 
-    def _begin_anew(self, asking: _Asking) -> NoReturn:
+    def _begin_anew(self, attempt: _Attempt) -> NoReturn:
         """Drop what is there, and ask again, unless a part of it was shown."""
         if not self._may_repeat and (self._delivered or self._shown):
-            self._finish(
+            self.finish(
                 StaleWeightsError(
                     f"request {self.request.id!r}: expected weights whose versions differ by at most max_staleness = "
                     f"{self._max_staleness}, found others in a part of it, after a push; allow more, or use "
@@ -331,75 +336,67 @@ class Errand:
             )
             raise _Mixed
         self._begin()
-        for task, other in self._askings.items():
-            if other is not asking:
+        for task, other in self._attempts.items():
+            if other is not attempt:
                 task.cancel()
         raise _Mixed
 
-    def _end_asking(self, task: asyncio.Task[None]) -> None:
-        """See how the asking of a worker ended."""
-        asking = self._askings.pop(task)
+    def _end_attempt(self, task: asyncio.Task[None]) -> None:
+        """See how an attempt ended."""
+        attempt = self._attempts.pop(task)
         error = None if task.cancelled() else task.exception()
-        seconds = time.monotonic() - asking.since
-        if self._is_over and not asking.is_lost and error is None and not task.cancelled():
-            self._roster.finish(asking.placed, seconds)
+        seconds = time.monotonic() - attempt.since
+        if self._is_over and not attempt.is_lost and error is None and not task.cancelled():
+            self._pool.finish(attempt.placed, seconds)
         else:
-            self._roster.withdraw(asking.placed)
-        self._lead = next(iter(self._askings.values()), None)
+            self._pool.withdraw(attempt.placed)
+        self._lead = next(iter(self._attempts.values()), None)
         if error is not None and not isinstance(error, _Mixed):
             raise error
-        if asking.is_lost:
+        if attempt.is_lost:
             self._losses += 1
-        if asking.refusal is not None:
-            self._refusals[asking.link.key] = asking.refusal
+        if attempt.refusal is not None:
+            self._refusals[attempt.link.key] = attempt.refusal
 
     def _finish_unasked(self, indices: set[int]) -> None:
         """End samples that were aborted while no worker had them."""
         if not indices:
             return
         if not isinstance(self.request, protocol.Generate):
-            self._finish(protocol.Scores(id=self.request.id, logprobs=b"", finish_reason="abort", weight_versions=()))
+            self.finish(protocol.Scores(id=self.request.id, logprobs=b"", finish_reason="abort", weight_versions=()))
             return
         for index in sorted(indices):
             part = self._parts.get(index) or _empty(index, self.request.params, derive_seed(self._seed(), index))
             self._delivered[index] = "abort"
             self._deliver(protocol.sample_message(self.request.id, part))
         if len(self._delivered) == self.n:
-            self._finish(self._done())
+            self.finish(self._done())
 
     def _done(self) -> protocol.Done:
-        """The end of a group whose samples came from several askings."""
+        """The end of a group whose samples came from several attempts."""
         request = self.request
         assert isinstance(request, protocol.Generate)
         params = request.params.model_copy(update=dict(seed=self._seed()))
         length = len(request.prompt_token_ids) // 4
-        engines = [link.health.engine for link in self._roster.links if link.health and link.health.engine]
+        engines = [link.health.engine for link in self._pool.links if link.health and link.health.engine]
         if params.max_tokens is None and engines:
             params = params.with_max_tokens(length, engines[0]["max_model_len"])
         reasons = dict(Counter(self._delivered.values()))
         return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=reasons)
 
-    def _finish(self, end: Reply) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._deliver(end)
-            for task in self._askings:
-                if task is not asyncio.current_task():
-                    task.cancel()
-
     async def _give_up(self) -> None:
         """Whoever is still asked is told that nobody waits."""
         self._is_over = True
-        for task in self._askings:
+        for task in self._attempts:
             task.cancel()
-        await asyncio.gather(*self._askings, return_exceptions=True)
-        for asking in self._askings.values():
-            self._roster.withdraw(asking.placed)
-        self._askings.clear()
+        await asyncio.gather(*self._attempts, return_exceptions=True)
+        for attempt in self._attempts.values():
+            self._pool.withdraw(attempt.placed)
+        self._attempts.clear()
 
 
 class _Mixed(Exception):
-    """Ends an asking whose samples are of weights that are too far apart."""
+    """Ends an attempt whose samples are of weights that are too far apart."""
 
 
 def _empty(index: int, params: SamplingParams, seed: int) -> SampleOutput:
