@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Slot:
     """A place in the fleet, and who has it now. `socket`: of its worker, which may be killed and leave it behind.
-    `first_error`: what kept its first worker from running.
+    `first_error`: what kept its first worker from running, until another one runs.
     """
 
     name: str
@@ -262,7 +262,7 @@ class Fleet:
         slot.pids = await slot.actor.pids()
         slot.client = AsyncRolloutClient(address, ANSWER_SECONDS, *self._keys)
         health = await self._look(slot)
-        slot.member = Member(slot.name, address, health.instance, "joining")
+        slot.member, slot.first_error = Member(slot.name, address, health.instance, "joining"), None
         log.info("fleet: %s runs at %s", slot.name, address)
         ended = asyncio.ensure_future(slot.actor.ended())
         served = asyncio.ensure_future(self._watch_worker(slot))
