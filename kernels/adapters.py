@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trueroll.errors import AlignmentError
 
 from .contract import Backend
-from .wrappers import plain_class
+from .wrappers import plain_class, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
@@ -71,7 +71,14 @@ def check_adapters(model: Any) -> None:
                 f"{field}: expected {plain or 'none'} of an adapter, found {getattr(found, 'value', found)!r}; train "
                 "LoRA of linear layers alone, without dropout or biases, or merge it into the weights first"
             )
-    for prefix, module in _outermost(model.get_base_model()):
+    check_modules(model.get_base_model())
+
+
+def check_modules(base: nn.Module) -> None:
+    """Raise AlignmentError for what PEFT put into a model, with or without one of its own around it, that computes
+    anything but W + scale * B A, or copies of modules.
+    """
+    for prefix, module in _outermost(base):
         name = prefix.removesuffix(".")
         adapter_of(module, name)
         if _is_of_peft(module) and _kind(module) not in _OF_PEFT:
@@ -149,7 +156,11 @@ def read_tensors(model: Any) -> AdaptedTensors:
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The module and those inside it with what their names begin with, but not what is inside modules of PEFT."""
+    """The module and those inside it with what their names begin with, but not what is inside modules of PEFT. What
+    wraps one of them has no part in its name.
+    """
+    while (inside := within(module)) is not None:
+        module = inside
     yield prefix, module
     for name, child in module.named_children() if _kind(module) not in _OF_PEFT else ():
         yield from _outermost(child, f"{prefix}{name}.")

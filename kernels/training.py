@@ -33,6 +33,7 @@ from trueroll.errors import AlignmentError
 from .adapters import (
     adapter_of,
     check_adapters,
+    check_modules,
     check_tie,
     copies_of,
     current,
@@ -550,6 +551,8 @@ def _check_model(model: Any) -> DecoderSpec:
     if adapted is not None:
         check_adapters(adapted)
         check_tie(model, spec.tie_word_embeddings)
+    else:
+        check_modules(model)
     if any("forward" in vars(module) for module, *_ in _parts(model)):
         raise AlignmentError(
             "model: expected modules with the forward pass of their class, found another one put in its place; call "

@@ -25,7 +25,7 @@ _IN_PLACE = ("FSDPModule", "ReplicateModule")
 
 def unwrapped(model: Any) -> Any:
     """The model inside of wrappers that are served, PEFT's among them. Raise AlignmentError for one of another kind."""
-    while (inside := _inside(model)) is not None or _is_adapted(model):
+    while (inside := within(model)) is not None or _is_adapted(model):
         model = model.get_base_model() if inside is None else inside
     if (name := type(model).__name__) in _REFUSED:
         raise AlignmentError(
@@ -37,12 +37,13 @@ def unwrapped(model: Any) -> Any:
 
 def adapted_inside(model: Any) -> Any:
     """The model of PEFT inside of wrappers that are served, or None."""
-    while (inside := _inside(model)) is not None:
+    while (inside := within(model)) is not None:
         model = inside
     return model if _is_adapted(model) else None
 
 
-def _inside(model: Any) -> Any:
+def within(model: Any) -> Any:
+    """What is right inside of a wrapper that is served, or None."""
     return getattr(model, _SERVED.get(type(model).__name__, ""), None)
 
 

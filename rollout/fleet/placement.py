@@ -124,9 +124,10 @@ class Placed:
 class Placement:
     """Places groups on the workers of a fleet, of which there are none at first.
 
-    `capacity`: how many beginnings are remembered at most, and half as many of those used last in any case; about as
-    many pieces as the caches of all workers hold. `free_load`: a worker with less than that under way is never full,
-    however little the others have; about what it computes at once. Times are seconds of any clock that never goes back.
+    `capacity`: how many beginnings are remembered at most, two or more, and half as many of those used last in any
+    case; about as many pieces as the caches of all workers hold. `free_load`: a worker with less than that under way is
+    never full, however little the others have; about what it computes at once. Times are seconds of any clock that
+    never goes back.
     """
 
     def __init__(self, capacity: int = 2**17, free_load: float = 1.0) -> None:
@@ -312,7 +313,8 @@ class Placement:
         """Notes that a worker, which had `known` beginnings of a prompt, gets them all. Those of a prompt are always
         noted together, so that none is forgotten before those that go on from it.
         """
-        if len(self._index) + len(prompt) > self.capacity // 2:
+        room = self.capacity // 2 - len(self._index)
+        if len(prompt) > room and sum(beginning not in self._index for beginning in prompt) > room:
             self._index, self._older = {}, self._index
         self._index.update(zip(prompt, holders, strict=False))
         self._index.update(dict.fromkeys(prompt[len(holders) :], worker.alone))

@@ -11,6 +11,7 @@ import torch
 from adapters import ATTENTION, HYBRID, adapt, change
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
@@ -91,6 +92,16 @@ def test_a_bfloat16_model_and_layers_that_are_checkpointed(folders: dict[str, Pa
         found[-1].sum().backward()
         assert model.get_parameter(a).grad.any()
     assert same_bits(*(each.detach() for each in found))
+
+
+def test_a_wrapper_of_a_layer_has_no_part_in_names(folders: dict[str, Path]) -> None:
+    model = adapt(folders["llama"], **CONFIGS["llama"])
+    align(model)
+    expected, layers = dict(merged_weights(model, torch.float32)), model.get_base_model().model.layers
+    layers[0], layers[1].mlp = checkpoint_wrapper(layers[0]), checkpoint_wrapper(layers[1].mlp)
+    found = dict(merged_weights(model, torch.float32))
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], expected[name]) for name in found)
 
 
 def test_one_of_several_adapters_is_active(folders: dict[str, Path]) -> None:
@@ -185,6 +196,14 @@ def test_frozen_weights_get_no_gradient_and_unalign_undoes_all(folders: dict[str
 def test_adapters_that_are_not_plain_are_refused(folders: dict[str, Path], config: Any, message: str) -> None:
     with pytest.raises(AlignmentError, match=message):
         align(adapt(folders["llama"], **config))
+
+
+def test_adapters_in_a_model_that_is_not_one_of_peft_are_refused_too(folders: dict[str, Path]) -> None:
+    """As transformers itself adds them."""
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    model.add_adapter(LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
+    with pytest.raises(AlignmentError, match="model.embed_tokens: expected LoRA of a linear layer, .* found peft.*Embedding"):
+        align(model)
 
 
 def test_an_adapter_around_another_is_refused(folders: dict[str, Path]) -> None:

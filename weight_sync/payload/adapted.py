@@ -12,8 +12,9 @@ from ...kernels.spellings import Parts
 from .manifest import Adapters, Shape, factor_names
 from .parameters import Parameters, describe_unknown, list_names
 
-MOST_OF_WEIGHT = 4
-"""How many times a weight's elements A and B may have, so that no number in a message takes memory without end."""
+MOST_OF_WEIGHTS = 4
+"""How many times the elements of all weights A and B may have together, so that no number in a message takes memory
+without end. Those of one weight may have any number: a gate of a single row has fewer elements than its A."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):
             raise PushError(f"tensor {name}: expected a matrix for an adapter, found shape {list(shape)}; leave it out")
-        if rank * sum(shape) > MOST_OF_WEIGHT * math.prod(shape):
-            raise PushError(
-                f"tensor {name}: expected A and B with at most {MOST_OF_WEIGHT} times its elements, found rank {rank}; "
-                "push the merged weight"
-            )
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
+    found = sum(rank * sum(wanted.shapes[name]) for name, rank, _ in adapters.weights)
+    most = MOST_OF_WEIGHTS * sum(map(math.prod, wanted.shapes.values()))
+    if found > most:
+        raise PushError(
+            f"adapters: expected A and B with at most {MOST_OF_WEIGHTS} times the elements of all weights, {most}, "
+            f"found {found}; push the merged weights"
+        )
     parts = {} if adapters.is_alone else wanted.parts
     return Adapted(wanted.dtype, shapes, parts, wanted.tied, wanted.ignored)

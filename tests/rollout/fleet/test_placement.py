@@ -258,7 +258,8 @@ def test_the_index_keeps_what_was_used_last() -> None:
         assert placement.num_remembered <= 200
         if own % 20 == 0:
             assert place(placement, prompt(0, own)).worker == home
-    assert {*prompt(0, 0)} <= {*placement._index} and not {*prompt(1, 0)} & {*placement._index}
+    remembered = placement._index.keys() | placement._older.keys()
+    assert {*prompt(0, 0)} <= remembered and not {*prompt(1, 0)} & remembered
     place(placement, beginnings(tokens(40 * 16 * PIECE, 9)))
     assert placement.num_remembered <= 200
 
@@ -273,6 +274,19 @@ def test_forgotten_beginnings_draw_nobody() -> None:
     placement.forget()
     assert placement.num_remembered == 0
     assert place(placement, prompt(0, 3)).worker == home, "by its rank"
+
+
+def test_as_many_of_those_used_last_as_half_of_the_capacity_are_remembered() -> None:
+    """Also where prompts come again, which bring nothing new."""
+    placement, chance, used = fleet(3, capacity=12), random.Random(0), dict[int, None]()
+    for _ in range(300):
+        asked = prompt(chance.randrange(4), 0, chance.randrange(1, 7) * PIECE)
+        placement.withdraw(place(placement, asked))
+        for each in asked:
+            used.pop(each, None)
+            used[each] = None
+        assert {*list(used)[-6:]} <= placement._index.keys() | placement._older.keys()
+    assert len(used) == 24 and placement.num_remembered <= 12
 
 
 CAPACITY = 12

@@ -99,6 +99,19 @@ def test_every_transport_brings_them(llama: tuple[Engine, str], folders: Any, tm
             assert_serves(engine, model)
 
 
+def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
+    """As that of a gate with a single row is, where all linear modules have one."""
+    folder, address = make_tiny_model("qwen3_5_moe", tmp_path / "model"), f"ipc://{tmp_path}/worker"
+    model = adapt(folder, target_modules="all-linear", r=16)
+    gate = model.get_base_model().model.layers[0].mlp.shared_expert_gate
+    assert gate.lora_A["default"].weight.numel() == 16 * gate.base_layer.weight.numel()
+    with serving(folder, address, dtype="bfloat16") as engine, publishing(address, "shared") as to:
+        for version, alone in enumerate((True, False), 1):
+            change(model, seed=version)
+            to.push(model, version, adapters=alone)
+            assert_serves(engine, model)
+
+
 def test_each_push_adds_to_the_weights_before_adapters(llama: tuple[Engine, str], folders: Any) -> None:
     """Other modules than before, and back: what has no adapter any more is as it was."""
     (engine, address), first = llama, dense(llama[0])
@@ -239,7 +252,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
     [
         (dict(weights=[["nowhere.weight", 4, 1.0]]), "nowhere.weight: unknown to the worker's model"),
         (dict(weights=[["model.norm.weight", 4, 1.0]]), r"expected a matrix for an adapter, found shape \[64\]"),
-        (dict(weights=[[NAME, 129, 1.0]]), "expected A and B with at most 4 times its elements, found rank 129"),
+        (dict(weights=[[NAME, 2**16 - 1, 1.0]]), "expected A and B with at most 4 times the elements of all weights, "),
         (dict(weights=[[NAME, 4, 1.0]], base=[]), f"expected a base for each, but none has {NAME}"),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"found others in {NAME}"),
         (dict(weights=[[NAME, 0, 1.0]]), "expected a rank and a finite scale"),

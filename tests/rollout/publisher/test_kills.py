@@ -470,8 +470,15 @@ def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
     fleet.version = old + 2
 
 
-@pytest.mark.parametrize("victim", ["trainer", "worker"])
-@pytest.mark.parametrize(("transport", "phase"), [("shared", phase) for phase in PHASES], scope="module")
+@pytest.mark.parametrize(
+    ("transport", "phase", "victim"),
+    [
+        (transport, phase, victim)
+        for phase in PHASES
+        for transport, victim in (("shared", "trainer"), ("shared", "worker"), ("collective", "trainer"))
+    ],
+    scope="module",
+)
 def test_a_kill_as_adapters_are_pushed(
     fleet: Fleet, trainers: Trainers, transport: str, phase: str, victim: str, tmp_path: Path
 ) -> None:
@@ -499,7 +506,7 @@ def test_a_kill_as_adapters_are_pushed(
     wait_until(lambda: fleet.progress(0) is None)
     fleet.check_freed(0)
     fleet.version += 1
-    fleet.push("new")
+    fleet.push("new", transport, tmp_path)
     fleet.check(0, "new")
 
 
