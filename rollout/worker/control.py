@@ -603,6 +603,8 @@ class Control:
             self._calls.refuse(waiting.id, _aborted())
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self._break_push(_aborted())
+        if self.lifecycle.is_ending:
+            raise _ending()  # what another worker lacked of it is lost with this one
         self._reply_push(call.id, call.push_id, "committed" if call.push_id == self._served_push else "aborted")
 
     def _break_push(self, error: TruerollError) -> None:

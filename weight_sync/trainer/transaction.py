@@ -221,6 +221,8 @@ def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
 
 
 def _describe(address: str, reply: PushStatus | TruerollError) -> str:
+    if isinstance(reply, UnavailableError):
+        return f"{address} ends"
     if not isinstance(reply, PushStatus):
         return f"{address} does not answer"
     if reply.state == "dirty":

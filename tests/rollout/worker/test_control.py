@@ -782,7 +782,13 @@ def test_calls_that_wait_are_answered_at_the_end(engine: FakeEngine) -> None:
             running.worker.drain()
             error = raw.receive()
             assert error["id"] == "drain" and error["code"] == "unavailable"
-            for reply in (push.stage(), push.call("verify_push", num_buckets=0), push.call("commit_push")):
+            calls = (
+                push.stage(),
+                push.call("verify_push", num_buckets=0),
+                push.call("commit_push"),
+                push.call("abort_push"),
+            )
+            for reply in calls:
                 assert reply["code"] == "unavailable", "a fleet's publisher goes on without this worker"
             engine.flow.set()
             assert raw.receive_until("done")
