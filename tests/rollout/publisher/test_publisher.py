@@ -99,7 +99,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     for worker in list(cluster.workers):
         cluster.end(worker)
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/trueroll-" in line]
-    assert [line for line in mapped if not line.endswith("(deleted)")] == []  # whatever is still mapped has lost its name
+    assert [line for line in mapped if not line.endswith("(deleted)")] == []  # what is mapped has lost its name
 
 
 def serves(worker: FaultyWorker, tensors: dict[str, torch.Tensor], result: PushResult) -> bool:
