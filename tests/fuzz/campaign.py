@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,14 +104,19 @@ class Campaign:
         self._show = show
         self._round = plan.first_round
         self._started = time.monotonic()
-        self._memory = Memory(tensors)
-        self._rounds = Rounds(plan.seed, self._memory)
-        self._attackers = [Attacker(worker.address) for _ in range(NUM_ATTACKERS)]
-        self._deserter = Deserter(worker.address)
         self._streams: list[Stream] = []
-        self._operator = Operator(worker.address, tensors, plan.patience, self._look)
-        self._good = start_good_clients(worker.address)
-        self._operator.start_receiving()
+        with ExitStack() as ends:
+            self._memory = ends.enter_context(closing(Memory(tensors)))
+            self._rounds = Rounds(plan.seed, self._memory)
+            self._attackers = [ends.enter_context(closing(Attacker(worker.address))) for _ in range(NUM_ATTACKERS)]
+            self._deserter = ends.enter_context(closing(Deserter(worker.address)))
+            operator = Operator(worker.address, tensors, plan.patience, self._look)
+            self._operator = ends.enter_context(closing(operator))
+            self._good = start_good_clients(worker.address)
+            for client in self._good:
+                ends.callback(client.stop)
+            self._operator.start_receiving()
+            self._ends = ends.pop_all()
 
     def run(self) -> Numbers:
         """Attack as planned."""
@@ -132,10 +137,9 @@ class Campaign:
         return self.numbers
 
     def close(self) -> None:
-        for client in self._good:
-            client.stop()
-        for client in (*self._attackers, *self._streams, self._deserter, self._operator, self._memory):
-            client.close()
+        for stream in self._streams:
+            stream.close()
+        self._ends.close()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -45,6 +45,7 @@ class Operator:
 
         self._push()  # so that it is known which push is served, and that the worker has met all its clients
         if self._served is None:
+            self.close()
             raise Violation("the worker did not take a push from its operator before anything else happened")
 
     def ask(self, type: str, **fields: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fuzz.attack import CODES, TERMINAL, Shot
 from fuzz.campaign import Numbers, Plan
 from fuzz.corpus import CLOSED_PORT, SECONDS, Corpus, Memory, is_tame
 from fuzz.faulty_worker import FAULTS
+from fuzz.operator_client import Operator
 from fuzz.rounds import ROUND, SHARES, Rounds
 from fuzz.target import campaign_against, tiny_campaign
 from fuzz.trees import Pairs, pack, tree
@@ -110,6 +111,19 @@ def fake_campaign(fault: str, patience: float) -> Numbers:
 
 def test_a_worker_without_a_fault_passes() -> None:
     assert fake_campaign("none", patience=20.0).messages >= 2 * ROUND
+
+
+def test_a_campaign_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
+    def start_receiving(operator: Operator) -> None:
+        raise Violation("found by the operator")
+
+    monkeypatch.setattr(Operator, "start_receiving", start_receiving)
+    monkeypatch.setattr("fuzz.campaign.Memory", lambda tensors: memory)
+    shared = Path("/dev/shm") / memory.source["name"]
+    assert shared.exists()
+    with pytest.raises(Violation, match="found by the operator"):
+        fake_campaign("none", patience=20.0)
+    assert not shared.exists()
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {"none"}))
