@@ -235,6 +235,8 @@ class Fleet:
         pause = FIRST_PAUSE
         while True:
             await self._has_cluster.wait()
+            while slot.starts and self._is_asleep:
+                await asyncio.sleep(LOOK_SECONDS)
             began = time.monotonic()
             try:
                 await self._serve(slot)
@@ -250,6 +252,12 @@ class Fleet:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > STEADY_SECONDS else min(2 * pause, MOST_PAUSE)
             await asyncio.sleep(pause)
+
+    @property
+    def _is_asleep(self) -> bool:
+        """Whether all that serve are: the memory of those that were lost is then left to the trainer as well."""
+        states = [slot.health.state for slot in self._slots.values() if slot.is_serving and slot.health is not None]
+        return bool(states) and all(state == "asleep" for state in states)
 
     async def _serve(self, slot: _Slot) -> None:
         """From the start of a worker to its end, which raises."""

@@ -106,6 +106,22 @@ def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, 
     assert fleet.reports()["worker-0"].restarts > 0
 
 
+def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(fleet: Fleet, client: FleetClient) -> None:
+    expected = tokens(client)
+    client.sleep()
+    wait_until(lambda: fleet.health().state == "asleep")
+    _, worker = fleet.pids()["worker-1"]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: fleet.num_serving == 1)
+    restarts = fleet.reports()["worker-1"].restarts
+    time.sleep(3.0)  # otherwise it is started within a second, since this is its first loss
+    assert [member.name for member in fleet.members()] == ["worker-0"] and "worker-1" not in fleet.pids()
+    assert fleet.reports()["worker-1"].restarts == restarts
+    client.wake_up()
+    wait_until(lambda: fleet.num_serving == 2)
+    assert tokens(client) == expected
+
+
 def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient) -> None:
     fleet.scale(3)
     wait_until(lambda: len(client.healths()) == 3)
