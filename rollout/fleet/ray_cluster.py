@@ -11,20 +11,41 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
-from ray.exceptions import RayError
 
 from trueroll.errors import ConfigError, TruerollError, WorkerLostError
 
 from ..client.local_worker import WorkerProcess
 from ..config import WorkerConfig
 from ..protocol.error_codes import error_from_code
+
+_RAYLET = "RAY_RAYLET_PID"
+
+
+@contextmanager
+def _outliving_its_raylet() -> Iterator[None]:
+    """For the import of Ray, which reads here whose end is to be that of this process: of a worker of its own, the
+    raylet's. All others it ends with their raylet if process 1 is their parent, taking them for orphans, so also a
+    fleet that a service manager has started. Therefore it is told that this process follows itself.
+    """
+    if _RAYLET in os.environ:
+        yield
+        return
+    os.environ[_RAYLET] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[_RAYLET]
+
+
+with _outliving_its_raylet():
+    import ray
+    from ray.exceptions import RayError
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """The least that Ray takes: nothing passes through its store."""

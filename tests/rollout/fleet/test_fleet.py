@@ -178,6 +178,37 @@ def test_what_all_lose_right_after_a_push_is_waited_for(
         assert {health.weight_version for health in client.healths().values()} == {version}
 
 
+ORPHAN = """
+import asyncio, os, psutil, time
+parent = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == parent:
+    time.sleep(0.01)
+from trueroll.rollout.fleet.ray_cluster import Cluster
+assert "RAY_RAYLET_PID" not in os.environ
+cluster = Cluster(None)
+[raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
+raylet.kill()
+raylet.wait()
+assert not cluster.is_alive()
+
+
+async def main():
+    await cluster.reconnect()
+    print(os.getppid(), cluster.is_alive(), flush=True)
+    cluster.close()
+
+
+asyncio.run(main())
+"""
+
+
+def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet() -> None:
+    found = subprocess.run([sys.executable, "-P", "-c", ORPHAN], stdout=subprocess.PIPE, text=True).stdout
+    assert found.endswith("\n1 True\n")  # process 1 is the premise
+
+
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
     cluster: Path, tiny_llama: Path, tmp_path: Path, end: signal.Signals
