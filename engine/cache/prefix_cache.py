@@ -49,7 +49,7 @@ class Entry:
     """
 
     hash: bytes
-    parent: Entry | None
+    parent: Entry | None = field(repr=False)
     tokens: bytes
     extra: bytes
     blocks: list[int | None]
