@@ -357,15 +357,15 @@ class Campaign:
 
     def _is_whole(self, lost: list[int]) -> bool:
         """Whether all were replaced that were lost, and all serve the version of the last push."""
+        if self.fleet.num_serving != NUM_WORKERS or any(
+            pid in pids for pids in self.fleet.pids().values() for pid in lost
+        ):
+            return False
         try:
             healths = self._work.client.healths().values()
             if any(health.state == "asleep" for health in healths):
                 self._work.client.wake_up()  # whoever had them sleep was killed
         except TruerollError:
-            return False
-        if self.fleet.num_serving != NUM_WORKERS or any(
-            pid in pids for pids in self.fleet.pids().values() for pid in lost
-        ):
             return False
         return [(health.state, health.weight_version) for health in healths] == [("ready", self.version)] * NUM_WORKERS
 
