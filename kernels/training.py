@@ -369,7 +369,9 @@ def _decoder_forward(
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
     rotations = [
-        ops.backend.rotation(packed.positions, torch.tensor(rotation.inv_freq, device=x.device), rotation.scale)
+        ops.backend.rotation(
+            packed.positions, torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device), rotation.scale
+        )
         for rotation in spec.rotations
     ]
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
