@@ -253,7 +253,7 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
         return [*causes, Cause("backend", text)]
     if own.isa != served.isa:
         advice = "set TRUEROLL_CPU_ISA to one that both machines have, for both"
-        advice = advice if own.backend == "cpu" else "use GPUs of one architecture, with the same settings"
+        advice = advice if own.backend == "cpu" else "use processors of one architecture, with the same settings"
         text = f"the worker computes with {served.isa}, the trainer with {own.isa}; {advice}"
         return [*causes, Cause("instruction set", text)]
     return causes
