@@ -9,11 +9,13 @@ computes checksums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -110,9 +112,11 @@ def audit(
     engine = client.health().engine or {}
     _check_vocabulary(model, engine)
     compute = _on_device(log_probs or _log_probs_of(model, asked), model)
-    rows = [_difference(found, sample) for found, (*_, sample) in zip(_compute(compute, samples), samples, strict=True)]
+    with _watched(model) as dtypes:
+        computed = zip(_compute(compute, samples), samples, strict=True)
+        rows = [_difference(found, sample) for found, (*_, sample) in computed]
     tensors, served = _compare_tensors(model, client)
-    causes = [*of_distribution, *_compare_arithmetic(model, engine)]
+    causes = [*of_distribution, *_compare_arithmetic(model, engine, dtypes)]
     causes += _compare_version(samples, version) + _describe_tensors(tensors, served)
     together = torch.cat(rows)
     num_different = int((together != 0).sum())
@@ -206,7 +210,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
     def plain(ids: Tensor, mask: Tensor) -> Tensor:
         logits = model(input_ids=ids, attention_mask=mask).logits.float() / (temperature or 1.0)
         found = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-        return torch.nn.functional.pad(found, (1, 0))
+        return nn.functional.pad(found, (1, 0))
 
     return plain
 
@@ -230,7 +234,8 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
     return (found - torch.tensor(sample.logprobs)).abs()
 
 
-def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
+def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
+    """`dtypes`: those that were seen at work in a model that is not aligned, if any."""
     served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))
     if not _is_aligned(model):
         text = (
@@ -243,7 +248,7 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
                 "softmax than the worker's; compute them by token_log_probs, with the model bare or in a wrapper that "
                 "this takes"
             )
-        return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model), served.dtype)]
+        return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model, dtypes), served.dtype)]
     own = aligned_with(model)
     causes = _compare_dtype(own.dtype, served.dtype)
     if own.backend != served.backend:
@@ -259,10 +264,29 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
     return causes
 
 
-def _plain_dtype(model: Any) -> str:
+@contextmanager
+def _watched(model: Any) -> Iterator[set[torch.dtype]]:
+    """The dtypes in which the first product of a layer comes out while this is open: those that a wrapper or its own
+    autocast makes of the parameters'.
+    """
+    seen: set[torch.dtype] = set()
+    linears = (module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
+    hooks = [
+        linear.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+        for linear in islice(linears, 1)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _plain_dtype(model: Any, seen: set[torch.dtype]) -> str:
     weight = next(iter(model.parameters()))
     device = weight.device.type
-    found = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    [found] = seen if len(seen) == 1 else {expected}
     return str(found).removeprefix("torch.")
 
 

@@ -75,6 +75,15 @@ def test_a_model_that_is_not_aligned(model: Any, client: RolloutClient) -> None:
     assert "call align(model)" in the_cause(run(model, client), "alignment")
 
 
+def test_a_model_that_is_not_aligned_computes_in_what_its_wrapper_makes_of_it(
+    model: Any, client: RolloutClient
+) -> None:
+    """accelerate puts an autocast into the model's own forward pass."""
+    unalign(model)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    the_cause(audit(model, client, PROMPTS, PARAMS), "alignment")
+
+
 def test_a_forward_pass_without_autocast(model: Any, client: RolloutClient) -> None:
     text = the_cause(audit(model, client, PROMPTS, PARAMS), "dtype")
     assert "the worker computes in bfloat16, the trainer in float32" in text and "torch.autocast" in text
