@@ -124,8 +124,8 @@ def audit(
         causes.append(Cause("unknown", _UNKNOWN))
     worst = max(range(len(rows)), key=lambda i: rows[i].max().item())
     place = (samples[worst][1], samples[worst][2], int(rows[worst].argmax())) if num_different else None
-    found = together.nan_to_num(float("inf"))
-    return Audit(len(found), num_different, found.max().item(), found.mean().item(), place, tuple(causes), tensors)
+    largest, mean = together.max().item(), together.mean().item()
+    return Audit(len(together), num_different, largest, mean, place, tuple(causes), tensors)
 
 
 def audit_folder(model: str, client: RolloutClient) -> Audit:
@@ -228,10 +228,11 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """|trainer - worker| of a sample's tokens; without log-probs of the worker NaN."""
+    """|trainer - worker| of a sample's tokens; infinite for NaN, and without log-probs of the worker."""
     if sample.logprobs is None:
-        return torch.full_like(found, float("nan"))
-    return (found - torch.tensor(sample.logprobs)).abs()
+        return torch.full_like(found, torch.inf)
+    difference = (found - torch.tensor(sample.logprobs)).abs()
+    return difference.where(~difference.isnan(), torch.inf)
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:

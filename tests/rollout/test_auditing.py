@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tiny import make_tiny_model
 from trueroll.errors import ConfigError
 from trueroll.kernels.cpu.library import load_library
-from trueroll.kernels.training import align, unalign
+from trueroll.kernels.training import align, token_log_probs, unalign
 from trueroll.rollout import Audit, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, audit, launch_worker
 from trueroll.rollout.tools import cli
 
@@ -154,6 +154,20 @@ def test_what_the_trainers_own_code_does(model: Any, client: RolloutClient) -> N
         return torch.full(ids.shape, -1.0)
 
     assert "nothing that was compared explains it" in the_cause(run(model, client, log_probs=shifted), "unknown")
+
+
+def test_what_is_no_number_is_the_largest_difference(model: Any, client: RolloutClient) -> None:
+    place = 0, 2, 7
+    token = len(PROMPTS[0]) + place[2]
+
+    def broken(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = token_log_probs(model, ids, mask)
+        found[0, token] -= 1.0
+        found[place[1], token] = torch.nan
+        return found
+
+    found = run(model, client, log_probs=broken)
+    assert (found.num_different, found.largest, found.place) == (2, torch.inf, place), str(found)
 
 
 def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
