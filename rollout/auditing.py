@@ -117,7 +117,7 @@ def audit(
         rows = [_difference(found, sample) for found, (*_, sample) in computed]
     tensors, served = _compare_tensors(model, client)
     causes = [*of_distribution, *_compare_arithmetic(model, engine, dtypes)]
-    causes += _compare_version(samples, version) + _describe_tensors(tensors, served)
+    causes += _compare_version(samples, served.weight_version, version) + _describe_tensors(tensors, served)
     together = torch.cat(rows)
     num_different = int((together != 0).sum())
     if num_different and not causes:
@@ -302,10 +302,11 @@ def _compare_dtype(own: str, served: str) -> list[Cause]:
     ]
 
 
-def _compare_version(samples: list[_Sampled], version: int | None) -> list[Cause]:
-    found = sorted({span.version for *_, sample in samples for span in sample.weight_versions})
+def _compare_version(samples: list[_Sampled], served: int, version: int | None) -> list[Cause]:
+    """`served`: that of the weights when their checksums were computed."""
+    found = sorted({served, *(span.version for *_, sample in samples for span in sample.weight_versions)})
     if len(found) > 1:
-        return [Cause("version", f"the samples are of versions {found}; audit while nobody pushes")]
+        return [Cause("version", f"the worker has served versions {found} meanwhile; audit while nobody pushes")]
     if version is None or found == [version]:
         return []
     text = f"the worker serves version {found[0]}, the trainer has pushed {version}"
@@ -316,10 +317,10 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     """The names of tensors that are not the worker's, in its dtype and with adapters."""
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
-    adapted = adapted_inside(model) is not None
+    adapted = next(filter(None, map(adapted_inside, model.modules())), None)
     own = {
         name: tensor_checksum(tensor, dtype)
-        for name, tensor in (merged_weights(model, dtype) if adapted else TrainerTensors(_decoder(model)))
+        for name, tensor in (TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype))
     }
     known = set(served.checksums.values())
     # A name that the worker does not have may be a copy of another tensor, as a tied head is.

@@ -186,9 +186,17 @@ def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
         publisher.push(model, 1, adapters=True)
         found = run(model, client, version=1)
         assert found.num_different == 0 and not found.causes, str(found)
+        assert not run(torch.nn.DataParallel(model), client).tensors, "adapters inside of a wrapper that is not served"
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * parameter.requires_grad)
         found = run(model, client, version=2)
         assert [cause.name for cause in found.causes] == ["version", "weights"] and found.tensors == names
         assert "the worker serves version 1, the trainer has pushed 2; push again" in str(found)
+
+        def pushing(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            publisher.push(model, 2, adapters=True)
+            return token_log_probs(model, ids, mask)
+
+        text = the_cause(run(model, client, log_probs=pushing), "version")
+        assert text == "the worker has served versions [1, 2] meanwhile; audit while nobody pushes"
