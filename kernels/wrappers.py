@@ -56,6 +56,15 @@ def plain_class(found: type) -> type:
     return found.__bases__[-1] if found.__bases__[0].__name__ in _IN_PLACE else found
 
 
+def reshard(model: Any) -> None:
+    """Put what `fully_shard` keeps whole after a forward pass, in the dtype of its policy, back into the parts that are
+    trained. It is gathered anew when it computes.
+    """
+    for module in model.modules():
+        if any(base.__name__ in _IN_PLACE for base in type(module).__mro__):
+            module.reshard()
+
+
 def check_gathered(name: str, weight: Any) -> None:
     """Raise AlignmentError for a parameter that is in parts while the module that reads it computes."""
     if hasattr(weight, "ds_id"):
