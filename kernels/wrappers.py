@@ -44,7 +44,7 @@ def adapted_inside(model: Any) -> Any:
 
 def within(model: Any) -> Any:
     """What is right inside of a wrapper that is served, or None."""
-    return getattr(model, _SERVED.get(type(model).__name__, ""), None)
+    return getattr(model, _SERVED.get(plain_class(type(model)).__name__, ""), None)
 
 
 def _is_adapted(model: Any) -> bool:

@@ -108,14 +108,15 @@ def checkpointed(model: Any) -> Any:
 
 
 def checkpointed_by_torch(model: Any) -> Any:
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = checkpoint_wrapper(layer)
+    layers = unwrapped(model).model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer)
     return sharded(model)
 
 
 def sharded_before(model: Any) -> Any:
     unalign(model)
-    sharded(model)
+    checkpointed_by_torch(model)
     align(model)
     unalign(model)
     align(model)
@@ -279,7 +280,7 @@ def adapted(folder: str) -> Any:
 
 def compare_merged(folder: str, rank: int) -> Found:
     """The merged weights of a sharded model, of which a forward pass has left some whole and rounded."""
-    model = sharded(adapted(folder))
+    model = checkpointed_by_torch(adapted(folder))
     with torch.no_grad():
         packed(model, sequences(rank))
     whole = [name for name, each in model.named_parameters() if not hasattr(each, "full_tensor")]
