@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trueroll.errors import AlignmentError
 
 from .contract import Backend
-from .wrappers import plain_class, within
+from .wrappers import plain_class, reshard, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
@@ -139,8 +139,9 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
 
 
 def read_tensors(model: Any) -> AdaptedTensors:
-    """The tensors of a model of PEFT. Raise AlignmentError as `check_adapters` does."""
+    """The tensors of a model of PEFT, as they are trained. Raise AlignmentError as `check_adapters` does."""
     check_adapters(model)
+    reshard(model)
     tensors: dict[str, Tensor] = {}
     replaced: set[str] = set()
     adapters: dict[str, Adapter] = {}

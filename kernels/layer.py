@@ -149,7 +149,7 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
     """x [M, H] times `scale`, which is rounded to x's dtype first: [M, H]."""
-    return x if scale == 1.0 else x * torch.tensor(scale).to(x.dtype).item()
+    return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
 
 
 def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:

@@ -18,7 +18,7 @@ def is_decoder(model: Any) -> bool:
 
 def is_aligned(module: Any) -> bool:
     """Whether `training.align` gave this module another forward pass."""
-    return hasattr(module, "_aligned")
+    return "_aligned" in vars(module)  # hasattr would ask the module inside of a wrapper, too
 
 
 def describe_plain(model: Any) -> DecoderSpec:

@@ -60,8 +60,10 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """The vector instructions torch uses on this CPU."""
-    return f"torch {torch.backends.cpu.get_cpu_capability()}"
+    """The vector instructions torch uses on this CPU, and in which precisions it may multiply float32 instead."""
+    places = [torch.backends.mkldnn, *([torch.backends.cuda] if torch.cuda.is_available() else [])]
+    precisions = {place.matmul.fp32_precision for place in places} - {"none", "ieee"}
+    return ", ".join([f"torch {torch.backends.cpu.get_cpu_capability()}", *sorted(precisions)])
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:

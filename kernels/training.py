@@ -131,15 +131,16 @@ def align(model: Any, backend: str = "auto") -> None:
 def unalign(model: Any) -> None:
     """Undo `align`. Raise AlignmentError if nothing of the model is aligned."""
     model = unwrapped(model)
-    if not is_decoder(model) or not any(is_aligned(module) for module, *_ in _parts(model)):
+    # Not `_parts` alone: an adapter put in since stands around what was one.
+    aligned = list(filter(is_aligned, model.modules())) if is_decoder(model) else []
+    if not aligned:
         raise AlignmentError(
             f"model: expected an aligned one, found a {type(model).__name__} that is not; leave it as it is"
         )
-    for module, *_ in _parts(model):
-        if is_aligned(module):
-            del module._aligned
-            if plain_class(type(module)) is type(module):  # else fully_shard has put another before ours
-                module.__class__ = type(module).__bases__[0]
+    for module in aligned:
+        del module._aligned
+        if plain_class(type(module)) is type(module):  # else fully_shard has put another before ours
+            module.__class__ = type(module).__bases__[0]
 
 
 def aligned_with(model: Any) -> Arithmetic:
@@ -369,7 +370,9 @@ def _decoder_forward(
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
     rotations = [
-        ops.backend.rotation(packed.positions, torch.tensor(rotation.inv_freq, device=x.device), rotation.scale)
+        ops.backend.rotation(
+            packed.positions, torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device), rotation.scale
+        )
         for rotation in spec.rotations
     ]
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)

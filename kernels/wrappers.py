@@ -44,7 +44,7 @@ def adapted_inside(model: Any) -> Any:
 
 def within(model: Any) -> Any:
     """What is right inside of a wrapper that is served, or None."""
-    return getattr(model, _SERVED.get(type(model).__name__, ""), None)
+    return getattr(model, _SERVED.get(plain_class(type(model)).__name__, ""), None)
 
 
 def _is_adapted(model: Any) -> bool:
@@ -54,6 +54,15 @@ def _is_adapted(model: Any) -> bool:
 def plain_class(found: type) -> type:
     """The class of a module, without the one that `fully_shard` puts before it."""
     return found.__bases__[-1] if found.__bases__[0].__name__ in _IN_PLACE else found
+
+
+def reshard(model: Any) -> None:
+    """Put what `fully_shard` keeps whole after a forward pass, in the dtype of its policy, back into the parts that are
+    trained. It is gathered anew when it computes.
+    """
+    for module in model.modules():
+        if any(base.__name__ in _IN_PLACE for base in type(module).__mro__):
+            module.reshard()
 
 
 def check_gathered(name: str, weight: Any) -> None:

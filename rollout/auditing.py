@@ -9,11 +9,13 @@ computes checksums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -110,18 +112,20 @@ def audit(
     engine = client.health().engine or {}
     _check_vocabulary(model, engine)
     compute = _on_device(log_probs or _log_probs_of(model, asked), model)
-    rows = [_difference(found, sample) for found, (*_, sample) in zip(_compute(compute, samples), samples, strict=True)]
+    with _watched(model) as dtypes:
+        computed = zip(_compute(compute, samples), samples, strict=True)
+        rows = [_difference(found, sample) for found, (*_, sample) in computed]
     tensors, served = _compare_tensors(model, client)
-    causes = [*of_distribution, *_compare_arithmetic(model, engine)]
-    causes += _compare_version(samples, version) + _describe_tensors(tensors, served)
+    causes = [*of_distribution, *_compare_arithmetic(model, engine, dtypes)]
+    causes += _compare_version(samples, served.weight_version, version) + _describe_tensors(tensors, served)
     together = torch.cat(rows)
     num_different = int((together != 0).sum())
     if num_different and not causes:
         causes.append(Cause("unknown", _UNKNOWN))
     worst = max(range(len(rows)), key=lambda i: rows[i].max().item())
     place = (samples[worst][1], samples[worst][2], int(rows[worst].argmax())) if num_different else None
-    found = together.nan_to_num(float("inf"))
-    return Audit(len(found), num_different, found.max().item(), found.mean().item(), place, tuple(causes), tensors)
+    largest, mean = together.max().item(), together.mean().item()
+    return Audit(len(together), num_different, largest, mean, place, tuple(causes), tensors)
 
 
 def audit_folder(model: str, client: RolloutClient) -> Audit:
@@ -206,7 +210,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
     def plain(ids: Tensor, mask: Tensor) -> Tensor:
         logits = model(input_ids=ids, attention_mask=mask).logits.float() / (temperature or 1.0)
         found = logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
-        return torch.nn.functional.pad(found, (1, 0))
+        return nn.functional.pad(found, (1, 0))
 
     return plain
 
@@ -224,13 +228,15 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """|trainer - worker| of a sample's tokens; without log-probs of the worker NaN."""
+    """|trainer - worker| of a sample's tokens; infinite for NaN, and without log-probs of the worker."""
     if sample.logprobs is None:
-        return torch.full_like(found, float("nan"))
-    return (found - torch.tensor(sample.logprobs)).abs()
+        return torch.full_like(found, torch.inf)
+    difference = (found - torch.tensor(sample.logprobs)).abs()
+    return difference.where(~difference.isnan(), torch.inf)
 
 
-def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
+def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
+    """`dtypes`: those that were seen at work in a model that is not aligned, if any."""
     served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))
     if not _is_aligned(model):
         text = (
@@ -243,7 +249,7 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
                 "softmax than the worker's; compute them by token_log_probs, with the model bare or in a wrapper that "
                 "this takes"
             )
-        return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model), served.dtype)]
+        return [Cause("alignment", text), *_compare_dtype(_plain_dtype(model, dtypes), served.dtype)]
     own = aligned_with(model)
     causes = _compare_dtype(own.dtype, served.dtype)
     if own.backend != served.backend:
@@ -253,16 +259,35 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any]) -> list[Cause]:
         return [*causes, Cause("backend", text)]
     if own.isa != served.isa:
         advice = "set TRUEROLL_CPU_ISA to one that both machines have, for both"
-        advice = advice if own.backend == "cpu" else "use GPUs of one architecture, with the same settings"
+        advice = advice if own.backend == "cpu" else "use processors of one architecture, with the same settings"
         text = f"the worker computes with {served.isa}, the trainer with {own.isa}; {advice}"
         return [*causes, Cause("instruction set", text)]
     return causes
 
 
-def _plain_dtype(model: Any) -> str:
+@contextmanager
+def _watched(model: Any) -> Iterator[set[torch.dtype]]:
+    """The dtypes in which the first product of a layer comes out while this is open: those that a wrapper or its own
+    autocast makes of the parameters'.
+    """
+    seen: set[torch.dtype] = set()
+    linears = (module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
+    hooks = [
+        linear.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+        for linear in islice(linears, 1)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _plain_dtype(model: Any, seen: set[torch.dtype]) -> str:
     weight = next(iter(model.parameters()))
     device = weight.device.type
-    found = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    expected = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    [found] = seen if len(seen) == 1 else {expected}
     return str(found).removeprefix("torch.")
 
 
@@ -277,10 +302,11 @@ def _compare_dtype(own: str, served: str) -> list[Cause]:
     ]
 
 
-def _compare_version(samples: list[_Sampled], version: int | None) -> list[Cause]:
-    found = sorted({span.version for *_, sample in samples for span in sample.weight_versions})
+def _compare_version(samples: list[_Sampled], served: int, version: int | None) -> list[Cause]:
+    """`served`: that of the weights when their checksums were computed."""
+    found = sorted({served, *(span.version for *_, sample in samples for span in sample.weight_versions)})
     if len(found) > 1:
-        return [Cause("version", f"the samples are of versions {found}; audit while nobody pushes")]
+        return [Cause("version", f"the worker has served versions {found} meanwhile; audit while nobody pushes")]
     if version is None or found == [version]:
         return []
     text = f"the worker serves version {found[0]}, the trainer has pushed {version}"
@@ -291,10 +317,10 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     """The names of tensors that are not the worker's, in its dtype and with adapters."""
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
-    adapted = adapted_inside(model) is not None
+    adapted = next(filter(None, map(adapted_inside, model.modules())), None)
     own = {
         name: tensor_checksum(tensor, dtype)
-        for name, tensor in (merged_weights(model, dtype) if adapted else TrainerTensors(_decoder(model)))
+        for name, tensor in (TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype))
     }
     known = set(served.checksums.values())
     # A name that the worker does not have may be a copy of another tensor, as a tied head is.

@@ -72,7 +72,9 @@ class Decoder:
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
         self.dtype, self.device = self.norm.dtype, self.norm.device
-        self._inv_freqs = [torch.tensor(rotation.inv_freq, device=self.device) for rotation in spec.rotations]
+        self._inv_freqs = [
+            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.device) for rotation in spec.rotations
+        ]
 
     def checkpoint_tensors(self) -> Mapping[str, Weight]:
         """Every tensor a checkpoint must have, by its Hugging Face name: where it is stored."""

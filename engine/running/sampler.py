@@ -193,7 +193,7 @@ def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
 
 def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
     """float32 [1]."""
-    return to_device(torch.tensor([divisor(distribution)]), device)
+    return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
 
 
 def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -28,7 +28,7 @@ from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.training import TokenStatistics, align, aligned_with, token_log_probs, token_statistics
 
-from .drive import generate, make_engine, run, tokens
+from .drive import generate, make_engine, run, score, tokens
 
 DTYPES = ["float32", "bfloat16"]
 TEMPERATURE = 0.8
@@ -256,6 +256,26 @@ def test_a_trainer_can_ask_whether_it_computes_what_a_worker_does(
     if backend == "cpu":
         native_library.choose("portable")
         assert not computes_alike(rounded, served), "another instruction set"
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_of_the_process_changes_no_bit(tmp_path: Path, default: torch.dtype) -> None:
+    """A trainer may have set it. Embeddings are scaled by a number that bfloat16 does not have."""
+    folder, ids = make_tiny_model("gemma3", tmp_path, hidden_size=96), tokens(40)
+
+    def compute() -> tuple[bytes, bytes]:
+        model = trainer_model(folder, "float32")
+        align(model)
+        found = token_log_probs(model, torch.tensor(ids)[None], temperature=TEMPERATURE)[0, 1:]
+        return found.detach().numpy().tobytes(), score(make_engine(folder), ids, temperature=TEMPERATURE).tobytes()
+
+    expected = compute()
+    torch.set_default_dtype(default)
+    try:
+        found = compute()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == expected and found[0] == found[1]
 
 
 def test_an_unaligned_trainer_differs(tiny_llama: Path) -> None:

@@ -233,6 +233,21 @@ def test_what_changes_after_align_is_refused_too(folders: dict[str, Path]) -> No
         merged_weights(AutoModelForCausalLM.from_pretrained(folders["llama"]), torch.float32)
 
 
+def test_a_head_that_was_adapted_since_can_be_aligned_again(folders: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    align(model)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    change(model, seed=0)
+    with pytest.raises(AlignmentError, match="call align"):
+        token_log_probs(model, IDS)
+    with pytest.raises(AlignmentError, match="call unalign"):
+        align(model)
+    unalign(model)
+    align(model)
+    merged = plain(folders["llama"], torch.float32, dict(merged_weights(model, torch.float32)))
+    assert same_bits(log_probs(model, False), log_probs(merged, False))
+
+
 def test_the_merge_is_seen(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A merge that rounds otherwise shows in the log-probs."""
     model = adapt(folders["llama"])

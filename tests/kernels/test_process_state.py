@@ -1,4 +1,4 @@
-"""Settings of the process that a trainer may change do not reach the native kernels."""
+"""Settings of the process that a trainer may change do not reach the native kernels, and `reference` names them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from trueroll.kernels import reference
 from trueroll.kernels.cpu.weight import PackedWeight
 
 from .backends import Served
@@ -27,6 +28,17 @@ def test_logits_and_log_probs_are_float32_whatever_the_default_dtype(served: Ser
     assert logits.dtype == logprobs.dtype == torch.float32
     expected = torch.log_softmax(logits, -1)[torch.arange(3), torch.tensor([1, 2, 99])]
     assert (logprobs - expected).abs().max() < 1e-5
+
+
+def test_reference_names_the_precision_of_products_that_torch_is_set_to() -> None:
+    """torch multiplies float32 in it, in other bits than a worker's."""
+    exact = reference.instruction_set()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert reference.instruction_set().startswith(f"{exact}, bf16")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert reference.instruction_set() == exact
 
 
 def test_bits_do_not_depend_on_which_thread_flushes_denormals(two_threads: None) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tiny import make_tiny_model
 from trueroll.errors import ConfigError
 from trueroll.kernels.cpu.library import load_library
-from trueroll.kernels.training import align, unalign
+from trueroll.kernels.training import align, token_log_probs, unalign
 from trueroll.rollout import Audit, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, audit, launch_worker
 from trueroll.rollout.tools import cli
 
@@ -73,6 +73,15 @@ def test_nothing_is_found_where_nothing_is(model: Any, client: RolloutClient) ->
 def test_a_model_that_is_not_aligned(model: Any, client: RolloutClient) -> None:
     unalign(model)
     assert "call align(model)" in the_cause(run(model, client), "alignment")
+
+
+def test_a_model_that_is_not_aligned_computes_in_what_its_wrapper_makes_of_it(
+    model: Any, client: RolloutClient
+) -> None:
+    """accelerate puts an autocast into the model's own forward pass."""
+    unalign(model)
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    the_cause(audit(model, client, PROMPTS, PARAMS), "alignment")
 
 
 def test_a_forward_pass_without_autocast(model: Any, client: RolloutClient) -> None:
@@ -147,6 +156,20 @@ def test_what_the_trainers_own_code_does(model: Any, client: RolloutClient) -> N
     assert "nothing that was compared explains it" in the_cause(run(model, client, log_probs=shifted), "unknown")
 
 
+def test_what_is_no_number_is_the_largest_difference(model: Any, client: RolloutClient) -> None:
+    place = 0, 2, 7
+    token = len(PROMPTS[0]) + place[2]
+
+    def broken(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = token_log_probs(model, ids, mask)
+        found[0, token] -= 1.0
+        found[place[1], token] = torch.nan
+        return found
+
+    found = run(model, client, log_probs=broken)
+    assert (found.num_different, found.largest, found.place) == (2, torch.inf, place), str(found)
+
+
 def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
     """An older version, by its number and by its tensors; and an adapter that was not pushed."""
     model = adapt(folder, target_modules=["q_proj"])
@@ -163,9 +186,17 @@ def test_stale_weights_and_adapters(folder: Path, forked_workers: None) -> None:
         publisher.push(model, 1, adapters=True)
         found = run(model, client, version=1)
         assert found.num_different == 0 and not found.causes, str(found)
+        assert not run(torch.nn.DataParallel(model), client).tensors, "adapters inside of a wrapper that is not served"
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * parameter.requires_grad)
         found = run(model, client, version=2)
         assert [cause.name for cause in found.causes] == ["version", "weights"] and found.tensors == names
         assert "the worker serves version 1, the trainer has pushed 2; push again" in str(found)
+
+        def pushing(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            publisher.push(model, 2, adapters=True)
+            return token_log_probs(model, ids, mask)
+
+        text = the_cause(run(model, client, log_probs=pushing), "version")
+        assert text == "the worker has served versions [1, 2] meanwhile; audit while nobody pushes"

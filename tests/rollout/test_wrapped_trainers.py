@@ -92,6 +92,12 @@ def test_what_was_trained_was_pushed(told: list[dict[str, Any]], name: str, what
         assert rank.count > 100 and rank.differences == {f"step {step}": 0 for step in range(STEPS + 1)}
 
 
+def test_merged_weights_are_those_that_are_trained(told: list[dict[str, Any]]) -> None:
+    """Not as a policy has rounded them."""
+    for rank in found(told, "merged"):
+        assert rank.count > 10 and not any(rank.differences.values()), rank.differences
+
+
 WORDS = {
     "sharded inside": "layers.1.mlp.gate_proj.weight: expected a whole tensor .* not on modules inside a layer",
     "fsdp1": "found a FullyShardedDataParallel; shard with torch.distributed.fsdp.fully_shard",

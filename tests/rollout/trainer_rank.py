@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from trueroll.errors import AlignmentError
-from trueroll.kernels.training import align, aligned_with, token_log_probs, token_statistics, unalign
+from trueroll.kernels.training import align, aligned_with, merged_weights, token_log_probs, token_statistics, unalign
 from trueroll.kernels.wrappers import unwrapped
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
 
@@ -108,14 +108,15 @@ def checkpointed(model: Any) -> Any:
 
 
 def checkpointed_by_torch(model: Any) -> Any:
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = checkpoint_wrapper(layer)
+    layers = unwrapped(model).model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer)
     return sharded(model)
 
 
 def sharded_before(model: Any) -> Any:
     unalign(model)
-    sharded(model)
+    checkpointed_by_torch(model)
     align(model)
     unalign(model)
     align(model)
@@ -277,6 +278,17 @@ def adapted(folder: str) -> Any:
     return model
 
 
+def compare_merged(folder: str, rank: int) -> Found:
+    """The merged weights of a sharded model, of which a forward pass has left some whole and rounded."""
+    model = checkpointed_by_torch(adapted(folder))
+    with torch.no_grad():
+        packed(model, sequences(rank))
+    whole = [name for name, each in model.named_parameters() if not hasattr(each, "full_tensor")]
+    assert any("embed_tokens" in name for name in whole), "premise"
+    found, expected = (dict(merged_weights(each, torch.float32)) for each in (model, adapted(folder)))
+    return Found(len(expected), {name: differences(found[name], each) for name, each in expected.items()}, {})
+
+
 def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
     """After some steps of the optimizer on samples of a worker: what that generates then, and what the trainer makes of
     it. The worker has the weights of another case, so that the first push of adapters is made again with all of them.
@@ -360,6 +372,7 @@ def cases(rank: int, settings: dict[str, Any]) -> Iterator[tuple[str, Callable[[
         pushing = partial(train_and_push, name, folders["llama"], rank, address)
         yield f"{name}, pushed", partial(pushing, 10 * i)
         yield f"{name}, adapters pushed", partial(pushing, 10 * i + 5, adapters=True)
+    yield "merged", partial(compare_merged, folders["llama"], rank)
     for name in REFUSED:
         yield f"{name}, refused", partial(refusal, name, folders["llama"], rank)
 
