@@ -51,7 +51,7 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 @dataclass(eq=False)
 class _Attempt:
     """What one worker was asked. `messages`: for the whole of a request by None, or for single samples by index;
-    `prior`: what those had before. `since`: when (monotonic seconds).
+    `prior`: what those had before. `since`: when (monotonic seconds). `is_last`: the request ended with its answer.
     """
 
     link: Link
@@ -60,6 +60,7 @@ class _Attempt:
     prior: dict[int, SampleOutput]
     since: float = field(default_factory=time.monotonic)
     num_samples: int = 0
+    is_last: bool = False
     is_lost: bool = False
     refusal: TruerollError | None = None
 
@@ -153,9 +154,11 @@ class FleetRequest:
         if not self._is_over:
             self._is_over = True
             self._deliver(end)
-            for task in self._attempts:
+            for task, attempt in self._attempts.items():
                 if task is not asyncio.current_task():
                     task.cancel()
+                elif not isinstance(end, TruerollError):
+                    attempt.is_last = True
 
     async def _abort_at(self, attempt: _Attempt, ending: set[int]) -> None:
         whole = attempt.messages.get(None)
@@ -345,11 +348,7 @@ class FleetRequest:
         """See how an attempt ended."""
         attempt = self._attempts.pop(task)
         error = None if task.cancelled() else task.exception()
-        seconds = time.monotonic() - attempt.since
-        if self._is_over and not attempt.is_lost and error is None and not task.cancelled():
-            self._pool.finish(attempt.placed, seconds)
-        else:
-            self._pool.withdraw(attempt.placed)
+        self._release(attempt)
         self._lead = next(iter(self._attempts.values()), None)
         if error is not None and not isinstance(error, _Mixed):
             raise error
@@ -357,6 +356,15 @@ class FleetRequest:
             self._losses += 1
         if attempt.refusal is not None:
             self._refusals[attempt.link.key] = attempt.refusal
+
+    def _release(self, attempt: _Attempt) -> None:
+        """A worker has nothing of it any more. Whether it finished it is not seen by how its task ended: whoever waits
+        may cancel that first.
+        """
+        if attempt.is_last:
+            self._pool.finish(attempt.placed, time.monotonic() - attempt.since)
+        else:
+            self._pool.withdraw(attempt.placed)
 
     def _finish_unasked(self, indices: set[int]) -> None:
         """End samples that were aborted while no worker had them."""
@@ -391,7 +399,7 @@ class FleetRequest:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
         for attempt in self._attempts.values():
-            self._pool.withdraw(attempt.placed)
+            self._release(attempt)
         self._attempts.clear()
 
 

@@ -301,6 +301,18 @@ def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
         running.engines[0].flow.set()
 
 
+def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) -> None:
+    with FleetClient(running.addresses, straggler_seconds=0.2) as client:
+        for i in range(3):
+            client.generate([[i]], PARAMS, seed=1)
+            client.score([[i, 1]])
+        running.engines[0].flow.clear()
+        for i in range(8):
+            assert len(client.generate([[i]], PARAMS, seed=1)[0].samples) == PARAMS.n
+        assert min(running.asked()) > 0 and client.num_asked_twice > 0
+        running.engines[0].flow.set()
+
+
 def _repeated(count: int) -> tuple[list[SamplingParams]]:
     return (seeded(count)[0],)
 
