@@ -100,7 +100,8 @@ class FleetRequest:
 
     def _begin(self) -> None:
         self._delivered: dict[int, FinishReason] = {}
-        self._shown: dict[int, tuple[_Attempt, int]] = {}  # by sample, whose tokens up to which one
+        # By sample, whose tokens were shown, up to which one; None: those of what is in `_parts`, or all.
+        self._shown: dict[int, tuple[_Attempt | None, int]] = {}
         self._parts: dict[int, SampleOutput] = {}
         self._versions: tuple[int, int] | None = None
 
@@ -264,11 +265,13 @@ class FleetRequest:
             self.finish(error)
 
     def _take_piece(self, attempt: _Attempt, index: int | None, piece: SampleDelta) -> None:
-        """Show a piece, unless another worker's are shown."""
+        """Show a piece, unless another worker's are shown, or one before it was not."""
         own = piece.index if index is None else index
         if attempt is not self._lead or own in self._delivered:
             return
         start = piece.start + (len(attempt.prior[own].token_ids) if own in attempt.prior else 0)
+        if start and self._shown.get(own) != (attempt if piece.start else None, start):
+            return
         self._shown[own] = attempt, start + len(piece.token_ids)
         self._deliver(replace(piece, request_id=self.request.id, index=own, start=start))
 
@@ -285,20 +288,29 @@ class FleetRequest:
         if reply.finish_reason == "abort" and own not in self._to_end and await self._is_leaving(attempt):
             self._parts[own] = protocol.sample_output(reply)
             attempt.is_lost = True
+            if attempt is self._lead:
+                self._show_whole(attempt, reply)
         elif not self._is_over and own not in self._delivered:
             self._deliver_sample(attempt, reply)
             has_all = index is None and attempt.num_samples == self.n  # then its end comes next
             if len(self._delivered) == self.n and not has_all:
                 self.finish(self._done())
 
-    def _deliver_sample(self, attempt: _Attempt, sample: protocol.FinishedSample) -> None:
-        """And before it, all of it in one piece, where pieces are wanted and what was shown came from elsewhere."""
-        own, count = sample.index, len(sample.token_ids) // 4
-        if own in self._shown and self._shown[own] != (attempt, count):
-            self._deliver(protocol.sample_delta(protocol.delta_of(sample)))
-        self._delivered[own] = sample.finish_reason
-        self._parts.pop(own, None)
+    def _deliver_sample(self, attempt: _Attempt | None, sample: protocol.FinishedSample) -> None:
+        self._show_whole(attempt, sample)
+        self._delivered[sample.index] = sample.finish_reason
+        self._parts.pop(sample.index, None)
         self._deliver(sample)
+
+    def _show_whole(self, attempt: _Attempt | None, sample: protocol.FinishedSample) -> None:
+        """All of a sample in one piece, where pieces are wanted and those that were shown are not its own."""
+        assert isinstance(self.request, protocol.Generate)
+        if not self.request.deltas:
+            return
+        count = len(sample.token_ids) // 4
+        if self._shown.get(sample.index, (attempt, 0)) != (attempt, count):
+            self._deliver(protocol.sample_delta(protocol.delta_of(sample)))
+        self._shown[sample.index] = None, count
 
     async def _take_scores(self, attempt: _Attempt, reply: protocol.Scores) -> None:
         if self._mixes(reply.weight_versions):
@@ -375,8 +387,7 @@ class FleetRequest:
             return
         for index in sorted(indices):
             part = self._parts.get(index) or _empty(index, self.request.params, derive_seed(self._seed(), index))
-            self._delivered[index] = "abort"
-            self._deliver(protocol.sample_message(self.request.id, part))
+            self._deliver_sample(None, protocol.sample_message(self.request.id, part))
         if len(self._delivered) == self.n:
             self.finish(self._done())
 

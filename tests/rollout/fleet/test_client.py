@@ -30,10 +30,13 @@ from trueroll.rollout import (
     Group,
     RolloutClient,
     SampleDelta,
+    SampleOutput,
     SamplingParams,
     WorkerProcess,
 )
 from trueroll.rollout.client.membership import Member, write_members
+
+from ..test_deltas import Steps
 
 PARAMS = SamplingParams(n=3, max_tokens=6)
 
@@ -134,6 +137,18 @@ def stop_after_a_sample(engine: FakeEngine) -> None:
         return outputs
 
     engine.step = step_once
+
+
+def grown(events: list[tuple[int, SampleDelta | SampleOutput]]) -> list[int]:
+    """The tokens of the pieces of one sample, which are its own: each begins where the one before ended, or at 0."""
+    tokens: list[int] = []
+    for _, event in events:
+        if isinstance(event, SampleDelta):
+            assert event.start in (0, len(tokens))
+            tokens[event.start :] = event.token_ids
+        else:
+            assert event.token_ids == tokens
+    return tokens
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -311,6 +326,31 @@ def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) 
             assert len(client.generate([[i]], PARAMS, seed=1)[0].samples) == PARAMS.n
         assert min(running.asked()) > 0 and client.num_asked_twice > 0
         running.engines[0].flow.set()
+
+
+def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(running: Running) -> None:
+    """By whether the worker that was asked first has shown some, and ends."""
+    members = Members(*running.addresses)
+    params = SamplingParams(max_tokens=20, seed=5)
+    with FleetClient(members, straggler_seconds=0.2) as client:
+        client.generate([[i] for i in range(8)], PARAMS, seed=1)
+        steps = [Steps(engine) for engine in running.engines]
+        for is_lost in (False, True):
+            before = running.asked()
+            thread, found = in_background(lambda: list(client.stream([[1, 2]], params, deltas=True)))
+            wait_until(lambda asked=before: running.asked() != asked)
+            first = running.asked()[0] == before[0]
+            steps[first].take(7 * is_lost)
+            wait_until(lambda asked=before: all(now > then for now, then in zip(running.asked(), asked, strict=True)))
+            if is_lost:
+                steps[not first].take(3)
+                time.sleep(0.5)  # until they have come, and are not shown
+                members.now = [member for member in members.now if member.address != running.addresses[first]]
+                wait_until(lambda: {*client.healths()} == {members.now[0].name})
+            steps[not first].take(20 - 3 * is_lost)
+            thread.join()
+            assert isinstance(found[0], list), found
+            assert grown(found[0]) == expected_tokens(5, 0, 20)
 
 
 def _repeated(count: int) -> tuple[list[SamplingParams]]:
