@@ -285,7 +285,8 @@ class FleetRequest:
         if own in attempt.prior:
             reply = protocol.sample_message(reply.id, joined(attempt.prior[own], protocol.sample_output(reply)))
         reply = reply.model_copy(update=dict(id=self.request.id, index=own))
-        if reply.finish_reason == "abort" and own not in self._to_end and await self._is_leaving(attempt):
+        is_cut = reply.finish_reason == "abort" and own not in self._to_end
+        if is_cut and (attempt.is_lost or await self._is_leaving(attempt)):
             self._parts[own] = protocol.sample_output(reply)
             attempt.is_lost = True
             if attempt is self._lead:
