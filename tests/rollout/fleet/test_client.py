@@ -371,6 +371,28 @@ def test_workers_of_other_kinds_are_refused_unless_told_so() -> None:
         assert min(running.asked()) > 0
 
 
+def test_the_first_calls_are_refused_alike_where_kinds_differ() -> None:
+    other = FakeEngine()
+    other.info = replace(FakeInfo(), backend="other")
+
+    async def generate(addresses: list[str]) -> list[object]:
+        async with AsyncFleetClient(addresses) as client:
+            calls = (client.generate([[i]], PARAMS, seed=1) for i in range(4))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    with running_with(FakeEngine(), other) as running:
+        assert [type(found) for found in asyncio.run(generate(running.addresses))] == [ConfigError] * 4
+
+
+def test_a_client_that_is_closed_during_its_first_call_ends_it(tmp_path: Path) -> None:
+    client = FleetClient([f"ipc://{tmp_path}/nobody"])
+    thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
+    wait_until(lambda: bool(client._fleet._pool.links))
+    client.close()
+    thread.join()
+    assert "closed; make a new one" in str(found[0])
+
+
 def test_weights_older_than_the_newest_are_not_asked() -> None:
     with running_with(engine_of(4), engine_of(3)) as running:
         with FleetClient(running.addresses) as client:
