@@ -209,6 +209,29 @@ def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet() -> Non
     assert found.endswith("\n1 True\n")  # process 1 is the premise
 
 
+THREAD = """
+import asyncio, threading, time
+from trueroll.rollout.fleet.ray_cluster import Cluster, ray
+clusters = []
+thread = threading.Thread(target=lambda: clusters.append(Cluster(None)))
+thread.start()
+thread.join()
+time.sleep(1.0)
+print(clusters[0].is_alive(), flush=True)
+another = Cluster(None)
+clusters[0].close()
+print(another.is_alive(), another.is_there, ray.is_initialized(), flush=True)
+asyncio.run(another.reconnect())
+print(another.is_alive(), another.is_there, flush=True)
+another.close()
+"""
+
+
+def test_a_cluster_outlives_the_thread_that_starts_it_and_is_started_again_where_another_fleet_ends_it() -> None:
+    found = subprocess.run([sys.executable, "-P", "-c", THREAD], stdout=subprocess.PIPE, text=True).stdout
+    assert found.endswith("True\nFalse False False\nTrue True\n")
+
+
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
     cluster: Path, tiny_llama: Path, tmp_path: Path, end: signal.Signals
@@ -282,7 +305,7 @@ def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: p
     monkeypatch.setattr(ray, "kill", pytest.fail)
     asyncio.run(lose_and_ask())
     monkeypatch.undo()
-    there.is_there = True
+    there._is_reconnecting = False
     actor.kill()
 
 
