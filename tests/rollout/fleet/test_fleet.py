@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from tiny import make_tiny_model
-from trueroll.errors import ConfigError, ModelError, WorkerLostError
+from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
 from trueroll.rollout import Fleet, FleetClient, Group, SamplingParams, WeightPublisher
 from trueroll.rollout.fleet.config import read_config
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
@@ -142,6 +142,13 @@ def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient)
     assert {len(sample.token_ids) for group in found for sample in group.samples} == {400}
     assert [member.name for member in fleet.members()] == ["worker-0", "worker-1"]
     assert fleet.reports()["worker-1"].standing == "serving"
+
+
+def test_what_waits_for_a_worker_as_the_fleet_is_closed_is_told_so(cluster: Path, tiny_llama: Path) -> None:
+    fleet = Fleet(str(tiny_llama), 1, **SETTINGS)
+    threading.Timer(0.2, fleet.close).start()
+    with pytest.raises(TruerollError, match="closed; make a new one"):
+        fleet.scale(2)
 
 
 def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetClient) -> None:
@@ -326,6 +333,10 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
         Fleet(str(tiny_llama), 1, cpu=1.0, **SETTINGS)
     with pytest.raises(ConfigError, match="address: expected none"):
         Fleet(str(tiny_llama), 1, address="tcp://127.0.0.1:*", **SETTINGS)
+    with pytest.raises(WorkerFailedError, match="not ready within startup_timeout"):
+        Fleet(str(tiny_llama), 1, startup_timeout=0.1, **SETTINGS)
+    with pytest.raises(ConfigError, match="file: expected one in a folder that is there"):
+        Fleet(str(tiny_llama), 1, file=tmp_path / "nowhere" / "fleet.json", **SETTINGS)
     config = tmp_path / "fleet.toml"
     for text, found in (("model = 1", "model"), ("mode = 'x'", "mode"), ("=", "TOML")):
         config.write_text(text)
