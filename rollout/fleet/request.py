@@ -142,7 +142,7 @@ class FleetRequest:
 
     async def abort(self, index: int | None) -> int:
         """End it, or one of its samples, with what is there; returns how many samples that ended."""
-        ending = {i for i in range(self.n) if i not in self._delivered and index in (None, i)}
+        ending = {i for i in range(self.n) if index in (None, i)} - self._delivered.keys() - self._to_end
         self._to_end |= ending
         attempts = list(self._attempts.values())
         if not attempts:

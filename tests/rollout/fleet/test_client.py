@@ -270,7 +270,13 @@ def test_an_abort_ends_what_the_caller_names(running: Running, client: FleetClie
         engine.flow.clear()
     thread, found = in_background(lambda: client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "b"]))
     wait_until(lambda: sum(running.asked()) == 2)
-    assert client.abort("a", 1) == 1 and client.abort("a") == 2 and client.abort_all() == 3
+    assert client.abort("a", 1) == 1
+    for index in (1, 3):
+        with pytest.raises(UnknownRequestError, match=f"sample {index} of request 'a', found none"):
+            client.abort("a", index)
+    with pytest.raises(InvalidRequestError, match="index: .* found -1"):
+        client.abort("a", -1)
+    assert client.abort("a") == 2 and client.abort_all() == 3
     thread.join()
     assert [[sample.finish_reason for sample in group.samples] for group in found[0]] == [["abort"] * 3] * 2
     with pytest.raises(UnknownRequestError, match="found none"):
