@@ -110,6 +110,7 @@ class Fleet:
         self._file = None if self._config.file is None else Path(self._config.file)
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
         self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
+        self._weights.make()
         self._slots: dict[str, _Slot] = {}
         self._members: tuple[Member, ...] = ()
         self._version = 0

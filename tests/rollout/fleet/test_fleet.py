@@ -337,6 +337,8 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
         Fleet(str(tiny_llama), 1, startup_timeout=0.1, **SETTINGS)
     with pytest.raises(ConfigError, match="file: expected one in a folder that is there"):
         Fleet(str(tiny_llama), 1, file=tmp_path / "nowhere" / "fleet.json", **SETTINGS)
+    with pytest.raises(ConfigError, match="weights_folder: expected a folder"):
+        Fleet(str(tiny_llama), 1, weights_folder=tiny_llama / "config.json", **SETTINGS)
     config = tmp_path / "fleet.toml"
     for text, found in (("model = 1", "model"), ("mode = 'x'", "mode"), ("=", "TOML")):
         config.write_text(text)
