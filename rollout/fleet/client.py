@@ -28,7 +28,7 @@ from ...weight_sync.payload.parameters import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of
-from ..client.requests import Request
+from ..client.requests import Request, message_of
 from ..network.keys import Key
 from .request import FleetRequest, Reply
 from .totals import all_healths, all_stats, all_statuses
@@ -125,14 +125,15 @@ class AsyncFleetClient(AsyncRolloutClient):
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
     async def _abort_one(self, id: str, index: int | None, missing_ok: bool) -> int:
+        message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index)
         if request := self._requests.get(id):
-            return await request.abort(index)
-        ended = await self._ask_each(lambda link: link.client.abort(id, index, missing_ok=True))
-        if not sum(ended.values()) and not missing_ok:
-            raise UnknownRequestError(
-                f"abort: expected something unfinished of request {id!r} at one of {len(ended)} workers, found none"
-            )
-        return sum(ended.values())
+            ended = await request.abort(index)
+        else:
+            ended = sum((await self._ask_each(lambda link: link.client.abort(id, index, missing_ok=True))).values())
+        if not ended and not missing_ok:
+            which = f"request {id!r}" if index is None else f"sample {index} of request {id!r}"
+            raise UnknownRequestError(f"abort: expected something unfinished of {which}, found none at any worker")
+        return ended
 
     async def abort_all(self) -> int:
         """End all requests of this client, as `abort` does; returns how many samples that ended."""

@@ -17,6 +17,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -109,6 +110,7 @@ class Fleet:
         self._file = None if self._config.file is None else Path(self._config.file)
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
         self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
+        self._weights.make()
         self._slots: dict[str, _Slot] = {}
         self._members: tuple[Member, ...] = ()
         self._version = 0
@@ -117,13 +119,15 @@ class Fleet:
         self._is_closed = False
         self._has_cluster = asyncio.Event()
         self._has_cluster.set()
-        self._remove_version_file()
-        self._publish()
+        if self._file is not None and not self._file.parent.is_dir():
+            raise ConfigError(f"file: expected one in a folder that is there, found {self._file}; make the folder")
         self._cluster: Cluster = Cluster(self._config.ray_address)
         self._thread = LoopThread("fleet")
         self._metrics: MetricsServer | None = None
         self._thread.submit(self._watch_cluster())
         try:
+            self._remove_version_file()
+            self._publish()
             if self._config.metrics_port is not None:
                 self._metrics = MetricsServer(self._config.metrics_port, self, FleetMetrics(self.reports))
             self.scale(num_workers)
@@ -142,10 +146,13 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
-        they had. Raise what keeps a worker from its first start.
+        they had. Raise what keeps a worker from its first start, and TruerollError if the fleet is closed meanwhile.
         """
         _check_count(num_workers)
-        self._thread.submit(self._scale(num_workers)).result()
+        try:
+            self._thread.submit(self._scale(num_workers)).result()
+        except CancelledError:
+            raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
         """The processes of each worker that runs, by its name: of its actor, and its own, each on its machine."""
@@ -242,7 +249,11 @@ class Fleet:
                 await self._serve(slot)
             except TruerollError as error:
                 log.warning("fleet: %s: %s", slot.name, error)
-                if slot.starts == 1 and isinstance(error, _HOPELESS) and slot.member is None:
+                is_late = (
+                    time.monotonic() - began >= self._config.startup_timeout
+                )  # otherwise it ended, and is replaced
+                is_hopeless = isinstance(error, _HOPELESS) or (isinstance(error, WorkerFailedError) and is_late)
+                if slot.starts == 1 and is_hopeless and slot.member is None:
                     slot.first_error = error
             except Exception as error:
                 log.exception("fleet: %s: %r", slot.name, error)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trueroll.errors import OtherBaseError, PushError, TruerollError
+from trueroll.errors import ConfigError, OtherBaseError, PushError, TruerollError
 
 from ...weight_sync.payload.manifest import MANIFEST_FILE
 from .. import protocol
@@ -27,6 +27,15 @@ class WeightFolder:
     """`path`: where pushes by disk are, and where workers may write."""
 
     path: Path
+
+    def make(self) -> None:
+        """Raise ConfigError where no worker's weights could be written."""
+        try:
+            (self.path / "joins").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"weights_folder: expected a folder that can be written to, found {error}; give another one"
+            ) from None
 
     def pushes(self) -> Iterator[Path]:
         """The pushes in it that were written to their end."""

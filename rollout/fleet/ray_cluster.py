@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -62,16 +63,16 @@ class Cluster:
     """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
     unless this process is connected to one already.
 
-    `is_there`: whether Ray may be called; where it has no cluster, each call would start one. It changes on the event
-    loop of `reconnect` alone.
     """
-
-    is_there = True
 
     def __init__(self, address: str | None) -> None:
         self._address = address
         self._is_closed = False
+        self._is_reconnecting = False
         self._lock = threading.Lock()
+        # The kernel ends what Ray starts with the thread that had it start that. The main thread is as good as one that
+        # stays, and the only one on which Ray can have SIGTERM end this process as an exit does.
+        self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._connect()
@@ -87,7 +88,10 @@ class Cluster:
         before = _children_of_ray()
         for attempt in range(STARTS):
             try:
-                ray.init(**fields)
+                if threading.current_thread() is threading.main_thread():
+                    ray.init(**fields)
+                else:
+                    self._starter.submit(ray.init, **fields).result()
                 return
             except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
                 ray.shutdown()
@@ -99,10 +103,17 @@ class Cluster:
                     ) from None
                 log.warning("fleet: Ray did not start (%s); starting it again", error)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether Ray may be called; where it has no cluster, each call would start one. Who began it may have ended
+        it; otherwise this changes on the event loop of `reconnect` alone.
+        """
+        return not self._is_reconnecting and ray.is_initialized()
+
     def is_alive(self) -> bool:
         """Whether the raylet of this process's node is there. May wait."""
         with self._lock:
-            return self._is_closed or self._has_raylet()
+            return self._is_closed or (ray.is_initialized() and self._has_raylet())
 
     def _has_raylet(self) -> bool:
         if self._is_own and self._address is None:
@@ -115,9 +126,9 @@ class Cluster:
 
     async def reconnect(self) -> None:
         """After the node was lost: join again, or start another one. Raise ConfigError."""
-        self.is_there = False
+        self._is_reconnecting = True
         await asyncio.to_thread(self._reconnect)
-        self.is_there = True
+        self._is_reconnecting = False
 
     def _reconnect(self) -> None:
         with self._lock:
@@ -133,6 +144,7 @@ class Cluster:
             self._is_closed = True
             if self._is_own:
                 ray.shutdown()
+            self._starter.shutdown()
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -164,6 +176,7 @@ class WorkerActor:
     def __init__(self, cluster: Cluster, cpus: float, gpus: float, resources: Mapping[str, float]) -> None:
         options = dict(num_cpus=cpus, num_gpus=gpus, resources=dict(resources), max_concurrency=3, max_restarts=0)
         self._cluster = cluster
+        self._check_cluster()
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
@@ -201,13 +214,16 @@ class WorkerActor:
                 ray.kill(self._actor, no_restart=True)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        if not self._cluster.is_there:
-            raise WorkerLostError("the actor of the worker was lost, with its cluster")
+        self._check_cluster()
         try:
             reference = getattr(self._actor, method).remote(*arguments)
             return await asyncio.wrap_future(reference.future())
         except RayError as error:
             raise WorkerLostError(f"the actor of the worker was lost: {str(error).splitlines()[0]:.200}") from None
+
+    def _check_cluster(self) -> None:
+        if not self._cluster.is_there:
+            raise WorkerLostError("the actor of the worker was lost, with its cluster")
 
 
 class _Runner:

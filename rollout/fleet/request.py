@@ -51,7 +51,7 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 @dataclass(eq=False)
 class _Attempt:
     """What one worker was asked. `messages`: for the whole of a request by None, or for single samples by index;
-    `prior`: what those had before. `since`: when (monotonic seconds).
+    `prior`: what those had before. `since`: when (monotonic seconds). `is_last`: the request ended with its answer.
     """
 
     link: Link
@@ -60,6 +60,7 @@ class _Attempt:
     prior: dict[int, SampleOutput]
     since: float = field(default_factory=time.monotonic)
     num_samples: int = 0
+    is_last: bool = False
     is_lost: bool = False
     refusal: TruerollError | None = None
 
@@ -99,7 +100,8 @@ class FleetRequest:
 
     def _begin(self) -> None:
         self._delivered: dict[int, FinishReason] = {}
-        self._shown: dict[int, tuple[_Attempt, int]] = {}  # by sample, whose tokens up to which one
+        # By sample, whose tokens were shown, up to which one; None: those of what is in `_parts`, or all.
+        self._shown: dict[int, tuple[_Attempt | None, int]] = {}
         self._parts: dict[int, SampleOutput] = {}
         self._versions: tuple[int, int] | None = None
 
@@ -140,7 +142,7 @@ class FleetRequest:
 
     async def abort(self, index: int | None) -> int:
         """End it, or one of its samples, with what is there; returns how many samples that ended."""
-        ending = {i for i in range(self.n) if i not in self._delivered and index in (None, i)}
+        ending = {i for i in range(self.n) if index in (None, i)} - self._delivered.keys() - self._to_end
         self._to_end |= ending
         attempts = list(self._attempts.values())
         if not attempts:
@@ -153,9 +155,11 @@ class FleetRequest:
         if not self._is_over:
             self._is_over = True
             self._deliver(end)
-            for task in self._attempts:
+            for task, attempt in self._attempts.items():
                 if task is not asyncio.current_task():
                     task.cancel()
+                elif not isinstance(end, TruerollError):
+                    attempt.is_last = True
 
     async def _abort_at(self, attempt: _Attempt, ending: set[int]) -> None:
         whole = attempt.messages.get(None)
@@ -261,11 +265,13 @@ class FleetRequest:
             self.finish(error)
 
     def _take_piece(self, attempt: _Attempt, index: int | None, piece: SampleDelta) -> None:
-        """Show a piece, unless another worker's are shown."""
+        """Show a piece, unless another worker's are shown, or one before it was not."""
         own = piece.index if index is None else index
         if attempt is not self._lead or own in self._delivered:
             return
         start = piece.start + (len(attempt.prior[own].token_ids) if own in attempt.prior else 0)
+        if start and self._shown.get(own) != (attempt if piece.start else None, start):
+            return
         self._shown[own] = attempt, start + len(piece.token_ids)
         self._deliver(replace(piece, request_id=self.request.id, index=own, start=start))
 
@@ -279,23 +285,33 @@ class FleetRequest:
         if own in attempt.prior:
             reply = protocol.sample_message(reply.id, joined(attempt.prior[own], protocol.sample_output(reply)))
         reply = reply.model_copy(update=dict(id=self.request.id, index=own))
-        if reply.finish_reason == "abort" and own not in self._to_end and await self._is_leaving(attempt):
+        is_cut = reply.finish_reason == "abort" and own not in self._to_end
+        if is_cut and (attempt.is_lost or await self._is_leaving(attempt)):
             self._parts[own] = protocol.sample_output(reply)
             attempt.is_lost = True
+            if attempt is self._lead:
+                self._show_whole(attempt, reply)
         elif not self._is_over and own not in self._delivered:
             self._deliver_sample(attempt, reply)
             has_all = index is None and attempt.num_samples == self.n  # then its end comes next
             if len(self._delivered) == self.n and not has_all:
                 self.finish(self._done())
 
-    def _deliver_sample(self, attempt: _Attempt, sample: protocol.FinishedSample) -> None:
-        """And before it, all of it in one piece, where pieces are wanted and what was shown came from elsewhere."""
-        own, count = sample.index, len(sample.token_ids) // 4
-        if own in self._shown and self._shown[own] != (attempt, count):
-            self._deliver(protocol.sample_delta(protocol.delta_of(sample)))
-        self._delivered[own] = sample.finish_reason
-        self._parts.pop(own, None)
+    def _deliver_sample(self, attempt: _Attempt | None, sample: protocol.FinishedSample) -> None:
+        self._show_whole(attempt, sample)
+        self._delivered[sample.index] = sample.finish_reason
+        self._parts.pop(sample.index, None)
         self._deliver(sample)
+
+    def _show_whole(self, attempt: _Attempt | None, sample: protocol.FinishedSample) -> None:
+        """All of a sample in one piece, where pieces are wanted and those that were shown are not its own."""
+        assert isinstance(self.request, protocol.Generate)
+        if not self.request.deltas:
+            return
+        count = len(sample.token_ids) // 4
+        if self._shown.get(sample.index, (attempt, 0)) != (attempt, count):
+            self._deliver(protocol.sample_delta(protocol.delta_of(sample)))
+        self._shown[sample.index] = None, count
 
     async def _take_scores(self, attempt: _Attempt, reply: protocol.Scores) -> None:
         if self._mixes(reply.weight_versions):
@@ -345,11 +361,7 @@ class FleetRequest:
         """See how an attempt ended."""
         attempt = self._attempts.pop(task)
         error = None if task.cancelled() else task.exception()
-        seconds = time.monotonic() - attempt.since
-        if self._is_over and not attempt.is_lost and error is None and not task.cancelled():
-            self._pool.finish(attempt.placed, seconds)
-        else:
-            self._pool.withdraw(attempt.placed)
+        self._release(attempt)
         self._lead = next(iter(self._attempts.values()), None)
         if error is not None and not isinstance(error, _Mixed):
             raise error
@@ -357,6 +369,15 @@ class FleetRequest:
             self._losses += 1
         if attempt.refusal is not None:
             self._refusals[attempt.link.key] = attempt.refusal
+
+    def _release(self, attempt: _Attempt) -> None:
+        """A worker has nothing of it any more. Whether it finished it is not seen by how its task ended: whoever waits
+        may cancel that first.
+        """
+        if attempt.is_last:
+            self._pool.finish(attempt.placed, time.monotonic() - attempt.since)
+        else:
+            self._pool.withdraw(attempt.placed)
 
     def _finish_unasked(self, indices: set[int]) -> None:
         """End samples that were aborted while no worker had them."""
@@ -367,8 +388,7 @@ class FleetRequest:
             return
         for index in sorted(indices):
             part = self._parts.get(index) or _empty(index, self.request.params, derive_seed(self._seed(), index))
-            self._delivered[index] = "abort"
-            self._deliver(protocol.sample_message(self.request.id, part))
+            self._deliver_sample(None, protocol.sample_message(self.request.id, part))
         if len(self._delivered) == self.n:
             self.finish(self._done())
 
@@ -391,7 +411,7 @@ class FleetRequest:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
         for attempt in self._attempts.values():
-            self._pool.withdraw(attempt.placed)
+            self._release(attempt)
         self._attempts.clear()
 
 

@@ -89,6 +89,7 @@ class WorkerPool:
         self._must_look = False
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._meeting: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._home: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._is_closed = False
@@ -110,17 +111,22 @@ class WorkerPool:
         return max(self._paces) if len(self._paces) >= _FEWEST_PACES else None
 
     async def start(self) -> None:
-        """At the first call: meet all members. Raise ConfigError if they differ in kind."""
+        """Before each call: all members have been met. Raise ConfigError if they differ in kind."""
         self._check_home()
-        if self._watch is None:
+        if self._meeting is None:
             self._home = os.getpid(), asyncio.get_running_loop()
             self._follow()
             self._watch = asyncio.create_task(self._keep_looking())
-            await self._look_at_all()
-            self._kind = None  # that of the first member, not of the first one that answered
-            self._sort()
+            self._meeting = asyncio.create_task(self._meet())
+        await asyncio.shield(self._meeting)  # all calls wait for it, whichever of them is given up
+        self._check_home()
         if not self._mixed_kinds:
             self._check_kinds()
+
+    async def _meet(self) -> None:
+        await self._look_at_all()
+        self._kind = None  # that of the first member, not of the first one that answered
+        self._sort()
 
     async def close(self) -> None:
         """Disconnect from all, for good."""
@@ -133,7 +139,8 @@ class WorkerPool:
             await asyncio.gather(self._watch, return_exceptions=True)
         for link in self.links:
             self._drop(link)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        last = [*self._closing] if self._meeting is None else [*self._closing, self._meeting]
+        await asyncio.gather(*last, return_exceptions=True)
 
     async def place(
         self, prompt: Sequence[int], cost: float, avoid: Collection[str], patience: float

@@ -30,10 +30,13 @@ from trueroll.rollout import (
     Group,
     RolloutClient,
     SampleDelta,
+    SampleOutput,
     SamplingParams,
     WorkerProcess,
 )
 from trueroll.rollout.client.membership import Member, write_members
+
+from ..test_deltas import Steps
 
 PARAMS = SamplingParams(n=3, max_tokens=6)
 
@@ -134,6 +137,18 @@ def stop_after_a_sample(engine: FakeEngine) -> None:
         return outputs
 
     engine.step = step_once
+
+
+def grown(events: list[tuple[int, SampleDelta | SampleOutput]]) -> list[int]:
+    """The tokens of the pieces of one sample, which are its own: each begins where the one before ended, or at 0."""
+    tokens: list[int] = []
+    for _, event in events:
+        if isinstance(event, SampleDelta):
+            assert event.start in (0, len(tokens))
+            tokens[event.start :] = event.token_ids
+        else:
+            assert event.token_ids == tokens
+    return tokens
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -255,7 +270,13 @@ def test_an_abort_ends_what_the_caller_names(running: Running, client: FleetClie
         engine.flow.clear()
     thread, found = in_background(lambda: client.generate([[1], [2]], PARAMS, seed=1, request_ids=["a", "b"]))
     wait_until(lambda: sum(running.asked()) == 2)
-    assert client.abort("a", 1) == 1 and client.abort("a") == 2 and client.abort_all() == 3
+    assert client.abort("a", 1) == 1
+    for index in (1, 3):
+        with pytest.raises(UnknownRequestError, match=f"sample {index} of request 'a', found none"):
+            client.abort("a", index)
+    with pytest.raises(InvalidRequestError, match="index: .* found -1"):
+        client.abort("a", -1)
+    assert client.abort("a") == 2 and client.abort_all() == 3
     thread.join()
     assert [[sample.finish_reason for sample in group.samples] for group in found[0]] == [["abort"] * 3] * 2
     with pytest.raises(UnknownRequestError, match="found none"):
@@ -301,6 +322,43 @@ def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
         running.engines[0].flow.set()
 
 
+def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) -> None:
+    with FleetClient(running.addresses, straggler_seconds=0.2) as client:
+        for i in range(3):
+            client.generate([[i]], PARAMS, seed=1)
+            client.score([[i, 1]])
+        running.engines[0].flow.clear()
+        for i in range(8):
+            assert len(client.generate([[i]], PARAMS, seed=1)[0].samples) == PARAMS.n
+        assert min(running.asked()) > 0 and client.num_asked_twice > 0
+        running.engines[0].flow.set()
+
+
+def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(running: Running) -> None:
+    """By whether the worker that was asked first has shown some, and ends."""
+    members = Members(*running.addresses)
+    params = SamplingParams(max_tokens=20, seed=5)
+    with FleetClient(members, straggler_seconds=0.2) as client:
+        client.generate([[i] for i in range(8)], PARAMS, seed=1)
+        steps = [Steps(engine) for engine in running.engines]
+        for is_lost in (False, True):
+            before = running.asked()
+            thread, found = in_background(lambda: list(client.stream([[1, 2]], params, deltas=True)))
+            wait_until(lambda asked=before: running.asked() != asked)
+            first = running.asked()[0] == before[0]
+            steps[first].take(7 * is_lost)
+            wait_until(lambda asked=before: all(now > then for now, then in zip(running.asked(), asked, strict=True)))
+            if is_lost:
+                steps[not first].take(3)
+                time.sleep(0.5)  # until they have come, and are not shown
+                members.now = [member for member in members.now if member.address != running.addresses[first]]
+                wait_until(lambda: {*client.healths()} == {members.now[0].name})
+            steps[not first].take(20 - 3 * is_lost)
+            thread.join()
+            assert isinstance(found[0], list), found
+            assert grown(found[0]) == expected_tokens(5, 0, 20)
+
+
 def _repeated(count: int) -> tuple[list[SamplingParams]]:
     return (seeded(count)[0],)
 
@@ -317,6 +375,28 @@ def test_workers_of_other_kinds_are_refused_unless_told_so() -> None:
         with FleetClient(running.addresses, mixed_kinds=True) as client:
             client.generate([[i] for i in range(4)], PARAMS, seed=1)
         assert min(running.asked()) > 0
+
+
+def test_the_first_calls_are_refused_alike_where_kinds_differ() -> None:
+    other = FakeEngine()
+    other.info = replace(FakeInfo(), backend="other")
+
+    async def generate(addresses: list[str]) -> list[object]:
+        async with AsyncFleetClient(addresses) as client:
+            calls = (client.generate([[i]], PARAMS, seed=1) for i in range(4))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    with running_with(FakeEngine(), other) as running:
+        assert [type(found) for found in asyncio.run(generate(running.addresses))] == [ConfigError] * 4
+
+
+def test_a_client_that_is_closed_during_its_first_call_ends_it(tmp_path: Path) -> None:
+    client = FleetClient([f"ipc://{tmp_path}/nobody"])
+    thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
+    wait_until(lambda: bool(client._fleet._pool.links))
+    client.close()
+    thread.join()
+    assert "closed; make a new one" in str(found[0])
 
 
 def test_weights_older_than_the_newest_are_not_asked() -> None:

@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from tiny import make_tiny_model
-from trueroll.errors import ConfigError, ModelError, WorkerLostError
+from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
 from trueroll.rollout import Fleet, FleetClient, Group, SamplingParams, WeightPublisher
 from trueroll.rollout.fleet.config import read_config
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
@@ -144,6 +144,13 @@ def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient)
     assert fleet.reports()["worker-1"].standing == "serving"
 
 
+def test_what_waits_for_a_worker_as_the_fleet_is_closed_is_told_so(cluster: Path, tiny_llama: Path) -> None:
+    fleet = Fleet(str(tiny_llama), 1, **SETTINGS)
+    threading.Timer(0.2, fleet.close).start()
+    with pytest.raises(TruerollError, match="closed; make a new one"):
+        fleet.scale(2)
+
+
 def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetClient) -> None:
     url = f"http://127.0.0.1:{fleet.metrics_port}"
     wait_until(lambda: all(report.stats is not None for report in fleet.reports().values()))
@@ -207,6 +214,29 @@ asyncio.run(main())
 def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet() -> None:
     found = subprocess.run([sys.executable, "-P", "-c", ORPHAN], stdout=subprocess.PIPE, text=True).stdout
     assert found.endswith("\n1 True\n")  # process 1 is the premise
+
+
+THREAD = """
+import asyncio, threading, time
+from trueroll.rollout.fleet.ray_cluster import Cluster, ray
+clusters = []
+thread = threading.Thread(target=lambda: clusters.append(Cluster(None)))
+thread.start()
+thread.join()
+time.sleep(1.0)
+print(clusters[0].is_alive(), flush=True)
+another = Cluster(None)
+clusters[0].close()
+print(another.is_alive(), another.is_there, ray.is_initialized(), flush=True)
+asyncio.run(another.reconnect())
+print(another.is_alive(), another.is_there, flush=True)
+another.close()
+"""
+
+
+def test_a_cluster_outlives_the_thread_that_starts_it_and_is_started_again_where_another_fleet_ends_it() -> None:
+    found = subprocess.run([sys.executable, "-P", "-c", THREAD], stdout=subprocess.PIPE, text=True).stdout
+    assert found.endswith("True\nFalse False False\nTrue True\n")
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -282,7 +312,7 @@ def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: p
     monkeypatch.setattr(ray, "kill", pytest.fail)
     asyncio.run(lose_and_ask())
     monkeypatch.undo()
-    there.is_there = True
+    there._is_reconnecting = False
     actor.kill()
 
 
@@ -303,6 +333,12 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
         Fleet(str(tiny_llama), 1, cpu=1.0, **SETTINGS)
     with pytest.raises(ConfigError, match="address: expected none"):
         Fleet(str(tiny_llama), 1, address="tcp://127.0.0.1:*", **SETTINGS)
+    with pytest.raises(WorkerFailedError, match="not ready within startup_timeout"):
+        Fleet(str(tiny_llama), 1, startup_timeout=0.1, **SETTINGS)
+    with pytest.raises(ConfigError, match="file: expected one in a folder that is there"):
+        Fleet(str(tiny_llama), 1, file=tmp_path / "nowhere" / "fleet.json", **SETTINGS)
+    with pytest.raises(ConfigError, match="weights_folder: expected a folder"):
+        Fleet(str(tiny_llama), 1, weights_folder=tiny_llama / "config.json", **SETTINGS)
     config = tmp_path / "fleet.toml"
     for text, found in (("model = 1", "model"), ("mode = 'x'", "mode"), ("=", "TOML")):
         config.write_text(text)
