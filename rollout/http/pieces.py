@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -115,26 +115,26 @@ class Asker:
         """The events of a task that is a stream, as they come."""
         usage = Usage(sum(map(len, task.prompts)))
         texts: dict[tuple[int, int], GrowingText | None] = {}
-        counts: dict[tuple[int, int], int] = {}
+        told: dict[tuple[int, int], _Told] = {}
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
         stream = self._client.stream(task.prompts, task.params, deltas=True, seed=task.seed)
         async with aclosing(stream) as pieces:
             async for position, got in pieces:
                 choice = position, got.index
                 text = texts.setdefault(choice, self._text(task))
+                before = told.setdefault(choice, _Told())
                 if isinstance(got, SampleDelta):
-                    _check_continues(got, counts.get(choice, 0))
-                    counts[choice] = got.start + len(got.token_ids)
-                    new = text.add(got.token_ids) if text else ""
-                    yield form.event(_piece(position, got, new, got.start, None))
+                    if (rest := before.rest_of(got)) is not None:
+                        new = text.add(rest.token_ids) if text else ""
+                        yield form.event(_piece(position, rest, new, rest.start, None))
                 else:
                     finished[position].append(got)
                     if len(finished[position]) == task.params.n:
                         self._samples.add(task.prompts[position], task.params, task.seed, finished[position])
                     check_sample(got)
+                    before.check_whole(got)
                     usage.add(position, got)
-                    rest = text.finish(got) if text else ""
-                    yield form.event(_end(position, got, rest))
+                    yield form.event(_end(position, got, text.finish(got) if text else ""))
         if task.tells_usage:
             yield form.last_event(usage)
 
@@ -157,9 +157,39 @@ def check_sample(sample: SampleOutput) -> None:
         raise HttpError(500, f"sample {sample.index}: {sample.error}", code="sample_failed")
 
 
-def _check_continues(delta: SampleDelta, count: int) -> None:
-    if delta.start != count:
-        raise WorkerLostError("worker: it began the sample anew, so what was sent is void; send the request again")
+class _Told:
+    """What a stream has told of a choice. A sample that is begun anew, as by another worker of a fleet after the first
+    was lost, goes on from there if its tokens and log-probs are those that were told, as they are by the same weights.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._logprobs: list[int] = []  # the bits
+
+    def rest_of(self, delta: SampleDelta) -> SampleDelta | None:
+        """What of a piece was not told; None if all was. Raise WorkerLostError if what was told is other than that."""
+        tokens, logprobs = delta.token_ids, [] if delta.logprobs is None else delta.logprobs.view(np.int32).tolist()
+        again, place = len(self._token_ids) - delta.start, slice(delta.start, delta.start + len(tokens))
+        if again < 0 or self._token_ids[place] != tokens[:again] or self._logprobs[place] != logprobs[:again]:
+            raise _void()
+        self._token_ids += tokens[again:]
+        self._logprobs += logprobs[again:]
+        if again == 0:
+            return delta
+        parts = {name: getattr(delta, name) for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs")}
+        parts = {name: None if part is None else part[again:] for name, part in parts.items()}
+        return replace(delta, start=delta.start + again, token_ids=tokens[again:], **parts) if tokens[again:] else None
+
+    def check_whole(self, sample: SampleOutput) -> None:
+        """Raise WorkerLostError if what was told is not the sample."""
+        if sample.token_ids != self._token_ids:
+            raise _void()
+
+
+def _void() -> WorkerLostError:
+    return WorkerLostError(
+        "worker: it began the sample anew, with other weights, so what was sent is void; send the request again"
+    )
 
 
 def _piece(position: int, got: SampleDelta | SampleOutput, text: str, start: int, ended: SampleOutput | None) -> Piece:

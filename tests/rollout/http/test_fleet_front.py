@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from http_fronts import front_end
@@ -43,3 +45,29 @@ def test_completions_and_the_lifecycle_go_to_all_workers(
         assert update.json()["weight_version"] == 7, update.text
         assert [health.weight_version for health in client.healths().values()] == [7, 7]
         assert many.metric("trueroll_weight_version") == 7
+
+
+def test_a_stream_goes_on_when_its_worker_is_lost(
+    workers: list[WorkerProcess], tiny_llama: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "fleet.json"
+    write_members(file, [Member(f"worker-{i}", worker.address) for i, worker in enumerate(workers)])
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    with front_end(str(file), tokenizer=str(tiny_llama)) as front, FleetClient(file) as client:
+        create = partial(front.openai().completions.create, model=front.model, extra_body=extra)
+        fields: dict[str, Any] = {**BODY, "n": 2, "max_tokens": 400}
+        whole = create(**fields).choices
+        pieces: dict[int, list[Any]] = {0: [], 1: []}
+        lost: list[str] = []
+        for event in create(**fields, stream=True):
+            [choice] = event.choices
+            pieces[choice.index].append(choice)
+            if len(pieces[0]) == 3 and not lost:
+                lost = [name for name, health in client.healths().items() if health.requests["open"]]
+                workers[int(lost[0][-1])].kill()
+    assert len(lost) == 1, "it was under way"
+    for choice in whole:
+        found = pieces[choice.index]
+        assert "".join(piece.text for piece in found) == choice.text
+        assert sum((piece.token_ids for piece in found), []) == choice.token_ids
+        assert sum((piece.logprobs.token_logprobs for piece in found), []) == choice.logprobs.token_logprobs
