@@ -81,11 +81,7 @@ def check_modules(base: nn.Module) -> None:
     for prefix, module in _outermost(base):
         name = prefix.removesuffix(".")
         adapter_of(module, name)
-        if _is_of_peft(module) and _kind(module) not in _OF_PEFT:
-            raise AlignmentError(
-                f"{name or 'model'}: expected LoRA of a linear layer, or a module to save, found "
-                f"{'.'.join(_kind(module))}; leave it out of target_modules"
-            )
+        _check_kind(module, name or "model")
 
 
 def check_tie(base: Any, is_tied: bool) -> None:
@@ -99,9 +95,20 @@ def check_tie(base: Any, is_tied: bool) -> None:
         )
 
 
+def _check_kind(module: nn.Module, name: str) -> None:
+    if plain_class(type(module)).__module__.startswith("peft.") and _kind(module) not in _OF_PEFT:
+        raise AlignmentError(
+            f"{name}: expected LoRA of a linear layer, or a module to save, found {'.'.join(_kind(module))}; leave it "
+            "out of target_modules"
+        )
+
+
 def trained(module: nn.Module) -> Any:
-    """The module whose parameters count: the one inside an adapter, or the active copy of a module to save."""
+    """The module whose parameters count: the one inside an adapter, or the active copy of a module to save. Raise
+    AlignmentError for another module of PEFT.
+    """
     module = current(module)
+    _check_kind(module, "adapter")
     return module.base_layer if _kind(module) == _LINEAR else module
 
 
@@ -188,10 +195,6 @@ def _active(module: Any, among: Any) -> str | None:
 
 def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _is_of_peft(module: nn.Module) -> bool:
-    return plain_class(type(module)).__module__.startswith("peft.")
 
 
 def _kind(module: Any) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ATTENTION, HYBRID, adapt, change
-from peft import LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
@@ -229,6 +229,9 @@ def test_what_changes_after_align_is_refused_too(folders: dict[str, Path]) -> No
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(AlignmentError, match="expected one that is active, found default, other"):
         token_log_probs(model, IDS)
+    norms = get_peft_model(plain(folders["qwen2"], torch.float32), LNTuningConfig(target_modules=["input_layernorm"]))
+    with pytest.raises(AlignmentError, match="expected LoRA of a linear layer, .* found peft.*LNTuningLayer"):
+        token_log_probs(norms, IDS)
     with pytest.raises(AlignmentError, match="found LlamaForCausalLM; its weights are as they are"):
         merged_weights(AutoModelForCausalLM.from_pretrained(folders["llama"]), torch.float32)
 
