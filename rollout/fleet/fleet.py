@@ -249,10 +249,8 @@ class Fleet:
                 await self._serve(slot)
             except TruerollError as error:
                 log.warning("fleet: %s: %s", slot.name, error)
-                is_late = (
-                    time.monotonic() - began >= self._config.startup_timeout
-                )  # otherwise it ended, and is replaced
-                is_hopeless = isinstance(error, _HOPELESS) or (isinstance(error, WorkerFailedError) and is_late)
+                is_late = time.monotonic() - began >= self._config.startup_timeout
+                is_hopeless = isinstance(error, _HOPELESS) or (is_late and isinstance(error, WorkerFailedError))
                 if slot.starts == 1 and is_hopeless and slot.member is None:
                     slot.first_error = error
             except Exception as error:

@@ -62,7 +62,6 @@ log = logging.getLogger(__name__)
 class Cluster:
     """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
     unless this process is connected to one already.
-
     """
 
     def __init__(self, address: str | None) -> None:
