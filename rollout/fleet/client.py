@@ -173,9 +173,11 @@ class AsyncFleetClient(AsyncRolloutClient):
         return expected
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
-        """Send a call of the lifecycle to all workers. Returns the status of the one that is least ready. Raises the
-        first error of a worker that is not lost.
+        """Send a call of the lifecycle to all workers that are members now. Returns the status of the one that is least
+        ready. Raises the first error of a worker that is not lost.
         """
+        await self._start()
+        await self._pool.meet_new()
 
         def ask(link: Link) -> Awaitable[protocol.FromWorker]:
             return link.client.ask(message.model_copy(update={"id": protocol.new_id()}))

@@ -24,7 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
+from trueroll.errors import (
+    ConfigError,
+    IllegalStateError,
+    ModelError,
+    TruerollError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 
 from .. import protocol
 from ..client.client import AsyncRolloutClient
@@ -146,7 +153,8 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
-        they had. Raise what keeps a worker from its first start, and TruerollError if the fleet is closed meanwhile.
+        they had. Raise what keeps a worker from its first start, IllegalStateError for more of them while all sleep,
+        and TruerollError if the fleet is closed meanwhile.
         """
         _check_count(num_workers)
         try:
@@ -206,6 +214,8 @@ class Fleet:
 
     async def _scale(self, num_workers: int) -> None:
         slots = [slot for slot in self._slots.values() if not slot.is_leaving]
+        if num_workers > len(slots):
+            await self._check_awake()
         free = (name for i in range(num_workers + len(self._slots)) if (name := f"worker-{i}") not in self._slots)
         for _ in range(num_workers - len(slots)):
             slot = _Slot(next(free))
@@ -220,6 +230,15 @@ class Fleet:
                 if slot.first_error is not None:
                     raise slot.first_error
             await asyncio.sleep(0.05)
+
+    async def _check_awake(self) -> None:
+        serving = [slot for slot in self._slots.values() if slot.is_serving]
+        await asyncio.gather(*map(self._look, serving), return_exceptions=True)  # health may be half a second old
+        if self._is_asleep:
+            raise IllegalStateError(
+                "scale: expected a worker that is awake, from which a new one gets its weights, found all asleep; wake "
+                "them up first"
+            )
 
     async def _dismiss(self, slot: _Slot) -> None:
         """Let a worker finish what it has, and end it."""

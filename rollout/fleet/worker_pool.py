@@ -210,6 +210,11 @@ class WorkerPool:
             except TruerollError as error:
                 log.warning("fleet: %s", error)
 
+    async def meet_new(self) -> None:
+        """Look at those that came since the last look, and at those that did not answer it."""
+        self._follow()
+        await asyncio.gather(*(self.look(link) for link in self.links if link.is_silent or link.health is None))
+
     async def _look_at_all(self) -> None:
         await asyncio.gather(*map(self.look, self.links))
 

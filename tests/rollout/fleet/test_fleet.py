@@ -28,7 +28,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from tiny import make_tiny_model
-from trueroll.errors import ConfigError, ModelError, TruerollError, WorkerFailedError, WorkerLostError
+from trueroll.errors import (
+    ConfigError,
+    IllegalStateError,
+    ModelError,
+    TruerollError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from trueroll.rollout import Fleet, FleetClient, Group, SamplingParams, WeightPublisher
 from trueroll.rollout.fleet.config import read_config
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
@@ -109,7 +116,7 @@ def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, 
 def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(fleet: Fleet, client: FleetClient) -> None:
     expected = tokens(client)
     client.sleep()
-    wait_until(lambda: fleet.health().state == "asleep")
+    wait_until(lambda: {report.health and report.health.state for report in fleet.reports().values()} == {"asleep"})
     _, worker = fleet.pids()["worker-1"]
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: fleet.num_serving == 1)
@@ -117,8 +124,10 @@ def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(fleet: 
     time.sleep(3.0)  # otherwise it is started within a second, since this is its first loss
     assert [member.name for member in fleet.members()] == ["worker-0"] and "worker-1" not in fleet.pids()
     assert fleet.reports()["worker-1"].restarts == restarts
+    with pytest.raises(IllegalStateError, match="expected a worker that is awake"):
+        fleet.scale(3)
     client.wake_up()
-    wait_until(lambda: fleet.num_serving == 2)
+    fleet.scale(2)
     assert tokens(client) == expected
 
 
