@@ -8,8 +8,10 @@ The one module that imports ray.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
+import signal
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -90,10 +92,11 @@ class Cluster:
                 if threading.current_thread() is threading.main_thread():
                     ray.init(**fields)
                 else:
-                    self._starter.submit(ray.init, **fields).result()
+                    with _keeping_sigterm():
+                        self._starter.submit(ray.init, **fields).result()
                 return
             except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
-                ray.shutdown()
+                _shut_down()
                 _end(_children_of_ray() - before)  # which it forgets where its node did not come up
                 if self._address is not None or attempt == STARTS - 1:
                     where = self._address or "this machine"
@@ -133,7 +136,7 @@ class Cluster:
         with self._lock:
             if self._is_closed:
                 return
-            ray.shutdown()
+            _shut_down()
             self._is_own = True
             self._connect()
 
@@ -142,8 +145,26 @@ class Cluster:
         with self._lock:
             self._is_closed = True
             if self._is_own:
-                ray.shutdown()
+                _shut_down()
             self._starter.shutdown()
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """What SIGTERM does stays as it is: Ray has it end the process at once, and Python lets nobody but the main thread
+    change that.
+    """
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a sigaction, whose size Python does not know
+    libc.sigaction(signal.SIGTERM, None, action)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGTERM, action, None)
+
+
+def _shut_down() -> None:
+    with _keeping_sigterm():
+        ray.shutdown()
 
 
 def _runs(process: psutil.Process) -> bool:

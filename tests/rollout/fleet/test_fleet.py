@@ -195,7 +195,7 @@ def test_what_all_lose_right_after_a_push_is_waited_for(
 
 
 ORPHAN = """
-import asyncio, os, psutil, time
+import asyncio, os, psutil, signal, time
 parent = os.getpid()
 if os.fork():
     os._exit(0)
@@ -211,7 +211,10 @@ assert not cluster.is_alive()
 
 
 async def main():
+    signal.signal(signal.SIGTERM, lambda *_: print("told to end", flush=True))
     await cluster.reconnect()
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
     print(os.getppid(), cluster.is_alive(), flush=True)
     cluster.close()
 
@@ -220,9 +223,9 @@ asyncio.run(main())
 """
 
 
-def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet() -> None:
+def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet_and_is_told_to_end() -> None:
     found = subprocess.run([sys.executable, "-P", "-c", ORPHAN], stdout=subprocess.PIPE, text=True).stdout
-    assert found.endswith("\n1 True\n")  # process 1 is the premise
+    assert found.endswith("\ntold to end\n1 True\n")  # process 1 is the premise
 
 
 THREAD = """
