@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import SLOW_STEP
 from http_fronts import front_end
+from serving import fake_process
 
 from trueroll.rollout import FleetClient, WorkerProcess, launch_worker
 from trueroll.rollout.client.membership import Member, write_members
@@ -47,15 +49,16 @@ def test_completions_and_the_lifecycle_go_to_all_workers(
         assert many.metric("trueroll_weight_version") == 7
 
 
-def test_a_stream_goes_on_when_its_worker_is_lost(
-    workers: list[WorkerProcess], tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_stream_goes_on_when_its_worker_is_lost(chat_model: Path, tmp_path: Path, forked_workers: None) -> None:
     file = tmp_path / "fleet.json"
-    write_members(file, [Member(f"worker-{i}", worker.address) for i, worker in enumerate(workers)])
-    extra = {"ignore_eos": True, "return_token_ids": True}
-    with front_end(str(file), tokenizer=str(tiny_llama)) as front, FleetClient(file) as client:
-        create = partial(front.openai().completions.create, model=front.model, extra_body=extra)
-        fields: dict[str, Any] = {**BODY, "n": 2, "max_tokens": 400}
+    with ExitStack() as stack:
+        workers = [stack.enter_context(fake_process(address=f"ipc://{tmp_path}/{i}.sock")) for i in range(2)]
+        members = {f"worker-{i}": Member(f"worker-{i}", worker.address) for i, worker in enumerate(workers)}
+        write_members(file, [*members.values()])
+        front = stack.enter_context(front_end(str(file), tokenizer=str(chat_model)))
+        client = stack.enter_context(FleetClient(file))
+        create = partial(front.openai().completions.create, model="fake", extra_body={"return_token_ids": True})
+        fields: dict[str, Any] = {**BODY, "prompt": [1, SLOW_STEP], "n": 2, "max_tokens": 30}
         whole = create(**fields).choices
         pieces: dict[int, list[Any]] = {0: [], 1: []}
         lost: list[str] = []
@@ -65,6 +68,7 @@ def test_a_stream_goes_on_when_its_worker_is_lost(
             if len(pieces[0]) == 3 and not lost:
                 lost = [name for name, health in client.healths().items() if health.requests["open"]]
                 workers[int(lost[0][-1])].kill()
+                write_members(file, [member for name, member in members.items() if name not in lost])
     assert len(lost) == 1, "it was under way"
     for choice in whole:
         found = pieces[choice.index]
