@@ -855,6 +855,8 @@ def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
         with pytest.raises(UnknownRequestError, match="found 'alice/a'"):
             enter("trainer").abort("alice/a")
         ask(alice, "abort", id="1", request_id="a", index=7)
+        ask(alice, "health", id="2")
+        assert receive(alice)["type"] == "health", "the abort was read before it"
         engine.gate.set()
         replies = [receive(alice) for _ in range(3)]
         assert [reply["finish_reason"] for reply in replies if reply["type"] == "sample"] == ["length"]
