@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -271,16 +270,12 @@ def _watched(model: Any) -> Iterator[set[torch.dtype]]:
     autocast makes of the parameters'.
     """
     seen: set[torch.dtype] = set()
-    linears = (module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
-    hooks = [
-        linear.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-        for linear in islice(linears, 1)
-    ]
+    linear = next(module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
+    hook = linear.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
     try:
         yield seen
     finally:
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 def _plain_dtype(model: Any, seen: set[torch.dtype]) -> str:
