@@ -177,7 +177,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         ready. Raises the first error of a worker that is not lost.
         """
         await self._start()
-        await self._pool.meet_new()
+        self._pool.follow()
 
         def ask(link: Link) -> Awaitable[protocol.FromWorker]:
             return link.client.ask(message.model_copy(update={"id": protocol.new_id()}))

@@ -115,7 +115,7 @@ class WorkerPool:
         self._check_home()
         if self._meeting is None:
             self._home = os.getpid(), asyncio.get_running_loop()
-            self._follow()
+            self.follow()
             self._watch = asyncio.create_task(self._keep_looking())
             self._meeting = asyncio.create_task(self._meet())
         await asyncio.shield(self._meeting)  # all calls wait for it, whichever of them is given up
@@ -201,7 +201,7 @@ class WorkerPool:
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
-                new = self._follow()
+                new = self.follow()
                 await asyncio.gather(*map(self.look, new))
                 if self._must_look or time.monotonic() - looked >= LOOK_SECONDS:
                     self._must_look = False
@@ -210,16 +210,11 @@ class WorkerPool:
             except TruerollError as error:
                 log.warning("fleet: %s", error)
 
-    async def meet_new(self) -> None:
-        """Look at those that came since the last look, and at those that did not answer it."""
-        self._follow()
-        await asyncio.gather(*(self.look(link) for link in self.links if link.is_silent or link.health is None))
-
     async def _look_at_all(self) -> None:
         await asyncio.gather(*map(self.look, self.links))
 
-    def _follow(self) -> list[Link]:
-        """Take note of who came and who went. Returns who came."""
+    def follow(self) -> list[Link]:
+        """Take note of who came and who went. Returns who came, who is to be looked at."""
         members = {member.name: member for member in self._membership.members()}
         for name, link in list(self._links.items()):
             if name not in members or members[name].key != link.key:
