@@ -43,7 +43,7 @@ FOREIGN_ALLOWED_TO = {
     "rollout.integrations.verl.plugin": {"verl"},
     "rollout.integrations.verl.server": {"verl"},
     **{f"rollout.integrations.verl.{name}": {"ray", "verl"} for name in ("adapter", "replica")},
-    "rollout.fleet.ray_cluster": {"ray"},
+    **{f"rollout.fleet.{name}": {"ray"} for name in ("ray_access", "ray_cluster")},
 }
 
 # What each module or package of a folder may import from that folder: modules, or whole packages. One that is not here

@@ -33,6 +33,7 @@ class FleetConfig(BaseModel):
     gpus: float = Field(0.0, ge=0.0)
     resources: dict[str, float] = {}
     ray_address: str | None = None
+    ray_without_authentication: bool = False
     file: str | Path | None = None
     weights_folder: str | Path | None = None
     server_public_key: Key | None = None

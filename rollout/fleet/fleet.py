@@ -94,10 +94,11 @@ class Fleet:
     `clients_file`; and of the fleet (`FleetConfig` has defaults and ranges):
 
     `ray_address`: of a cluster to join, `auto` for the one of this machine; None: a local one is started, or used if
-    this process has one. `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date
-    with who is there, for clients in other processes. `weights_folder`: a folder that all machines share, and that
-    pushes by `disk` write to, if that is how they come: a worker that joins gets its weights from there, otherwise from
-    another worker by it; by default one on this machine. `server_public_key`, `client_key`: for workers with named
+    this process has one. `ray_without_authentication`: use also a cluster that asks for no token, with a warning.
+    `cpus`, `gpus`, `resources`: what Ray reserves for each worker. `file`: is kept up to date with who is there, for
+    clients in other processes. `weights_folder`: a folder that all machines share, and that pushes by `disk` write to,
+    if that is how they come: a worker that joins gets its weights from there, otherwise from another worker by it; by
+    default one on this machine. `server_public_key`, `client_key`: for workers with named
     clients; the client's role must be control. `hang_seconds`: a worker whose engine has work and gets nothing done for
     so long is replaced. `drain_timeout`: seconds that a worker which leaves has for what it has. `metrics_port`: where
     127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one; None: nowhere.
@@ -128,7 +129,7 @@ class Fleet:
         self._has_cluster.set()
         if self._file is not None and not self._file.parent.is_dir():
             raise ConfigError(f"file: expected one in a folder that is there, found {self._file}; make the folder")
-        self._cluster: Cluster = Cluster(self._config.ray_address)
+        self._cluster: Cluster = Cluster(self._config.ray_address, self._config.ray_without_authentication)
         self._thread = LoopThread("fleet")
         self._metrics: MetricsServer | None = None
         self._thread.submit(self._watch_cluster())

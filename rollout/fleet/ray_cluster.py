@@ -2,7 +2,7 @@
 
 Owns: the connection to the cluster, and the cluster itself if it started it. Through Ray pass the settings of a worker
 and its address, nothing else. A worker ends with its actor, however that ends: it reads from a pipe of the actor's.
-The one module that imports ray.
+A cluster that asks for no token is joined only if the settings say so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from trueroll.errors import ConfigError, TruerollError, WorkerLostError
 from ..client.local_worker import WorkerProcess
 from ..config import WorkerConfig
 from ..protocol.error_codes import error_from_code
+from .ray_access import LocalAccess, asks_for_token, is_loopback, reachable_ip, read_token_again
 
 _RAYLET = "RAY_RAYLET_PID"
 
@@ -56,18 +58,26 @@ LOCAL_CPUS = 1024
 """Of a local cluster, on which nobody else runs: how many workers share its CPUs is up to whoever starts them."""
 STARTS = 4
 """How often a local cluster is started before that is given up: Ray gives a busy machine 30 seconds each time."""
+END_SECONDS = 10.0
+"""For processes that are killed; one that waits for a device ends later."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 log = logging.getLogger(__name__)
 
 
+_local: LocalAccess | None = None
+"""Of the local cluster that a `Cluster` of this process has started."""
+
+
 class Cluster:
     """`address`: of a cluster to join, `auto` for the one that runs on this machine; None: a local one is started,
-    unless this process is connected to one already.
+    unless this process is connected to one already. `without_authentication`: join a cluster that asks for no token,
+    with a warning; otherwise it raises ConfigError.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, without_authentication: bool = False) -> None:
         self._address = address
+        self._without_authentication = without_authentication
         self._is_closed = False
         self._is_reconnecting = False
         self._lock = threading.Lock()
@@ -77,33 +87,80 @@ class Cluster:
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._connect()
+        elif (there := ray.get_runtime_context().gcs_address) != (_local and _local.address):
+            self._check_authentication(there)
 
     def _connect(self) -> None:
-        fields: dict[str, Any] = dict(configure_logging=False, log_to_driver=True)
         if self._address is not None:
-            fields |= dict(address=self._address)
+            self._join(self._address)
         else:
-            fields |= dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
-            # By default Ray's processes, and so the workers, yield to all others.
-            fields |= dict(object_store_memory=OBJECT_STORE_BYTES, _system_config=dict(worker_niceness=0))
+            self._start_local()
+
+    def _join(self, address: str) -> None:
+        self._check_authentication(address)
+        try:
+            self._call_init(address=address)
+        except Exception as error:  # Ray has no class of its own for a cluster that cannot be joined
+            _shut_down()
+            raise ConfigError(
+                f"fleet: no Ray cluster at {address}: {error}; start one, or leave the address out"
+            ) from None
+
+    def _check_authentication(self, address: str) -> None:
+        if asks_for_token(address):
+            return
+        risk = f"the Ray cluster at {address} asks for no token: who reaches its ports can run any code in it"
+        if not self._without_authentication:
+            raise ConfigError(
+                f"fleet: {risk}; start it with RAY_AUTH_MODE=token, or set ray_without_authentication=True"
+            )
+        log.warning("fleet: %s", risk)
+
+    def _start_local(self) -> None:
+        global _local
+        fields: dict[str, Any] = dict(address="local", num_cpus=LOCAL_CPUS, include_dashboard=False)
+        # By default Ray's processes, and so the workers, yield to all others.
+        fields |= dict(object_store_memory=OBJECT_STORE_BYTES, _system_config=dict(worker_niceness=0))
         before = _children_of_ray()
+        access = LocalAccess()
         for attempt in range(STARTS):
             try:
-                if threading.current_thread() is threading.main_thread():
-                    ray.init(**fields)
-                else:
-                    with _keeping_sigterm():
-                        self._starter.submit(ray.init, **fields).result()
-                return
+                with access.environment():
+                    self._call_init(**fields, _temp_dir=str(access.temp_dir))
+                break
+            except ConfigError:
+                raise
             except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
                 _shut_down()
                 _end(_children_of_ray() - before)  # which it forgets where its node did not come up
-                if self._address is not None or attempt == STARTS - 1:
-                    where = self._address or "this machine"
+                if attempt == STARTS - 1:
+                    access.keep_folder()
                     raise ConfigError(
-                        f"fleet: expected a Ray cluster at {where}, found {error}; start one, or leave the address out"
+                        f"fleet: Ray did not start on this machine: {error}; its logs are in {access.temp_dir}"
                     ) from None
                 log.warning("fleet: Ray did not start (%s); starting it again", error)
+        _local = access
+        access.address = ray.get_runtime_context().gcs_address
+        self._check_loopback()
+
+    def _check_loopback(self) -> None:
+        ip = ray.util.get_node_ip_address()
+        if not is_loopback(ip):
+            _shut_down()
+            raise ConfigError(f"fleet: the local Ray cluster listens on {ip}, beyond loopback; install 'trueroll[ray]'")
+
+    @property
+    def local(self) -> LocalAccess | None:
+        """How to reach the local cluster that this process has started; None if it uses another one."""
+        return _local
+
+    def _call_init(self, **fields: Any) -> None:
+        fields |= dict(configure_logging=False, log_to_driver=True)
+        if threading.current_thread() is threading.main_thread():
+            ray.init(**fields)
+        else:
+            with _keeping_sigterm():
+                self._starter.submit(ray.init, **fields).result()
 
     @property
     def is_there(self) -> bool:
@@ -163,8 +220,22 @@ def _keeping_sigterm() -> Iterator[None]:
 
 
 def _shut_down() -> None:
+    """Leave the cluster, and end it and remove its folder if it is a local one."""
+    global _local
+    started = [process for child in _children_of_ray() for process in (child, *_children(child))] if _local else []
     with _keeping_sigterm():
         ray.shutdown()
+    _end(started)  # otherwise some still write into the folder for a moment
+    read_token_again()
+    if _local is not None:
+        _local.remove_folder()
+        _local = None
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.children()
+    return []
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -187,7 +258,10 @@ def _end(processes: Collection[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(processes)
+    deadline = time.monotonic() + END_SECONDS
+    while any(map(_runs, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    psutil.wait_procs(processes, timeout=0)
 
 
 class WorkerActor:
@@ -280,7 +354,7 @@ def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
     `socket`, which is None on other machines than the fleet's.
     """
     if worker.get("curve_secret_key_file") is not None:
-        return worker | {"address": f"tcp://{ray.util.get_node_ip_address()}:*"}
+        return worker | {"address": f"tcp://{reachable_ip(ray.util.get_node_ip_address())}:*"}
     if socket is not None:
         return worker | {"address": f"ipc://{socket}"}
     raise ConfigError(

@@ -38,6 +38,7 @@ from trueroll.errors import (
 )
 from trueroll.rollout import Fleet, FleetClient, Group, SamplingParams, WeightPublisher
 from trueroll.rollout.fleet.config import read_config
+from trueroll.rollout.fleet.ray_access import asks_for_token
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
@@ -261,7 +262,11 @@ def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
         f'model = "{tiny_llama}"\nnum_workers = 1\nray_address = "{address}"\nfile = "{file}"\n'
         'device = "cpu"\nnum_blocks = 64\nnum_threads = 1\n'
     )
-    process = subprocess.Popen([sys.executable, "-P", "-c", CLI, "fleet", str(config)], stdout=subprocess.PIPE)
+    local = Cluster(None).local
+    assert local is not None
+    environment = os.environ | local.variables
+    command = [sys.executable, "-P", "-c", CLI, "fleet", str(config)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == f"ready workers=1 fleet={file}\n".encode()
@@ -290,21 +295,29 @@ def _has_socket(process: psutil.Process, file: Path) -> bool:
         return False
 
 
-def test_a_start_of_ray_that_fails_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
+OPEN_CLUSTER = """
+import logging, os, ray
+os.environ["RAY_AUTH_MODE"] = "disabled"
+there = ray.init(address="local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+from trueroll.errors import ConfigError
+from trueroll.rollout.fleet.ray_cluster import Cluster
+for address in (None, there.address_info["gcs_address"]):
+    try:
+        Cluster(address)
+    except ConfigError as error:
+        print(error, flush=True)
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    Cluster(address, without_authentication=True)
+    ray.shutdown() if address else None
+"""
 
-    def init(**fields: Any) -> None:
-        started.append(subprocess.Popen([sys.executable, "-c", "input()", ray.__file__], stdin=subprocess.PIPE))
-        if len(started) == 1:
-            raise RuntimeError("The current node timed out during startup.")
 
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    Cluster(None)
-    failed, there = started
-    assert not psutil.pid_exists(failed.pid) and there.poll() is None
-    there.communicate(b"\n")
+def test_a_cluster_that_asks_for_no_token_needs_a_setting_and_warns(cluster: Path) -> None:
+    assert asks_for_token(ray.get_runtime_context().gcs_address)
+    done = subprocess.run([sys.executable, "-P", "-c", OPEN_CLUSTER], capture_output=True, text=True)
+    refusal = r"fleet: the Ray cluster at \S+ asks for no token: .* set ray_without_authentication=True"
+    assert len(re.findall(refusal, done.stdout)) == 2, done.stderr
+    assert len(re.findall(r"WARNING fleet: the Ray cluster at \S+ asks for no token", done.stderr)) == 2
 
 
 def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:

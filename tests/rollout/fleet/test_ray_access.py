@@ -1,0 +1,109 @@
+"""Who reaches the Ray of a fleet, without any Ray that runs; `test_fleet.py` has the tests with one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray._private import ray_constants
+
+from trueroll.errors import ConfigError
+from trueroll.rollout.fleet import ray_access, ray_cluster
+from trueroll.rollout.fleet.ray_access import asks_for_token, reachable_ip
+from trueroll.rollout.fleet.ray_cluster import Cluster
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process without a cluster, where starting one does nothing."""
+    monkeypatch.setattr(ray_cluster, "_local", None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:1"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray_cluster, "read_token_again", lambda: None)
+    monkeypatch.setattr(ray_access, "read_token_again", lambda: None)
+
+
+def test_a_start_of_ray_that_fails_leaves_no_process(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def init(**fields: Any) -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()", ray.__file__], stdin=subprocess.PIPE))
+        if len(started) == 1:
+            raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    Cluster(None)
+    failed, there = started
+    assert not psutil.pid_exists(failed.pid) and there.poll() is None
+    there.communicate(b"\n")
+
+
+def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(ConfigError, match=r"listens on 192\.0\.2\.7, beyond loopback"):
+        Cluster(None)
+    assert ended == [True]
+    monkeypatch.delattr(ray_constants, "ENABLE_RAY_CLUSTER")
+    with pytest.raises(ConfigError, match="cannot be kept on loopback"):
+        Cluster(None)
+
+
+def test_the_folder_and_the_token_of_a_local_cluster_are_private(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the names of sockets would be too long in the folder for temporary files."""
+    seen: list[dict[str, str]] = []
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    monkeypatch.setattr(ray, "init", lambda **fields: seen.append({**os.environ, "temp_dir": fields["_temp_dir"]}))
+    before = os.umask(0)
+    try:
+        for parent in (Path("/tmp"), tmp_path / ("x" * 100)):
+            parent.mkdir(exist_ok=True)
+            monkeypatch.setattr(tempfile, "tempdir", str(parent))
+            cluster = Cluster(None)
+            assert cluster.local is not None
+            file = cluster.local.token_file
+            assert file.parent.parent == Path("/tmp")
+            assert file.parent.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+            environment = seen.pop()
+            assert Path(environment["temp_dir"]).parent == file.parent
+            assert environment["RAY_AUTH_MODE"] == "token" and environment["RAY_AUTH_TOKEN_PATH"] == str(file)
+            assert "RAY_AUTH_TOKEN" not in environment and os.environ["RAY_AUTH_TOKEN"] == "of another cluster"
+            cluster.close()
+            assert not file.parent.exists()
+    finally:
+        os.umask(before)
+
+
+def test_where_no_cluster_answers_there_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, "", "Traceback ...\nRpcError: Timed out while waiting for GCS\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(ConfigError, match="no answer from the cluster at 127.0.0.1:1: RpcError: Timed out"):
+        asks_for_token("127.0.0.1:1")
+
+    def take_long(*_: Any, timeout: float, **__: Any) -> Any:
+        raise subprocess.TimeoutExpired("status", timeout)
+
+    monkeypatch.setattr(subprocess, "run", take_long)
+    with pytest.raises(ConfigError, match="the cluster at auto did not answer within"):
+        asks_for_token("auto")
+
+
+def test_workers_with_keys_listen_where_other_machines_reach_them() -> None:
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    assert reachable_ip("192.0.2.7") == "192.0.2.7" and reachable_ip("127.0.0.1") in own
