@@ -245,7 +245,8 @@ class AsyncRolloutClient:
         """Let unfinished samples go on: one for each prompt, whole, in order.
 
         `samples`: what `generate` gave for these prompts, one sample each; those of finish reason `abort`, and those of
-        `length` that have fewer than `max_tokens` tokens, go on, the others are returned as they are. `params`: those
+        `length` that have fewer than `max_tokens` tokens, go on, the others are returned as they are. With `max_tokens`
+        None those of `length` go on to the end of the model's context, unless they have reached it. `params`: those
         that they were asked for with, or their group's; `n` and the seed in them count for nothing, as each sample goes
         on with its own noise. `max_tokens` and `min_tokens` count all of its tokens, and a stop string may begin in
         those that are there. With the weights that it began with, the whole sample has the bits of one that was never
@@ -256,11 +257,21 @@ class AsyncRolloutClient:
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
         whole = list(samples)
-        async with aclosing(self.exchange(requests, "samples")) as replies:
+        async with aclosing(self.exchange(requests, "samples", "return")) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
+                elif isinstance(reply, TruerollError):
+                    await self._check_fills_context(requests[position], samples[position], reply)
         return whole
+
+    async def _check_fills_context(self, request: protocol.Generate, sample: SampleOutput, error: TruerollError) -> None:
+        """Raise the worker's `error` unless it refused to let a sample go on that ends where the context does."""
+        if sample.finish_reason != "length" or not isinstance(error, InvalidRequestError):
+            raise error
+        engine = (await self.health()).engine
+        if engine is None or len(request.prompt_token_ids) // 4 != engine["max_model_len"]:
+            raise error
 
     async def score(
         self,

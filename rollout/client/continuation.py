@@ -19,9 +19,11 @@ from ..protocol import tokens_to_bytes
 
 
 def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
-    """Whether there is more to come of a sample."""
+    """Whether there is more to come of a sample. Only the worker knows whether the context of one of finish reason
+    `length` has room, where `max_tokens` is None.
+    """
     if sample.finish_reason == "length":
-        return params.max_tokens is not None and len(sample.token_ids) < params.max_tokens
+        return params.max_tokens is None or len(sample.token_ids) < params.max_tokens
     return sample.finish_reason == "abort"
 
 

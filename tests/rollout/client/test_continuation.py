@@ -97,7 +97,11 @@ def test_the_rest_of_the_context_is_what_the_uninterrupted_sample_would_have_had
     expected = run(engine, [generate("g", PROMPT, max_tokens=None)])["g", 0]
     assert len(expected.token_ids) == 128 - 20
     [sample] = cut_short(engine, 5, max_tokens=None)
-    assert bits(gone_on(engine, sample, SamplingParams(max_tokens=None, ignore_eos=True))) == bits(expected)
+    rest = SamplingParams(max_tokens=None, ignore_eos=True)
+    assert bits(gone_on(engine, sample, rest)) == bits(expected)
+    ended = run(engine, [generate("short", PROMPT, max_tokens=7)])["short", 0]
+    assert ended.finish_reason == "length" and goes_on(ended, rest)
+    assert bits(gone_on(engine, ended, rest)) == bits(expected)
 
 
 def sample_of(num_tokens: int, reason: Any, *spans: WeightSpan) -> SampleOutput:
