@@ -126,6 +126,7 @@ class FakeWeights:
         self.dtype = dtype
         self.parts: dict[str, tuple[str, ...]] = {}
         self.kin: str | None = None
+        self.commit_note = ""
         self.tied = dict(tied or {})
         self.ignored = frozenset(ignored)
         self.live = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}

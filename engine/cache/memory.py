@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import math
 import mmap
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,6 +27,8 @@ HUGE_PAGE = 2 * 2**20
 _FIXED = 16  # MAP_FIXED
 _MOVE_FLAGS = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP
 _CANNOT_MOVE = (errno.EINVAL, errno.ENOSYS, errno.EPERM)
+
+log = logging.getLogger(__name__)
 
 
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
@@ -55,7 +59,12 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 
 
 class Arena(ABC):
-    """`memory`: its bytes, uint8. They are zero at first, and after a `restore` of what was not kept."""
+    """`memory`: its bytes, uint8. They are zero at first, and after a `restore` of what was not kept.
+
+    `copy_note`: why `take` had to copy pages of the host, which takes longer than moving them; empty if it had not.
+    """
+
+    copy_note = ""
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
@@ -134,9 +143,17 @@ class HostArena(Arena):
         self._is_held = True
 
     def _move(self, other: Arena) -> bool:
-        return isinstance(other, HostArena) and _move_pages(
-            other._memory.data_ptr(), self._memory.data_ptr(), self._memory.nbytes
-        )
+        if not isinstance(other, HostArena):
+            return False
+        if _move_pages(other._memory.data_ptr(), self._memory.data_ptr(), self._memory.nbytes):
+            return True
+        self._note_copy(os.strerror(ctypes.get_errno()))
+        return False
+
+    def _note_copy(self, reason: str) -> None:
+        if not self.copy_note:
+            self.copy_note = f"memory pages are copied, since this system does not move them (mremap: {reason})"
+            log.warning("%s; commits of weights take longer; Linux 5.13 or later moves pages", self.copy_note)
 
     def _advise(self) -> None:
         if self._huge_pages:

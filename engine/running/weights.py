@@ -82,6 +82,11 @@ class WeightStore:
         return self._arena.num_held + sum(kept)
 
     @property
+    def commit_note(self) -> str:
+        """Why commits take longer than they could; empty if they do not, as far as there was one."""
+        return self._arena.copy_note
+
+    @property
     def kin(self) -> str | None:
         """Equal for processes that may share the memory of their weights: each can lend it to the others, and has the
         same weights in the same places. None where there is nobody to lend it to.

@@ -171,6 +171,11 @@ class Control:
         return self._loaded
 
     @property
+    def commit_note(self) -> str:
+        """Why commits take longer than they could; empty if they do not. Callable from any thread."""
+        return "" if self._loaded is None else self._loaded.commit_note
+
+    @property
     def deadline(self) -> float:
         """When (monotonic seconds) `follow` has something to do at the latest."""
         operation = float("inf") if self._operation is None or self._operation.run else self._operation.deadline

@@ -505,7 +505,7 @@ class Worker:
             requests=requests,
             memory=self._memory(),
             limits=self._config.limits(),
-            engine=self._info,
+            engine=None if self._info is None else self._info | {"commit_note": self._control.commit_note},
             sleeping=tuple(sorted(self._control.lifecycle.standing.sleeping)),
             push=self._control.progress(),
         )

@@ -77,10 +77,16 @@ class LendableArea(StagingArea, Protocol):
 
 
 class Destination(Parameters, Protocol):
-    """The parameters of a worker, and how to make a place for new ones. `kin`: see `Weights`."""
+    """The parameters of a worker, and how to make a place for new ones. `kin`: see `Weights`.
+
+    `commit_note`: why commits take longer than they could, or empty.
+    """
 
     @property
     def kin(self) -> str | None: ...
+
+    @property
+    def commit_note(self) -> str: ...
 
     @property
     def base(self) -> KeptBase: ...

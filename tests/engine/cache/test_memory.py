@@ -137,15 +137,25 @@ def test_pages_move_instead_of_being_copied() -> None:
     other, theirs = filled(KINDS["huge pages"], seed=1)
     arena.take(other)
     assert not any(tensor.any() for tensor in theirs), "the pages are gone from where they were"
+    assert arena.copy_note == ""
 
 
-def test_where_pages_cannot_move_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_pages_cannot_move_they_are_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     arena, tensors = filled(KINDS["huge pages"])
     other, theirs = filled(KINDS["huge pages"], seed=1)
     monkeypatch.setattr(memory, "_MOVE_FLAGS", memory._MOVE_FLAGS | 1 << 20)  # a flag that no kernel knows
     assert not memory._move_pages(other._memory.data_ptr(), arena._memory.data_ptr(), arena._memory.nbytes)
+    assert arena.copy_note == "" and not caplog.messages
     arena.take(other)
     assert same(tensors, filled(KINDS["huge pages"], seed=1)[1]) and same(theirs, tensors)
+    assert arena.copy_note == (
+        "memory pages are copied, since this system does not move them (mremap: Invalid argument)"
+    )
+    arena.take(other)
+    [line] = caplog.messages
+    assert line.startswith(arena.copy_note)
 
 
 def test_a_move_that_fails_half_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
