@@ -205,14 +205,23 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
 
 
 def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
-    """Copies a stack that is stored as MXFP4, expert by expert. Its two tensors may be in two files."""
+    """Copies a stack that is stored as MXFP4, expert by expert. Its two tensors may be in two files.
+
+    Raise ModelError if a scale is NaN.
+    """
     count = stack.shape[0]
     at_once = max(1, _MAX_OPEN_BYTES * count // math.prod(blocks.shape))
     for start in range(0, count, at_once):
         with _open(blocks.file) as of_blocks, _open(scales.file) as of_scales:
             tensors = of_blocks.get_slice(blocks.name), of_scales.get_slice(scales.name)
             for expert in range(start, min(start + at_once, count)):
-                matrices = dequantize(*(tensor[expert : expert + 1] for tensor in tensors))
+                try:
+                    matrices = dequantize(*(tensor[expert : expert + 1] for tensor in tensors))
+                except ValueError as error:
+                    raise ModelError(
+                        f"{scales.file}: {scales.name}: expert {expert}: {error}; the checkpoint is damaged: fetch it "
+                        "again, or convert it again from weights that are finite"
+                    ) from None
                 stack.narrow(0, expert, 1).copy_(matrices.transpose(1, 2) if stack.layout.transposed else matrices)
 
 

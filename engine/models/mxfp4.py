@@ -1,8 +1,8 @@
 """MXFP4, the format of published checkpoints of gpt-oss (Open Compute Project: Microscaling Formats, 2023).
 
-Of a matrix each row is cut into blocks of 32 numbers, which share a scale: 2 ** (byte - 127). A number has 4 bits, a
-sign and one of eight magnitudes; the first of two is in the lower half of their byte. A stack of E matrices [R, C] is
-two tensors of uint8: `BLOCKS` [E, R, C / 32, 16], and `SCALES` [E, R, C / 32].
+Of a matrix each row is cut into blocks of 32 numbers, which share a scale: 2 ** (byte - 127), the byte 255 NaN.
+A number has 4 bits, a sign and one of eight magnitudes; the first of two is in the lower half of their byte. A stack of
+E matrices [R, C] is two tensors of uint8: `BLOCKS` [E, R, C / 32, 16], and `SCALES` [E, R, C / 32].
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 BLOCKS, SCALES = "_blocks", "_scales"
 """How their names end, behind that of the stack."""
 _BLOCK = 32
+_NAN_SCALE = 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
 
@@ -28,7 +29,12 @@ def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Matrices [E, R, C] in float32, of which bfloat16 has all but those of the least and the greatest scales."""
+    """Matrices [E, R, C] in float32, of which bfloat16 has all but those of the least and the greatest scales.
+
+    Raise ValueError if a scale is NaN.
+    """
+    if num_nan := int((scales == _NAN_SCALE).sum()):
+        raise ValueError(f"{num_nan} of {scales.numel()} scales are NaN (byte {_NAN_SCALE})")
     halves = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     values = _VALUES[halves.int()]
     return torch.ldexp(values, scales.int().sub_(127)[..., None]).flatten(-2)

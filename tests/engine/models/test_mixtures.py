@@ -238,13 +238,26 @@ def test_a_checkpoint_in_mxfp4_becomes_what_transformers_makes_of_it(
 def test_all_numbers_of_mxfp4_are_those_of_transformers() -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
-    scales = torch.arange(256, dtype=torch.uint8)[None, :, None].expand(1, 256, 16)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
+    scales = torch.arange(255, dtype=torch.uint8)[None, :, None].expand(1, 255, 16)
     for dtype in (torch.float32, torch.bfloat16):
         expected = convert_moe_packed_tensors(blocks.contiguous(), scales.contiguous(), dtype=dtype).transpose(1, 2)
         found = dequantize(blocks, scales).to(dtype)
-        assert found.shape == expected.shape == (1, 256, 512)
+        assert found.shape == expected.shape == (1, 255, 512)
         assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def test_a_scale_of_mxfp4_that_is_nan_is_refused(mixture_models: dict[str, Path], tmp_path: Path) -> None:
+    """As a power of two the byte 255 would be 2 ** 128, which is infinite in float32."""
+    tensors = quantized(mixture_models["gpt_oss"], tmp_path)
+    name = next(name for name in tensors if name.endswith("_scales"))
+    tensors[name][1, 2, 0] = 254
+    save_file(tensors, tmp_path / FILE)
+    assert dense(tmp_path)
+    tensors[name][1, 2, 0] = 255
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(ModelError, match=rf"{name}: expert 1: 1 of \d+ scales are NaN \(byte 255\); the checkpoint is"):
+        dense(tmp_path)
 
 
 def test_blocks_and_scales_may_lie_in_two_files(mixture_models: dict[str, Path], tmp_path: Path) -> None:
