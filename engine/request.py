@@ -7,6 +7,7 @@ torch, so that clients share these types with the engine.
 from __future__ import annotations
 
 import hashlib
+import operator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -34,6 +35,11 @@ TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+def plain(value: Any) -> Any:
+    """A scalar of numpy as the Python value, which strict validation takes or refuses by its type; else `value`."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 class Distribution(BaseModel):
     """The distribution a token is drawn from: the model's logits, a temperature, then filters.
 
@@ -54,7 +60,7 @@ class Distribution(BaseModel):
     def __init__(self, /, **values: Any) -> None:
         """Raise InvalidRequestError naming every parameter that is unknown, mistyped or out of range."""
         try:
-            super().__init__(**values)
+            super().__init__(**{name: plain(value) for name, value in values.items()})
         except ValidationError as error:
             raise InvalidRequestError(describe_validation_error(error)) from None
 
@@ -76,7 +82,7 @@ class Distribution(BaseModel):
 
 
 class SamplingParams(Distribution):
-    """How the samples of one prompt are drawn, when they end, and what is recorded.
+    """How the samples of one prompt are drawn, when they end, and what is recorded. Numbers may be scalars of numpy.
 
     `seed` None lets the worker take `seed_of` the request; sample i uses `derive_seed(seed, i)`. A sample ends at an
     end-of-sequence token of the model (any that generation_config.json, config.json or the tokenizer names, unless
@@ -110,6 +116,15 @@ class SamplingParams(Distribution):
     @classmethod
     def _one_string_is_one_stop(cls, stop: Any) -> Any:
         return (stop,) if isinstance(stop, str) else stop
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _token_ids_are_plain(cls, token_ids: Any) -> Any:
+        if isinstance(token_ids, np.ndarray):
+            return token_ids.tolist()
+        if isinstance(token_ids, list | tuple) and not {*map(type, token_ids)} <= {int}:
+            return [plain(token) for token in token_ids]
+        return token_ids
 
     @model_validator(mode="after")
     def _min_tokens_can_be_reached(self) -> SamplingParams:
@@ -301,7 +316,7 @@ def derive_seed(seed: int, index: int) -> int:
 
     SplitMix64 (Steele, Lea, Flood 2014): the finalizer is a bijection and the increment is odd, so no two indices meet.
     """
-    z = (seed + (index + 1) * _GOLDEN) & _MASK
+    z = (operator.index(seed) + (operator.index(index) + 1) * _GOLDEN) & _MASK
     z = ((z ^ (z >> 30)) * _FACTORS[0]) & _MASK
     z = ((z ^ (z >> 27)) * _FACTORS[1]) & _MASK
     return z ^ (z >> 31)

@@ -265,7 +265,9 @@ class AsyncRolloutClient:
                     await self._check_fills_context(requests[position], samples[position], reply)
         return whole
 
-    async def _check_fills_context(self, request: protocol.Generate, sample: SampleOutput, error: TruerollError) -> None:
+    async def _check_fills_context(
+        self, request: protocol.Generate, sample: SampleOutput, error: TruerollError
+    ) -> None:
         """Raise the worker's `error` unless it refused to let a sample go on that ends where the context does."""
         if sample.finish_reason != "length" or not isinstance(error, InvalidRequestError):
             raise error

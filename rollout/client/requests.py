@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from trueroll.errors import InvalidRequestError, brief
 
-from ...engine.request import SampleOutput, SamplingParams, derive_seed, describe_validation_error
+from ...engine.request import SampleOutput, SamplingParams, derive_seed, describe_validation_error, plain
 from .. import protocol
 from .continuation import continuation, goes_on
 
@@ -96,7 +96,7 @@ def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, prot
 
 def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None) -> list[SamplingParams]:
     """The parameters of each prompt, with its own seed, if the call has one."""
-    own = [params.seed for params in all_params if params.seed is not None]
+    own, seed = [params.seed for params in all_params if params.seed is not None], plain(seed)
     if seed is None:
         if own and isinstance(given, SamplingParams) and len(all_params) > 1:
             raise InvalidRequestError(
@@ -123,9 +123,9 @@ def _checked_ids(ids: Sequence[str], count: int) -> list[str]:
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
-    """A message made of what the caller gave. Raises InvalidRequestError."""
+    """A message made of what the caller gave, scalars of numpy included. Raises InvalidRequestError."""
     try:
-        return kind(**fields)
+        return kind(**{name: plain(value) for name, value in fields.items()})
     except ValidationError as error:
         raise InvalidRequestError(describe_validation_error(error)) from None
 

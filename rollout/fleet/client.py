@@ -23,7 +23,7 @@ from trueroll.errors import (
     brief,
 )
 
-from ...engine.request import SampleDelta
+from ...engine.request import SampleDelta, plain
 from ...weight_sync.payload.parameters import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
@@ -69,6 +69,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         patience: float = 600.0,
         while_connected: bool = False,
     ) -> None:
+        max_staleness = plain(max_staleness)
         if type(max_staleness) is not int or max_staleness < 0:
             raise ConfigError(f"max_staleness: expected an integer from 0 on, found {brief(max_staleness)}; correct it")
 

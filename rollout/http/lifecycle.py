@@ -13,7 +13,7 @@ from starlette.responses import Response
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, PushError, brief
 
 from ...engine.request import InFlight
-from ...weight_sync.payload.manifest import MANIFEST_FILE
+from ...weight_sync.payload.manifest import LAST_VERSION, MANIFEST_FILE, Version
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..monitoring.metrics import WorkerMetrics, exposition
@@ -33,7 +33,7 @@ class UpdateFields(Fields):
     """`weight_dir`: a folder with the weights. `weight_version`: what they are called; None: the next one."""
 
     weight_dir: str
-    weight_version: int | None = None
+    weight_version: Version | None = None
 
 
 class Lifecycle:
@@ -106,7 +106,7 @@ class Lifecycle:
         async with self._push_lock:
             version = fields.weight_version
             if version is None:
-                version = ((await self._health()).weight_version or 0) + 1
+                version = _next_version((await self._health()).weight_version or 0)
             await asyncio.to_thread(_push, self._address, self._keys, fields, version)
         health = await self._health()
         return answer({"status": "updated", "weight_version": health.weight_version})
@@ -127,6 +127,13 @@ class Lifecycle:
         except TimeoutError:
             text = f"worker: expected an answer within {HEALTH_SECONDS} s, found none; is it there?"
             raise HttpError(503, text, code="worker_lost") from None
+
+
+def _next_version(served: int) -> int:
+    """Raise PushError if there is none."""
+    if served >= LAST_VERSION:
+        raise PushError(f"weight_version: no version follows {served}, which is served; start the worker anew")
+    return served + 1
 
 
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:

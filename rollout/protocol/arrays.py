@@ -11,14 +11,22 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError, TruerollError, brief
 
-from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan
+from ...engine.request import SampleDelta, SampleOutput, ScoreOutput, WeightSpan, plain
 from .messages import Delta, Error, FinishedSample, RoutedExperts, Scores, Span, TopArrays
 
 MAX_ERROR_CHARS = 2000
+_BOOLEANS = frozenset((bool, np.bool_))
 
 
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, what: str) -> bytes:
-    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming `what` it was for."""
+    """Token ids as the protocol's int32 array. Raises InvalidRequestError naming `what` it was for.
+
+    Integers of numpy are taken like those of Python. Booleans are refused, which numpy would turn into 0 and 1.
+    """
+    if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
+        if not _BOOLEANS.isdisjoint(kinds):
+            raise InvalidRequestError(f"{what}: booleans are not token ids ({brief(token_ids)}); give integers")
+        token_ids = [plain(token) for token in token_ids]
     try:
         tokens = np.asarray(token_ids)
     except ValueError:  # sequences of several lengths

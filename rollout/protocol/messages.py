@@ -19,7 +19,7 @@ from ...engine.request import (
     Tag,
     TopLogprobs,
 )
-from ...weight_sync.payload.manifest import PushId
+from ...weight_sync.payload.manifest import PushId, Version
 from ...weight_sync.payload.messages import (
     Count,
     GetWeights,
@@ -30,7 +30,6 @@ from ...weight_sync.payload.messages import (
     PushStatus,
     Seconds,
     State,
-    Version,
     Weights,
 )
 

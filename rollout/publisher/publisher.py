@@ -32,9 +32,10 @@ from trueroll.errors import (
     WorkerLostError,
 )
 
-from ...engine.request import InFlight
+from ...engine.request import InFlight, plain
 from ...kernels.adapters import read_tensors
 from ...kernels.wrappers import adapted_inside
+from ...weight_sync.payload.manifest import LAST_VERSION
 from ...weight_sync.trainer.adapters import TrainerAdapters
 from ...weight_sync.trainer.outcome import PushResult, push_on_all_ranks
 from ...weight_sync.trainer.sender import Transport, WeightSender
@@ -161,7 +162,8 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        It must be later than the version that each serves, 0 at first and after a restart, unless `allow_older`: then
+        It is at most 2**63 - 2, and must be later than the version that each serves, 0 at first and after a restart,
+        unless `allow_older`: then
         samples of two different weights may carry the same version.
 
         `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
@@ -175,7 +177,9 @@ class WeightPublisher:
         from their checkpoint or from a push without `adapters`: checksums tell. What changes a frozen weight through
         `.data` is not noticed by them.
         """
-        _check(type(version) is int and 0 <= version < 2**63, "version", "an integer from 0 on", version)
+        version = plain(version)
+        is_version = type(version) is int and 0 <= version <= LAST_VERSION
+        _check(is_version, "version", f"an integer from 0 to {LAST_VERSION}", version)
         self._taken_out.clear()
         alone = adapters
         while True:

@@ -26,6 +26,9 @@ MOST_PIECES = 8192
 """In one bucket, so that its message stays short."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+LAST_VERSION = 2**63 - 2
+"""The greatest version of weights. 2**63 - 1, the greatest int64, is refused: no version could follow it."""
+Version = Annotated[int, Field(ge=0, le=LAST_VERSION)]
 Checksum = Annotated[int, Field(ge=0, lt=2**64)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Shape: TypeAlias = Annotated[tuple[Count, ...], FailFast(), Field(min_length=1, max_length=8)]
@@ -231,7 +234,7 @@ class FolderManifest(_Part):
 
     format: Literal[1] = 1
     push_id: PushId
-    weight_version: Count
+    weight_version: Version
     dtype: str
     checksums: Annotated[dict[str, int], PlainValidator(_checksums)]
     adapters: Adapters | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...engine.request import InFlight
-from .manifest import Adapters, Bucket, Gpu, Kin, LentSource, PushId, Source
+from .manifest import Adapters, Bucket, Gpu, Kin, LentSource, PushId, Source, Version
 
 MAX_ID_CHARS = 128
 
@@ -19,7 +19,6 @@ State: TypeAlias = Literal["loading", "ready", "paused", "draining", "asleep", "
 PushPhase: TypeAlias = Literal["begun", "staged", "verified", "committed", "aborted"]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
 Count = Annotated[int, Field(ge=0)]
-Version = Annotated[int, Field(ge=0, lt=2**63)]
 DtypeName = Annotated[str, Field(max_length=80)]
 Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
 
@@ -50,7 +49,7 @@ class BeginPush(Message):
     type: Literal["begin_push"] = "begin_push"
     id: Id
     push_id: PushId
-    weight_version: Count
+    weight_version: Version
     base: PushId | None = None
     adapters: Adapters | None = None
     allow_older: bool = False

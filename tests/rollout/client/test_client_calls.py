@@ -52,7 +52,46 @@ def test_a_list_of_params_holds_nothing_else(client: RolloutClient, params: Any)
         client.generate([[1]], params, errors="return")
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, "7"])
+def test_numbers_of_numpy_are_those_of_python(client: RolloutClient) -> None:
+    prompts: list[Any] = [[np.int64(1), np.int32(2)], np.array([1, 2], np.uint16), (1, np.uint64(2))]
+    plain = client.generate([[1, 2]] * 3, SHORT, seed=7, min_weight_version=0)
+    seed, oldest = np.uint64(7), np.int64(0)
+    found = client.generate(prompts, SHORT, seed=seed, min_weight_version=oldest)  # type: ignore[arg-type]
+    assert seeds_of(found) == seeds_of(plain)
+    assert [group.samples[0].token_ids for group in found] == [group.samples[0].token_ids for group in plain]
+    distribution: dict[str, Any] = dict(temperature=np.float32(0.5), top_k=np.int64(4), top_logprobs=np.int8(2))
+    scores = client.score(prompts, **distribution)
+    expected = client.score([[1, 2]] * 3, temperature=0.5, top_k=4, top_logprobs=2)
+    assert [each.logprobs.tobytes() for each in scores] == [each.logprobs.tobytes() for each in expected]
+    assert client.abort("nobody", np.int64(0), missing_ok=True) == 0  # type: ignore[arg-type]
+    assert client.drain(np.float32(5.0)).state == "paused"  # type: ignore[arg-type]
+    assert client.resume().state == "ready"
+
+
+@pytest.mark.parametrize("value", [True, np.True_])
+def test_a_boolean_is_no_number(client: RolloutClient, value: Any) -> None:
+    for prompt in ([value], [1, value], (value, 2), np.array([True, False])):
+        with pytest.raises(InvalidRequestError, match=r"^prompts\[0\]: "):
+            client.generate([prompt], SHORT)
+        with pytest.raises(InvalidRequestError, match=r"^sequences\[0\]: "):
+            client.score([prompt])
+    for call in (
+        lambda: client.generate([[1]], SHORT, seed=value),
+        lambda: client.generate([[1]], SHORT, min_weight_version=value),
+        lambda: client.score([[1, 2]], top_logprobs=value),
+        lambda: client.abort("nobody", value, missing_ok=True),
+        lambda: client.drain(value),
+    ):
+        with pytest.raises(InvalidRequestError):
+            call()
+
+
+def test_no_version_is_demanded_that_none_can_reach(client: RolloutClient) -> None:
+    with pytest.raises(InvalidRequestError, match="^min_weight_version: .* found 9223372036854775807"):
+        client.generate([[1]], SHORT, min_weight_version=2**63 - 1, wait_for_weights=True)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 1.0, True, np.True_, "7"])
 def test_a_seed_that_is_none_is_refused(client: RolloutClient, seed: Any) -> None:
     with pytest.raises(InvalidRequestError, match="^seed: expected one integer in"):
         client.generate([[1]], seed=seed)
@@ -126,6 +165,14 @@ def test_health_is_fresh_after_an_abort_that_leaves_nothing_to_do(client: Rollou
     thread.join()
     while client.health().requests["running"]:  # it was so until the next request, for ever if there was none
         pass
+
+
+def test_health_says_why_commits_copy(client: RolloutClient, engine: FakeEngine) -> None:
+    told = client.health().engine
+    assert told is not None and told["commit_note"] == ""
+    engine.weights.commit_note = "memory pages are copied"
+    told = client.health().engine
+    assert told is not None and told["commit_note"] == "memory pages are copied"
 
 
 def test_continued_samples_keep_their_places(client: RolloutClient, engine: FakeEngine) -> None:

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine, FakeStaging, FakeWeights
@@ -461,6 +462,19 @@ def test_versions_that_are_not_later_are_refused_unless_allowed(cluster: Cluster
             assert all(serves(worker, before, first) for worker in workers)
         result = publisher.push(before, 3, allow_older=True)
         assert all(serves(worker, before, result) for worker in workers)
+
+
+def test_the_last_version_is_one_that_another_number_can_follow(cluster: Cluster) -> None:
+    """2**63 - 1 is the greatest int64: whoever counts on from it would leave the range."""
+    worker = cluster.start()
+    with cluster.publisher() as publisher:
+        versions: list[Any] = [2**63 - 1, np.int64(2**63 - 1), -1, 1.0, True, np.True_]
+        for version in versions:
+            with pytest.raises(ConfigError, match=f"^version: expected an integer from 0 to {2**63 - 2}, found"):
+                publisher.push(trainer_tensors(1), version)
+        tensors = trainer_tensors(1)
+        result = publisher.push(tensors, np.int64(2**63 - 2))  # type: ignore[arg-type]
+        assert serves(worker, tensors, result) and result.version == 2**63 - 2 and type(result.version) is int
 
 
 @pytest.mark.parametrize(("transport", "sparse"), [("shared", False), ("shared", True), ("collective", False)])

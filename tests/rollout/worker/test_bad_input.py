@@ -112,6 +112,22 @@ REFUSED = {
     ),
     "too many stop strings": (generate(stop=["a"] * 65), "invalid_request", "at most 64"),
     "a long stop string": (generate(stop=["a" * 1025]), "invalid_request", "at most 1024"),
+    "a version that none can follow": (
+        {**generate(), "min_weight_version": 2**63 - 1},
+        "invalid_message",
+        "min_weight_version: ",
+    ),
+    "a push of a version that none can follow": (
+        {
+            "type": "begin_push",
+            "push_id": "0" * 32,
+            "weight_version": 2**63 - 1,
+            "dtype": "float32",
+            "source": {"kind": "disk", "folder": "/"},
+        },
+        "invalid_message",
+        "begin_push.weight_version: ",
+    ),
     "oversized": (generate([1] * (MAX_BYTES // 4)), "message_too_large", f"max_message_bytes = {MAX_BYTES}"),
 }
 

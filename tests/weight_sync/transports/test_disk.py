@@ -473,6 +473,14 @@ def test_a_checksum_is_a_number_of_64_bits(folder: Path, checksum: Any) -> None:
         open_reader(folder)
 
 
+@pytest.mark.parametrize("version", [-1, 2**63 - 1, 1.0, True, None])
+def test_a_version_that_is_none_is_refused(folder: Path, version: Any) -> None:
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"weight_version": version}))
+    with pytest.raises(PushError, match=f"expected a manifest in .*{MANIFEST_FILE}, found 'weight_version': "):
+        read_manifest(folder)
+
+
 def pad(folder: Path, name: str, num_bytes: int) -> None:
     """Blanks, which change nothing, until the manifest, or the header of the tensors, has so many bytes."""
     content = (folder / name).read_bytes()

@@ -1,0 +1,61 @@
+"""Sampling parameters: which values are taken, and as what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trueroll.engine.request import SamplingParams, derive_seed
+from trueroll.errors import InvalidRequestError
+
+INTEGERS = ["n", "max_tokens", "min_tokens", "top_k", "seed", "top_logprobs"]
+FLOATS = ["temperature", "top_p", "min_p"]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint8, np.uint64])
+def test_integers_of_numpy_are_those_of_python(kind: Any) -> None:
+    for name in INTEGERS:
+        found = getattr(SamplingParams(**{name: kind(5)}), name)
+        assert found == 5 and type(found) is int, name
+    for token_ids in ([kind(5), 6], (kind(5), kind(6)), np.array([5, 6], kind)):
+        found = SamplingParams(stop_token_ids=token_ids).stop_token_ids  # type: ignore[arg-type]
+        assert found == (5, 6) and {*map(type, found)} == {int}
+    assert derive_seed(kind(5), kind(6)) == derive_seed(5, 6)
+
+
+def test_a_seed_of_numpy_may_have_64_bits() -> None:
+    assert SamplingParams(seed=np.uint64(2**64 - 1)).seed == 2**64 - 1  # type: ignore[arg-type]
+    assert derive_seed(np.uint64(2**64 - 1), np.int64(3)) == derive_seed(2**64 - 1, 3)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_taken_for_floats(kind: Any) -> None:
+    for name in FLOATS:
+        found = getattr(SamplingParams(**{name: kind(1)}), name)
+        assert found == 1.0 and type(found) is float, name
+
+
+@pytest.mark.parametrize("value", [True, np.True_])
+def test_a_boolean_is_no_number(value: Any) -> None:
+    for name in [*INTEGERS, *FLOATS]:
+        with pytest.raises(InvalidRequestError, match=f"^{name}: input should be a valid"):
+            SamplingParams(**{name: value})
+    for token_ids in ([value], (3, value), np.array([True])):
+        with pytest.raises(InvalidRequestError, match="^stop_token_ids"):
+            SamplingParams(stop_token_ids=token_ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [2.0, np.float32(2.0), "2", np.str_("2")])
+def test_only_integers_are_taken_for_integers(value: Any) -> None:
+    for name in INTEGERS:
+        with pytest.raises(InvalidRequestError, match=f"^{name}: input should be a valid integer"):
+            SamplingParams(**{name: value})
+    with pytest.raises(InvalidRequestError, match="^stop_token_ids"):
+        SamplingParams(stop_token_ids=[value])  # type: ignore[arg-type]
+
+
+def test_a_number_of_numpy_out_of_its_range_is_named() -> None:
+    with pytest.raises(InvalidRequestError, match="^n: .*greater than or equal to 1, found 0$"):
+        SamplingParams(n=np.int64(0))  # type: ignore[arg-type]
