@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 import openai
+from raw_http import Raw
 
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.server import listen, run
@@ -49,6 +51,16 @@ class Front:
         """The value of a metric of one line."""
         lines = self.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+    def wait_for(self, name: str, value: float, deadline: float = 60) -> None:
+        """Wait until a metric of one line has this value."""
+        end = time.monotonic() + deadline
+        while (found := self.metric(name)) != value:
+            assert time.monotonic() < end, f"{name} is {found}, not {value}"
+
+    def raw(self) -> Raw:
+        """A connection to say anything on, with what reads the answers."""
+        return Raw(self.connect(), self.key)
 
     def connect(self) -> socket.socket:
         """A connection to say anything on."""

@@ -17,10 +17,11 @@ from starlette.types import ASGIApp
 from trueroll.errors import TruerollError
 
 from ...engine.request import TokenId
+from .bodies import Bodies
 from .chat import ConversationFields, read_chat, token_ids_of
 from .completions import read_completion
 from .config import HttpConfig
-from .errors import HttpError, as_http_error
+from .errors import Gone, HttpError, as_http_error
 from .fields import Fields, checked, given
 from .generate import read_generate
 from .guard import CLIENT_LEFT, Counters, Guard
@@ -30,7 +31,7 @@ from .pages import FILES, Pages
 from .pieces import Asker, Form, Task
 from .samples import SampleLog
 from .watch import Watch
-from .wire import Gone, answer, error_answer, event_stream, read_json, while_present
+from .wire import answer, error_answer, event_stream, read_json, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
 
@@ -59,8 +60,8 @@ class DetokenizeFields(Fields):
 class Endpoints:
     """The paths that concern the model."""
 
-    def __init__(self, served: ServedModel, max_body_bytes: int, samples: SampleLog) -> None:
-        self._served, self._max_body_bytes, self._samples = served, max_body_bytes, samples
+    def __init__(self, served: ServedModel, samples: SampleLog) -> None:
+        self._served, self._samples = served, samples
 
     def asking(self, read: Reader, has_text: bool) -> Callable[[Request], Awaitable[Response]]:
         """The handler of requests that `read` understands."""
@@ -68,7 +69,7 @@ class Endpoints:
         asker = Asker(served.client, served.texts if has_text else None, served.eos_token_ids, self._samples)
 
         async def handle(request: Request) -> Response:
-            body = await self._body(request)
+            body = await read_json(request)
             task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
             if task.is_stream:
                 return await event_stream(request.receive, asker.events(task, form))
@@ -84,7 +85,7 @@ class Endpoints:
         return answer(self._card())
 
     async def tokenize(self, request: Request) -> Response:
-        fields = given(await self._body(request))
+        fields = given(await read_json(request))
         if "messages" in fields:
             own = checked(TokenizeChatFields, fields)
             self._served.check_name(own.model)
@@ -99,12 +100,9 @@ class Endpoints:
         return answer(told)
 
     async def detokenize(self, request: Request) -> Response:
-        own = checked(DetokenizeFields, given(await self._body(request)))
+        own = checked(DetokenizeFields, given(await read_json(request)))
         self._served.check_name(own.model)
         return answer({"prompt": await self._served.texts.decode_long(own.tokens, skip_special_tokens=False)})
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self._max_body_bytes)
 
     def _card(self) -> dict[str, Any]:
         served = self._served
@@ -117,7 +115,7 @@ def make_app(
 ) -> ASGIApp:
     """The application. `key`: the API key; None: none is needed."""
     samples = SampleLog()
-    endpoints = Endpoints(served, config.max_body_bytes, samples)
+    endpoints = Endpoints(served, samples)
     pages = Pages(served, samples, watch)
     routes = [
         Route("/v1/completions", endpoints.asking(read_completion, has_text=True), methods=["POST"]),
@@ -146,7 +144,9 @@ def make_app(
     handlers = {TruerollError: _tell, Gone: _note_gone, HTTPException: _tell_http, Exception: _tell_fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False  # to whatever name a request gives in `Host`
-    return Guard(app, key, config.max_open_requests, counters, {route.path for route in routes})
+    bodies = Bodies(config)
+    counters.include(bodies.collect)
+    return Guard(app, key, config.max_open_requests, counters, bodies, {route.path for route in routes})
 
 
 async def _tell(request: Request, error: Exception) -> Response:

@@ -49,6 +49,10 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _PARAM = re.compile(r"(?:prompts\[\d+\]: )?(?!prompts\[)([a-z_]\w*(?:[.\[]\w+\]?)*): ")
 
 
+class Gone(Exception):
+    """The client has disconnected: nobody is there to be answered."""
+
+
 class HttpError(TruerollError):
     """A request that is answered by `status`. `param`: the field that is wrong. `code`: a word for programs."""
 

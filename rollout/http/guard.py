@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections import Counter
-from collections.abc import Iterator
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
-from .errors import RETRY_AFTER_SECONDS, HttpError
+from .bodies import Bodies
+from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
 from .wire import error_answer
 
@@ -27,6 +28,7 @@ OPEN_PATHS = {"/health", *FILES}
 WORK_PATHS = {
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize", "/ui/score"),
 }
+_HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
 """What is counted for a client that was not there any more to be answered."""
 
@@ -37,8 +39,13 @@ class Counters:
     """
 
     def __init__(self) -> None:
+        self._others: list[Callable[[], Iterator[Metric]]] = []
         self.requests: Counter[tuple[str, int]] = Counter()
         self.open = 0
+
+    def include(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        """Tell these metrics, too."""
+        self._others.append(collect)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as they are now."""
@@ -47,18 +54,26 @@ class Counters:
             family.add_metric([path, str(status)], count)
         yield family
         yield GaugeMetricFamily("trueroll_http_open_requests", "For tokens or text.", value=self.open)
+        for collect in self._others:
+            yield from collect()
 
 
 class Guard:
     """Lets requests through to `app`, or answers them itself. `key`: that clients must send; None: none."""
 
     def __init__(
-        self, app: ASGIApp, key: bytes | None, max_open_requests: int, counters: Counters, paths: set[str]
+        self,
+        app: ASGIApp,
+        key: bytes | None,
+        max_open_requests: int,
+        counters: Counters,
+        bodies: Bodies,
+        paths: set[str],
     ) -> None:
         self._app = app
         self._digest = None if key is None else _digest(key)
         self._max_open = max_open_requests
-        self._counters, self._paths = counters, paths
+        self._counters, self._bodies, self._paths = counters, bodies, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,15 +97,24 @@ class Guard:
         try:
             self._check_origin(request)
             self._check_key(request, path)
-            if is_work and self._counters.open >= self._max_open:
-                raise _too_many(self._max_open)
+            self._check_slots(is_work)
+            if path not in OPEN_PATHS:
+                await self._bodies.read(request.scope, receive, is_work)
+                self._check_slots(is_work)
         except HttpError as error:
+            error.headers["Connection"] = "close"  # the rest of the body is not read
             return await error_answer(error)(request.scope, receive, send)
+        except Gone:
+            return
         self._counters.open += is_work
         try:
             await self._app(request.scope, receive, send)
         finally:
             self._counters.open -= is_work
+
+    def _check_slots(self, is_work: bool) -> None:
+        if is_work and self._counters.open >= self._max_open:
+            raise _too_many(self._max_open)
 
     def _check_key(self, request: Request, path: str) -> None:
         if self._digest is None or path in OPEN_PATHS:
@@ -115,11 +139,10 @@ class Guard:
 
 
 def _is_local(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    return name == "localhost" or is_loopback(name)
+    """Whether the whole of a `Host` header is a loopback name, with or without a port."""
+    found = _HOST.fullmatch(host)
+    name = "" if found is None else found[1].lower()
+    return name == "localhost" or is_loopback(name.strip("[]"))
 
 
 def _digest(key: bytes) -> bytes:

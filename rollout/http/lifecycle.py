@@ -24,7 +24,6 @@ from .guard import Counters
 from .wire import answer, read_json
 
 HEALTH_SECONDS = 5.0
-MAX_BODY_BYTES = 2**16
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 
@@ -102,7 +101,7 @@ class Lifecycle:
     async def update_weights(self, request: Request) -> Response:
         """Serve the weights in a folder: of a push by `disk`, or of a checkpoint in Hugging Face format."""
         _queries(request, {})
-        fields = checked(UpdateFields, await read_json(request, MAX_BODY_BYTES))
+        fields = checked(UpdateFields, await read_json(request))
         async with self._push_lock:
             version = fields.weight_version
             if version is None:

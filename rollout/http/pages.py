@@ -42,7 +42,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-MAX_BODY_BYTES = 2**12
 MOST_TOKENS = 2048
 """Of one answer."""
 SHOWN = ("n", "max_tokens", "temperature")
@@ -113,7 +112,7 @@ class Pages:
 
     async def score(self, request: Request) -> Response:
         """Score a sample again, and compare the bits."""
-        fields = checked(ScoreFields, await read_json(request, MAX_BODY_BYTES))
+        fields = checked(ScoreFields, await read_json(request))
         group = self._group(fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:

@@ -12,12 +12,10 @@ import gc
 import logging
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
-from types import FrameType
-
-import uvicorn
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 
 from trueroll.errors import ConfigError
 
@@ -26,20 +24,20 @@ from ..client.membership import membership_of
 from ..fleet.client import client_for
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
+from .accepting import Acceptor
 from .app import make_app
 from .config import HttpConfig, api_key
+from .connections import Connections
 from .guard import Counters
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .texts import Texts
 from .watch import Watch
 
-KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
 """Without any sign of life from the worker, while requests wait, mean that it is lost."""
-MAX_HEADER_BYTES = 2**16
 
 log = logging.getLogger(__name__)
 
@@ -79,29 +77,53 @@ async def run(
         app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        server = _Server(_uvicorn_config(app, config), lambda: on_ready(url, served.name))
+        connections = Connections(app, config)
+        counters.include(connections.collect)
         with closing(served.texts):
             watching = asyncio.create_task(watch.run())
             try:
-                await server.serve(sockets=[listener])
+                await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:
                 watching.cancel()
 
 
-class _Server(uvicorn.Server):
-    """Calls `on_ready` once it serves and signals end it. When one has ended it, it does not raise that again."""
+async def _answer(
+    listener: socket.socket, connections: Connections, config: HttpConfig, on_ready: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, then let requests finish; after a second SIGINT no longer."""
+    told = asyncio.Event()
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_ready = on_ready
+    def end(hurries: bool) -> None:
+        if told.is_set() and hurries:
+            connections.hurry()
+        told.set()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_ready()
+    seconds = 0.0
+    with _signals(end):
+        try:
+            with Acceptor(listener, connections):
+                on_ready()
+                await told.wait()
+            listener.close()  # so that new clients are refused at once
+            seconds = config.drain_seconds
+        finally:
+            await connections.end(seconds)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
+
+@contextmanager
+def _signals(end: Callable[[bool], None]) -> Iterator[None]:
+    """Call `end` for SIGTERM and, with True, for SIGINT. Only a main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number == signal.SIGINT)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
 async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
@@ -117,24 +139,6 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         max_prompts=health.limits["max_queued_requests"],
         eos_token_ids=frozenset(engine["eos_token_ids"]),
         created=int(time.time()),
-    )
-
-
-def _uvicorn_config(app: object, config: HttpConfig) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,  # type: ignore[arg-type]
-        loop="asyncio",  # whose event loop the sockets of ZMQ know
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=config.drain_seconds,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
 
 

@@ -13,30 +13,24 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trueroll.errors import brief
 
-from .errors import HttpError, as_http_error, error_body
+from .bodies import take_body
+from .errors import Gone, HttpError, as_http_error, error_body
 
 T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 
-BODY_SECONDS = 60.0
-"""How long a client may take to send a body."""
-
 log = logging.getLogger(__name__)
 
 
-class Gone(Exception):
-    """The client has disconnected: nobody is there to be answered."""
-
-
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_json(request: Request) -> dict[str, Any]:
     """The JSON object in a request's body; {} for an empty one. Raise HttpError."""
-    body = await _read(request, max_bytes)
+    body = take_body(request.scope)
     if not body:
         return {}
     try:
@@ -50,25 +44,6 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise HttpError(400, f"body: expected a JSON object, found {brief(content)}; correct it", code="invalid_json")
     return content
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                num_bytes += len(part)
-                if num_bytes > max_bytes:
-                    raise HttpError(
-                        413, f"body: expected at most {max_bytes} bytes, found more; send less", code="body_too_large"
-                    )
-                parts.append(part)
-    except TimeoutError:
-        raise HttpError(408, f"body: expected all of it within {BODY_SECONDS} s, found less; send it faster") from None
-    except ClientDisconnect:
-        raise Gone from None
-    return b"".join(parts)
 
 
 def _refuse_constant(name: str) -> None:

@@ -250,6 +250,31 @@ def http(
         str | None, typer.Option(help="What clients call the model. Default: what the worker was told to serve.")
     ] = HTTP["model_name"],
     max_body_bytes: Annotated[int, typer.Option(help="Longest request that is read.")] = HTTP["max_body_bytes"],
+    max_unfinished_bytes: Annotated[
+        int | None, typer.Option(help="Most that all unfinished requests hold. Default: 8 times --max-body-bytes.")
+    ] = HTTP["max_unfinished_bytes"],
+    body_seconds: Annotated[float, typer.Option(help="How long a client may take to send a request.")] = HTTP[
+        "body_seconds"
+    ],
+    max_body_chunks: Annotated[int, typer.Option(help="Most chunks of a request.")] = HTTP["max_body_chunks"],
+    max_head_bytes: Annotated[int, typer.Option(help="Longest head of a request.")] = HTTP["max_head_bytes"],
+    max_head_lines: Annotated[int, typer.Option(help="Most lines of a head.")] = HTTP["max_head_lines"],
+    max_connections: Annotated[
+        int | None,
+        typer.Option(help="Most connections at a time. Default: half of the descriptors, at most 2048."),
+    ] = HTTP["max_connections"],
+    head_seconds: Annotated[float, typer.Option(help="How long a client may take to send a head.")] = HTTP[
+        "head_seconds"
+    ],
+    keep_alive_seconds: Annotated[float, typer.Option(help="How long a connection is kept without a request.")] = HTTP[
+        "keep_alive_seconds"
+    ],
+    write_seconds: Annotated[float, typer.Option(help="How long a client may take nothing of an answer.")] = HTTP[
+        "write_seconds"
+    ],
+    linger_seconds: Annotated[
+        float, typer.Option(help="How long a refused connection drops what its client still sends.")
+    ] = HTTP["linger_seconds"],
     max_open_requests: Annotated[int, typer.Option(help="Most requests at a time.")] = HTTP["max_open_requests"],
     drain_seconds: Annotated[
         int, typer.Option(help="How long open requests may go on after SIGTERM or Ctrl-C.")
@@ -264,7 +289,7 @@ def http(
     settings = dict(locals())
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = HttpConfig(**{name: settings[name] for name in HTTP})
-    for package in ("starlette", "uvicorn"):
+    for package in ("starlette", "h11"):
         if find_spec(package) is None:
             raise ConfigError(f"http: expected the package {package}, found none; pip install 'trueroll[http]'")
     from ..http.server import serve as serve_http

@@ -8,9 +8,11 @@ from pathlib import Path
 from prometheus_client.metrics_core import Metric
 
 from trueroll.rollout.http import app, guard, pages, server
+from trueroll.rollout.http.bodies import Bodies
 from trueroll.rollout.http.chat import ChatFields
 from trueroll.rollout.http.completions import CompletionFields
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
+from trueroll.rollout.http.connections import Connections
 from trueroll.rollout.http.errors import STATUSES
 from trueroll.rollout.http.fields import IGNORED, OFF, SAMPLING
 from trueroll.rollout.http.generate import GenerateFields
@@ -41,7 +43,9 @@ def test_every_path_is_described() -> None:
 def test_every_code_and_metric_is_described() -> None:
     not_met = {"invalid_config", "invalid_model", "unknown_request", "id_conflict"}
     assert {kind.code for kind in STATUSES} - not_met - WORDS == set()
-    families: list[Metric] = [*guard.Counters().collect()]
+    config = HttpConfig(address="ipc://x")
+    parts = guard.Counters(), Bodies(config), Connections(app.Starlette(), config)
+    families: list[Metric] = [family for part in parts for family in part.collect()]
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    assert len(names) == 2 and names - WORDS == set()
+    assert len(names) == 7 and names - WORDS == set()
     assert f"after {server.WORKER_SECONDS:.0f} s" in PAGE

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from fake_engine import FAIL_IN_ADD, FakeEngine
 from http_fronts import Front, error_of, front_end
 from pydantic import ValidationError
+from raw_http import Raw
 from serving import WorkerOnThread, serving
 
 from trueroll.errors import ConfigError
@@ -257,18 +259,18 @@ def test_malformed_requests_harm_no_good_one(plain: Front) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + b"y" * 2**25 + b"\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n"
+        b"0\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_and_cut(plain: Front, data: bytes) -> None:
-    with plain.connect() as connection:
-        connection.sendall(data)
-        connection.settimeout(20)
-        try:
-            answer = connection.recv(64)
-        except ConnectionError:
-            answer = b""
-        assert not answer or answer.startswith(b"HTTP/1.1 4")
+def test_what_is_no_http_gets_an_error_and_is_cut(plain: Front, data: bytes) -> None:
+    with plain.raw() as connection:
+        with suppress(ConnectionError):
+            connection.send(data)
+        status, headers, told = connection.answer()
+        assert 400 <= status < 500 and headers["connection"] == "close" and connection.is_closed()
+        assert told["error"].keys() == {"message", "type", "param", "code"}
     assert plain.get("/health").status_code == 200
 
 
@@ -353,12 +355,31 @@ def test_a_key_is_asked_for_everywhere_but_health(chat_model: Path, caplog: pyte
     assert KEY not in caplog.text
 
 
+def test_a_stranger_is_answered_and_no_more_of_what_it_sends_is_parsed(chat_model: Path) -> None:
+    """One-byte chunks, without end, after a wrong key."""
+    with serving(FakeEngine()) as running, front_end(running.address, KEY, tokenizer=str(chat_model)) as front:
+        with Raw(front.connect(), key="wrong") as stranger:
+            stranger.send_head("POST", "/v1/completions", "Transfer-Encoding: chunked")
+            stranger.send(b"1\r\n[\r\n" * 1000)
+            status, headers, told = stranger.answer()
+            assert (status, headers["connection"], told["error"]["code"]) == (401, "close", "invalid_api_key")
+            assert stranger.is_closed()
+            assert stranger.send_until_refused(b"1\r\n[\r\n" * 10_000, most=2**28) < 2**28
+        assert front.get("/health").status_code == 200
+
+
+NOT_LOCAL = (
+    *("x@127.0.0.1", "[::1].evil", "localhost:evil", "localhost.evil", "127.0.0.1:80:80", "127.1", "[::1", "::1"),
+    *("localhost:", "localhost:123456", "127.0.0.1 evil", "localhost/", "[fe80::1]", "0.0.0.0"),
+)
+
+
 def test_a_page_in_a_browser_gets_nothing(plain: Front) -> None:
     own = plain.url.removeprefix("http://")
     port = own.rpartition(":")[2]
     for host in (own, f"localhost:{port}", "LOCALHOST", "[::1]:80"):
         assert plain.get("/health", Host=host).status_code == 200
-    for host in (f"evil.example:{port}", "", "127.0.0.1.evil.example", "[bad"):
+    for host in (f"evil.example:{port}", "", "127.0.0.1.evil.example", "[bad", *NOT_LOCAL):
         assert plain.get("/health", Host=host).status_code == 403
     assert plain.post("/pause", Origin="http://evil.example").status_code == 403
     for origin in ("null", "http://[evil", "", plain.url + "0"):

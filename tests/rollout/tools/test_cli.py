@@ -58,7 +58,7 @@ def address(tiny_llama: Path) -> Iterator[str]:
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:
-    heavy = {"torch", "transformers", "zmq", "starlette", "uvicorn"}
+    heavy = {"torch", "transformers", "zmq", "starlette", "h11"}
     code = f"import sys, trueroll.rollout.tools.cli; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr
@@ -119,8 +119,8 @@ def test_http_offers_every_setting_with_its_default() -> None:
 
 
 def test_http_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "uvicorn" else name)
-    with pytest.raises(ConfigError, match=r"expected the package uvicorn, found none; pip install 'trueroll\[http\]'"):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "h11" else name)
+    with pytest.raises(ConfigError, match=r"expected the package h11, found none; pip install 'trueroll\[http\]'"):
         cli.http("ipc:///nowhere")
 
 

@@ -1,0 +1,90 @@
+"""The listening socket: connections are accepted in bounded portions, also when files run out.
+
+Owns: the listener's place in the event loop, and a spare descriptor. Promises that no number of waiting connections
+keeps the event loop from other work, and that without free descriptors old connections give way to new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import time
+
+from .connections import Connections
+
+ACCEPTS_PER_TURN = 16
+QUIET_SECONDS = 60.0
+"""Between two lines in the log about the same thing."""
+RETRY_SECONDS = 0.1
+_OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+log = logging.getLogger(__name__)
+
+
+class Acceptor:
+    """Accepts from `listener`, while it is entered, for `connections`."""
+
+    def __init__(self, listener: socket.socket, connections: Connections) -> None:
+        self._listener, self._connections = listener, connections
+        self._spare: int | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._last_told = -QUIET_SECONDS
+
+    def __enter__(self) -> None:
+        self._listener.setblocking(False)
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._listen()
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        self._drop_spare()
+
+    def _listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for number in range(ACCEPTS_PER_TURN):
+            try:
+                accepted, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_FILES:
+                    raise
+                if number == 0:  # otherwise perhaps none waits any more
+                    self._make_room(error)
+                return
+            self._connections.open(accepted, address[:2])
+
+    def _make_room(self, error: OSError) -> None:
+        """Let a connection go, an old one if any can, or else the one that waits. The loop calls `_accept` again."""
+        if self._connections.is_freeing:
+            return
+        if time.monotonic() - self._last_told >= QUIET_SECONDS:
+            self._last_told = time.monotonic()
+            log.warning("cannot accept connections (%s): old ones give way; raise `ulimit -n`", error.strerror)
+        if not self._connections.make_room():
+            self._refuse_one()
+
+    def _refuse_one(self) -> None:
+        """Close the connection that waits: use the spare descriptor to take it."""
+        self._drop_spare()
+        try:
+            accepted, _ = self._listener.accept()
+            accepted.close()
+            self._connections.closed["files"] += 1
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # another thread took it
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            self._retry = loop.call_later(RETRY_SECONDS, self._listen)
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None

@@ -1,0 +1,700 @@
+"""Connections, from accept to close: HTTP/1.1 by h11 on asyncio's sockets, and the application for each request.
+
+Owns: every open connection, its timers, and what it may hold. Promises that each stage of a connection ends: it is
+closed if its head does not come, its client does not read, or no request follows an answer; that a new connection is
+taken while an old one without a request can be closed for it; and that `/health` is answered when all others are busy.
+A refused request is answered before its connection closes, and the rest of its body is dropped unparsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import resource
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Any, Literal, TypeAlias, cast
+from urllib.parse import unquote
+
+import h11
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from starlette.types import ASGIApp, Message, Scope
+
+from trueroll.errors import ConfigError
+
+from .config import HttpConfig
+from .errors import RETRY_AFTER_SECONDS, HttpError, error_body
+from .wire import encoded
+
+Stage: TypeAlias = Literal["new", "idle", "body", "busy", "closing"]
+"""`new`: no request yet; `idle`: answered; `body`: the request's body is unfinished; `busy`: answering; `closing`: what
+the client still sends is dropped, so that it can read the answer.
+"""
+GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
+"""Which connections are closed to make room, in this order, the oldest of each first."""
+Address: TypeAlias = tuple[str, int]
+
+HEALTH_PATH = b"/health"
+HEALTH_RESERVE = 64
+"""Connections beyond `max_connections` that are answered on `/health` alone."""
+MOST_BY_DEFAULT = 2048
+READ_BYTES = 2**15
+"""Most that is read from a connection at a time, and thus most that one holds of requests that wait for their turn."""
+WRITE_BYTES = 2**18
+"""Most that is handed to a connection at a time."""
+FEWEST_WRITTEN_BYTES = 2**16
+"""A client that takes less within `write_seconds`, while more is there, is cut."""
+CHUNK_OVERHEAD_BYTES = 16
+"""What the size of a chunk may take, on average."""
+EVENTS_PER_TURN = 16
+TURN_SECONDS = 0.005
+"""For what connections have sent beyond their turn, before the event loop has its turn."""
+_HEAD_END = re.compile(rb"\n\r?\n")
+
+log = logging.getLogger(__name__)
+
+
+def most_connections(config: HttpConfig) -> int:
+    """How many connections may be open: the rest of the descriptors is for the worker, files and children.
+
+    Raise ConfigError if the process may not open enough descriptors for `max_connections`.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = MOST_BY_DEFAULT if soft == resource.RLIM_INFINITY else max(1, soft // 2 - HEALTH_RESERVE)
+    if config.max_connections is None:
+        return min(room, MOST_BY_DEFAULT)
+    if soft != resource.RLIM_INFINITY and config.max_connections > room:
+        raise ConfigError(
+            f"max_connections: {config.max_connections} is too many for a process that may open {soft} descriptors; "
+            f"give at most {room}, or raise the limit with `ulimit -n`"
+        )
+    return config.max_connections
+
+
+class Connections:
+    """All open connections, which ask `app`. Needs a running event loop."""
+
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
+        self.app, self.config = app, config
+        self.most = most_connections(config)
+        self.turns = _Turns()
+        self.read_buffer = bytearray(READ_BYTES)
+        self.closed: Counter[str] = Counter()
+        self.is_ending = False
+        self._stages: dict[Connection, Stage] = {}
+        self._by_stage: dict[Stage, dict[Connection, None]] = {
+            stage: {} for stage in ("new", "idle", "body", "busy", "closing")
+        }
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        self._sockets: set[Connection] = set()
+        self._num_extra = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._patience: asyncio.Timeout | None = None
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether connections were closed whose descriptors will be free in a moment."""
+        return len(self._sockets) > len(self._stages)
+
+    def open(self, accepted: socket.socket, client: Address) -> None:
+        """Serve a socket that was just accepted. Close another connection if there are too many, or else this one."""
+        is_extra = len(self) - self._num_extra >= self.most and not self.make_room(is_extra=False)
+        if is_extra and self._num_extra >= HEALTH_RESERVE and not self.make_room(is_extra=True):
+            self.closed["limit"] += 1
+            with accepted, suppress(OSError):
+                accepted.send(_no_room())
+            return
+        accepted.setblocking(False)
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = Connection(self, client, accepted.getsockname()[:2], is_extra)
+        self._sockets.add(connection)
+        self._num_extra += is_extra
+        self.move(connection, "new")
+        loop = asyncio.get_running_loop()
+        self.run(loop.connect_accepted_socket(lambda: connection, accepted))
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run this as a task, which ends with the connections at the latest."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def make_room(self, is_extra: bool | None = None) -> bool:
+        """Close the oldest connection of the first stage that gives way. Return whether there was one. `is_extra`: only
+        one that is, or is not, of the reserve.
+        """
+        for stage in GIVES_WAY:
+            for connection in self._by_stage[stage]:
+                if is_extra in (None, connection.is_extra):
+                    connection.give_way()
+                    return True
+        return False
+
+    def note_closed(self, connection: Connection) -> None:
+        """The descriptor of this connection is free."""
+        self._sockets.discard(connection)
+
+    def move(self, connection: Connection, stage: Stage | None) -> None:
+        """Note that a connection has come to this stage; None: that it is closed."""
+        if (before := self._stages.pop(connection, None)) is not None:
+            del self._by_stage[before][connection]
+            self._num_extra -= stage is None and connection.is_extra
+        if stage is not None:
+            self._stages[connection] = stage
+            self._by_stage[stage][connection] = None
+            self._all_closed.clear()
+        elif not self._stages:
+            self._all_closed.set()
+
+    async def end(self, seconds: float) -> None:
+        """Let requests finish for so long, or until `hurry`, then cut them, and close all connections."""
+        self.is_ending = True
+        for stage in ("new", "idle", "closing"):
+            for connection in [*self._by_stage[stage]]:
+                connection.cut("end")
+        try:
+            async with asyncio.timeout(seconds) as self._patience:
+                await self._all_closed.wait()
+        except TimeoutError:
+            log.warning("cut %d connections whose requests were not finished in time", len(self))
+        finally:
+            for connection in [*self._stages]:
+                connection.cut("end")
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def hurry(self) -> None:
+        """Let `end` wait no longer."""
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics, as they are now."""
+        opened = GaugeMetricFamily("trueroll_http_connections", "Open.", labels=["stage"])
+        for stage, connections in self._by_stage.items():
+            opened.add_metric([stage], len(connections))
+        yield opened
+        yield GaugeMetricFamily("trueroll_http_max_connections", "Open at a time.", value=self.most)
+        closed = CounterMetricFamily("trueroll_http_closed_connections", "Closed by the server.", labels=["reason"])
+        for reason, count in self.closed.items():
+            closed.add_metric([reason], count)
+        yield closed
+
+
+class _Turns:
+    """Work that waits for its turn, in order of arrival. The event loop has its turn after `TURN_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._will_run = False
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """Call `work` when it is its turn."""
+        self._waiting.append(work)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._will_run:
+            self._will_run = True
+            asyncio.get_running_loop().call_soon(self._run)
+
+    def _run(self) -> None:
+        self._will_run = False
+        end = time.monotonic() + TURN_SECONDS
+        try:
+            while self._waiting:
+                self._waiting.popleft()()
+                if time.monotonic() >= end:
+                    break
+        finally:
+            self._schedule()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One connection. `client`, `server`: the addresses of both ends. `is_extra`: one of the reserve for `/health`."""
+
+    def __init__(self, connections: Connections, client: Address, server: Address, is_extra: bool) -> None:
+        self.client, self.server = client, server
+        self.writable = asyncio.Event()
+        self.is_extra = is_extra
+        self._connections, self._config = connections, connections.config
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=self._config.max_head_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._stage: Stage | None = "new"
+        self._head = _Head(self._config)
+        self._framing = _Framing(self._config)
+        self._has_turn = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
+        self._num_unsent = 0
+        self._num_dropped = 0
+        self._is_head = False
+        self._set_deadline(self._config.head_seconds, self._end_wait)
+
+    # What asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        # The protocol is told of every byte that the system does not take at once.
+        self._transport.set_write_buffer_limits(high=0)
+        self.writable.set()
+        if self._stage is None:
+            self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        return self._connections.read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._stage == "closing":
+            self._num_dropped += nbytes
+            if self._num_dropped > self._config.max_body_bytes:
+                self.cut("dropped")
+            return
+        data = bytes(memoryview(self._connections.read_buffer)[:nbytes])
+        try:
+            self._note_received(data)
+            self._http.receive_data(data)
+        except HttpError as error:
+            return self.refuse(error, "malformed")
+        if not self._has_turn:
+            self._advance()
+
+    def eof_received(self) -> None:
+        """Take a client that sends nothing more for one that has left: asyncio closes the connection."""
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+        assert self._transport is not None
+        self._num_unsent = self._transport.get_write_buffer_size()
+        self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
+
+    def resume_writing(self) -> None:
+        self.writable.set()
+        self._cancel_write_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._connections.note_closed(self)
+
+    # What `Connections` asks for
+
+    def give_way(self) -> None:
+        """Close to make room for another connection."""
+        if self._stage == "body":
+            return self.refuse(_busy("and this request was the oldest with an unfinished body"), "room")
+        self.cut("room")
+
+    def cut(self, reason: str) -> None:
+        """Close at once, whatever is unsent."""
+        if self._stage is None:
+            return
+        self._connections.closed[reason] += 1
+        self._leave()
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What an exchange asks for
+
+    def send(self, *events: h11.Event) -> None:
+        """Write events of the response at once."""
+        assert self._transport is not None
+        data = b"".join(self._http.send(event) or b"" for event in events)
+        if data:
+            self._transport.write(data)
+
+    @property
+    def awaits_continue(self) -> bool:
+        """Whether the client waits to be told that its body may come."""
+        return self._http.they_are_waiting_for_100_continue
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no request is taken after this one."""
+        return self.is_extra or self._connections.is_ending
+
+    def resume_reading(self) -> None:
+        """Read on: the exchange has taken what was there."""
+        if self._transport is not None and not self._has_turn and self._http.their_state is not h11.DONE:
+            self._transport.resume_reading()
+
+    def finish(self) -> None:
+        """The response is written. Go on to the next request, or close."""
+        self._exchange = None
+        if self._stage in (None, "closing"):
+            return
+        is_over = self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE
+        if is_over or self.is_last:
+            return self._linger()
+        self._move("idle")
+        trailing, _ = self._http.trailing_data
+        self._http.start_next_cycle()
+        self._head = _Head(self._config)
+        self._set_deadline(self._config.keep_alive_seconds, self.cut, "keep_alive")
+        assert self._transport is not None
+        self._transport.resume_reading()
+        if trailing:
+            self._later(trailing)
+
+    def refuse(self, error: HttpError, reason: str) -> None:
+        """Answer with this error, if no answer has begun, and close."""
+        if self._stage in (None, "closing"):
+            return
+        self._connections.closed[reason] += 1
+        self._answer_refusal(error)
+        self._linger()
+
+    # Reading
+
+    def _note_received(self, data: bytes) -> None:
+        """Check what has arrived against the bounds of a head, or of a body's framing. Raise HttpError."""
+        if self._stage in ("new", "idle"):
+            if self._stage == "idle" and self._head.num_bytes == 0:
+                self._set_deadline(self._config.head_seconds, self._end_wait)
+            self._head.add(data)
+        elif self._stage == "body":
+            self._framing.num_received += len(data)
+
+    def _later(self, trailing: bytes) -> None:
+        """Take the next request, which has been received, in its turn."""
+
+        def take() -> None:
+            try:
+                self._note_received(trailing)
+            except HttpError as error:
+                self.refuse(error, "malformed")
+
+        self._wait_for_turn(take)
+
+    def _wait_for_turn(self, first: Callable[[], None] | None = None) -> None:
+        assert self._transport is not None
+        self._has_turn = True
+        self._transport.pause_reading()
+
+        def go_on() -> None:
+            self._has_turn = False
+            if first is not None:
+                first()
+            if self._stage not in (None, "closing"):
+                assert self._transport is not None
+                self._transport.resume_reading()
+                self._advance()
+
+        self._connections.turns.wait(go_on)
+
+    def _advance(self) -> None:
+        """Take what h11 makes of the bytes received, a bounded number of events at a time."""
+        try:
+            for _ in range(EVENTS_PER_TURN):
+                if self._stage in (None, "closing") or not self._take(self._http.next_event()):
+                    return
+        except h11.RemoteProtocolError as error:
+            return self.refuse(_malformed(error), "malformed")
+        except HttpError as error:
+            return self.refuse(error, "malformed")
+        self._wait_for_turn()
+
+    def _take(self, event: h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]) -> bool:
+        """Take one event. Return whether there may be more."""
+        assert self._transport is not None
+        if isinstance(event, h11.Request):
+            self._begin(event)
+        elif isinstance(event, h11.Data) and self._exchange is not None:
+            self._framing.add(event)
+            if self._exchange.add(bytes(event.data)):
+                self._transport.pause_reading()
+        elif isinstance(event, h11.EndOfMessage) and self._exchange is not None:
+            self._exchange.complete()
+            if self._stage == "body":
+                self._move("busy")
+            return False  # the next request waits for this one's answer
+        else:
+            if event is h11.PAUSED:
+                self._transport.pause_reading()
+            return False
+        return True
+
+    def _begin(self, request: h11.Request) -> None:
+        self._is_head = request.method == b"HEAD"
+        _check_framing(request)
+        if self.is_extra and request.target.partition(b"?")[0] != HEALTH_PATH:
+            raise _busy("all of which have requests under way")
+        self._cancel_deadline()
+        self._move("body")
+        self._framing = _Framing(self._config)
+        self._exchange = Exchange(self, request)
+        self._connections.run(self._exchange.run(self._connections.app))
+
+    # Closing
+
+    def _answer_refusal(self, error: HttpError) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.leave()
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun
+            self.send(*_refusal(error, self._is_head))
+
+    def _linger(self) -> None:
+        """Half-close, and drop what still comes for a while: closing at once would take the answer from the client."""
+        assert self._transport is not None
+        self._move("closing")
+        if self._transport.is_closing():
+            return
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
+
+    def _leave(self) -> None:
+        """Forget the connection: the client has gone, or is not to be served."""
+        self._stage = None
+        self._connections.move(self, None)
+        self._cancel_deadline()
+        self._cancel_write_deadline()
+        self.writable.set()
+        if self._exchange is not None:
+            self._exchange.leave()
+
+    def _move(self, stage: Stage) -> None:
+        self._stage = stage
+        self._connections.move(self, stage)
+
+    # Time
+
+    def _set_deadline(self, seconds: float, then: Callable[..., None], *arguments: str) -> None:
+        self._cancel_deadline()
+        self._deadline = asyncio.get_running_loop().call_later(seconds, then, *arguments)
+
+    def _end_wait(self) -> None:
+        """The head did not come in time."""
+        if self._head.num_bytes == 0:
+            return self.cut("head")
+        text = f"head: incomplete after {self._config.head_seconds:g} s; send it faster"
+        self.refuse(HttpError(408, text), "head")
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _cancel_write_deadline(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
+
+    def _check_writing(self) -> None:
+        assert self._transport is not None
+        unsent = self._transport.get_write_buffer_size()
+        if self._num_unsent - unsent < FEWEST_WRITTEN_BYTES:
+            return self.cut("write")
+        self._num_unsent = unsent
+        self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
+
+
+class _Head:
+    """Bounds the bytes and the lines of a head while it arrives."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self._config = config
+        self.num_bytes = 0
+        self._num_lines = 0
+        self._tail = b""
+
+    def add(self, data: bytes) -> None:
+        """Raise HttpError if the head has too much."""
+        joined = self._tail + data
+        found = _HEAD_END.search(joined)
+        end = len(joined) if found is None else found.end()
+        self.num_bytes += end - len(self._tail)
+        self._num_lines += joined.count(b"\n", len(self._tail), end)
+        self._tail = joined[-2:]
+        if self.num_bytes > self._config.max_head_bytes:
+            text = f"head: more than {self._config.max_head_bytes} bytes; send fewer or shorter headers"
+            raise HttpError(431, text, code="head_too_large")
+        if self._num_lines > self._config.max_head_lines:
+            text = f"head: more than {self._config.max_head_lines} lines; send fewer headers"
+            raise HttpError(431, text, code="head_too_large")
+
+
+class _Framing:
+    """Bounds what a body brings beside its content: its chunks in number, and their sizes, extensions and trailers in
+    bytes.
+    """
+
+    def __init__(self, config: HttpConfig) -> None:
+        self._config = config
+        self.num_received = 0
+        self._num_content = 0
+        self._num_chunks = 0
+
+    def add(self, data: h11.Data) -> None:
+        """Raise HttpError if there is too much."""
+        self._num_content += len(data.data)
+        self._num_chunks += data.chunk_start
+        if self._num_chunks > self._config.max_body_chunks:
+            text = f"body: more than {self._config.max_body_chunks} chunks; send longer chunks, or Content-Length"
+            raise HttpError(413, text, code="body_too_large")
+        more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
+        if self.num_received - self._num_content > more:
+            raise HttpError(413, "body: chunk extensions are too long; send chunks without", code="body_too_large")
+
+
+class Exchange:
+    """One request and its response, as ASGI has it."""
+
+    def __init__(self, connection: Connection, request: h11.Request) -> None:
+        self._connection = connection
+        self._scope = _scope(connection, request)
+        self._is_head = request.method == b"HEAD"
+        self._content = bytearray()
+        self._is_whole = self._was_told_whole = self._has_left = False
+        self._head: h11.Response | None = None
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let the application answer."""
+        try:
+            await app(self._scope, self._receive, self._send)
+        except Exception:
+            log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
+        if not self._has_ended and not self._has_left:  # a stream that broke off ends without its last chunk
+            self._connection.cut("broken")
+        self._connection.finish()
+
+    def add(self, content: bytes) -> bool:
+        """Content of the body has arrived. Return whether there is enough for now."""
+        self._content += content
+        self._changed.set()
+        return len(self._content) >= READ_BYTES
+
+    def complete(self) -> None:
+        """The body is whole."""
+        self._is_whole = True
+        self._changed.set()
+
+    def leave(self) -> None:
+        """The client has gone, or the connection has answered by itself."""
+        self._has_left = True
+        self._changed.set()
+
+    async def _receive(self) -> Message:
+        if not self._is_whole and self._connection.awaits_continue and not self._has_left:
+            self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+        while not (self._has_left or self._has_ended):
+            if self._content or (self._is_whole and not self._was_told_whole):
+                content = bytes(self._content)
+                self._content.clear()
+                self._was_told_whole = self._is_whole
+                self._connection.resume_reading()
+                return {"type": "http.request", "body": content, "more_body": not self._is_whole}
+            self._changed.clear()
+            await self._changed.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._has_left:
+            return
+        if message["type"] == "http.response.start":
+            headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
+            has_more = not self._is_whole  # nothing reads the rest of the body
+            if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
+                headers.append((b"connection", b"close"))
+            self._head = _response(message["status"], headers)
+            return
+        body = memoryview(b"" if self._is_head else message.get("body", b""))
+        for start in range(0, len(body), WRITE_BYTES):
+            await self._write(h11.Data(data=bytes(body[start : start + WRITE_BYTES])))
+        if not message.get("more_body", False):
+            await self._write(h11.EndOfMessage())
+            self._has_ended = True
+            self._changed.set()
+        elif not body:
+            await self._write()
+
+    async def _write(self, *events: h11.Event) -> None:
+        """Write the head, if it still waits, and these events; return once the client has room for more."""
+        if not self._has_left:
+            head, self._head = self._head, None
+            self._connection.send(*([] if head is None else [head]), *events)
+        await self._connection.writable.wait()
+
+
+def _scope(connection: Connection, request: h11.Request) -> Scope:
+    path, _, query = request.target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": request.http_version.decode(),
+        "server": connection.server,
+        "client": connection.client,
+        "scheme": "http",
+        "method": request.method.decode(),
+        "root_path": "",
+        "path": unquote(path.decode()),
+        "raw_path": path,
+        "query_string": query,
+        "headers": list(request.headers),
+    }
+
+
+def _check_framing(request: h11.Request) -> None:
+    """Raise HttpError for a request whose length servers and proxies may take differently (RFC 9112, 6.1)."""
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise HttpError(400, "head: Content-Length and Transfer-Encoding exclude each other; send one of them")
+    if b"transfer-encoding" in names and request.http_version < b"1.1":
+        raise HttpError(400, "head: HTTP/1.0 has no Transfer-Encoding; send Content-Length")
+
+
+def _busy(why: str) -> HttpError:
+    text = f"server: out of connections, {why}; try again later"
+    return HttpError(503, text, code="connections_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+
+def _no_room() -> bytes:
+    """The answer to a connection that is not even read."""
+    http = h11.Connection(h11.SERVER)
+    return b"".join(http.send(event) or b"" for event in _refusal(_busy("the reserve for /health included"), False))
+
+
+def _refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
+    content = encoded(error_body(error))
+    headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}
+    headers |= {"Connection": "close", "Date": _date(int(time.time())).decode()}
+    response = _response(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
+    return response, h11.Data(data=b"" if is_head else content), h11.EndOfMessage()
+
+
+def _malformed(error: h11.RemoteProtocolError) -> HttpError:
+    """What h11 refuses, as clients are told. Its text may quote the request, so it is cut."""
+    return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")
+
+
+def _response(status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
+    return h11.Response(status_code=status, headers=headers, reason=_reason(status))
+
+
+@lru_cache
+def _reason(status: int) -> bytes:
+    try:
+        return HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""
+
+
+@lru_cache(maxsize=2)
+def _date(seconds: int) -> bytes:
+    return formatdate(seconds, usegmt=True).encode()
