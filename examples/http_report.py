@@ -1,8 +1,9 @@
 """What HTTP costs beside the client, and what a front end stands: `python examples/http_report.py [MODEL]`.
 
 Asks one worker for the same samples by `AsyncRolloutClient` and by HTTP, in turn: groups of samples in one request,
-many requests for one sample at a time, and streams. Every answer by HTTP must have the tokens and the bits of the
-client's. Then it holds many open connections, and sends many malformed requests while good ones go on.
+many requests for one sample at a time, streams, and small requests on kept and new connections. Every answer by HTTP
+must have the tokens and the bits of the client's. Then it holds many open connections, and sends many malformed
+requests while good ones go on.
 
 This process speaks HTTP by hand, so that no library for it is measured. The front end and it share the cores with the
 worker, as a trainer would.
@@ -31,6 +32,7 @@ from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
 REPEATS = 5
 FIRST_TOKENS = 20
+SMALL_REQUESTS = 100
 GROUP = WORKLOADS["group"][0]
 SINGLES = Workload("singles", 64, 0, 128, 1, 128, 1.0)
 GOOD = Workload("good", 32, 0, 32, 1, 32, 1.0)
@@ -243,6 +245,29 @@ class Bench:
             f"first token: {spread(by_client)} ms by the client, {spread(by_http)} ms by HTTP: {more:+.1f} ms"
         )
 
+    async def report_small(self) -> None:
+        """A request for one token, by the client, on a kept connection, and on a new one, in turn."""
+        [prompt, *_], params = self.asked(SINGLES)
+        params = params.model_copy(update={"max_tokens": 1})
+        body = body_of([prompt], params)
+        kept = await Connection.open(self.http.url)
+        times: dict[str, list[float]] = {"client": [], "kept": [], "new": []}
+        for _ in range(SMALL_REQUESTS):
+            times["client"].append((await self.seconds(self.client.group([prompt], params)))[0] * 1e3)
+            times["kept"].append((await self.seconds(self.http.single(kept, body)))[0] * 1e3)
+            times["new"].append((await self.seconds(self.on_new_connection(body)))[0] * 1e3)
+        kept.close()
+        more = statistics.median(one - other for one, other in zip(times["kept"], times["client"], strict=True))
+        self.console.print(
+            f"a small request: {spread(times['client'])} ms by the client, {spread(times['kept'])} ms on a kept "
+            f"connection ({more:+.1f} ms, median of pairs), {spread(times['new'])} ms on a new one"
+        )
+
+    async def on_new_connection(self, body: bytes) -> None:
+        connection = await Connection.open(self.http.url)
+        await self.http.single(connection, body)
+        connection.close()
+
     async def report_connections(self) -> None:
         """Connections that stay open, each served before and after good requests, and all at a time."""
         prompts, params = self.asked(GOOD)
@@ -338,6 +363,7 @@ async def report(console: Console, address: str, worker_pid: int, url: str, fron
         )
         await bench.report_throughput()
         await bench.report_first_token()
+        await bench.report_small()
         await bench.report_connections()
         await bench.report_malformed()
 

@@ -122,8 +122,15 @@ class Connections:
         self._sockets.add(connection)
         self._num_extra += is_extra
         self.move(connection, "new")
-        loop = asyncio.get_running_loop()
-        self.run(loop.connect_accepted_socket(lambda: connection, accepted))
+        self.run(self._connect(connection, accepted))
+
+    async def _connect(self, connection: Connection, accepted: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
+        except BaseException:
+            accepted.close()
+            connection.connection_lost(None)
+            raise
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run this as a task, which ends with the connections at the latest."""
