@@ -460,7 +460,10 @@ class Connection(asyncio.BufferedProtocol):
         self._move("closing")
         if self._transport.is_closing():
             return
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection
+            return self._transport.abort()
         self._transport.resume_reading()
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
 

@@ -78,7 +78,7 @@ class Server:
             content = b"x" * LONG_BYTES
         told = json.dumps(content.decode()).encode()
         headers = [(b"content-length", b"%d" % len(told))]
-        if scope["path"] == "/refused":
+        if scope["path"] == "/refused" or scope["query_string"] == b"close":
             headers.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": told})
@@ -491,3 +491,18 @@ def test_requests_that_do_not_finish_are_cut_at_the_end() -> None:
         server.wait_for(server.stages, {"body": 1})
         server.loop.call_soon_threadsafe(server._told.set)
         assert busy.is_closed()
+
+
+def test_a_client_that_closed_without_a_word_before_its_answer_leaves_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """The system learns of it by the answer, between this and the end of the connection."""
+    with Server() as server:
+        with server.connect() as raw:
+            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # so nothing is read on
+            server.wait_for(server.stages, {"busy": 1})
+            raw.send(b"Host: x\r\n\r\n")
+            server.wait_for(lambda: [each._transport.is_reading() for each in server.connections._stages], [False])
+        server.flow.set()
+        server.wait_for(server.stages, {})
+        server.wait_for(lambda: len(server.connections._tasks), 0)
+        assert not server.ask(lambda: server.connections.is_freeing)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
