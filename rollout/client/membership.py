@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,7 +97,8 @@ class FleetFile:
     def note_version(self, version: int) -> None:
         """For the process that keeps the fleet, which looks for it beside its file. Raise ConfigError."""
         try:
-            _replace(version_file(self._path), str(version))
+            mode = stat.S_IMODE(self._path.stat().st_mode)  # who reads the one reads the other
+            _replace(version_file(self._path), str(version), mode)
         except OSError as error:
             raise ConfigError(
                 f"fleet: expected a folder that trainers may write to around {self._path}, found {error}; allow it"
@@ -118,9 +120,9 @@ class FleetFile:
         self._seen = seen
 
 
-def write_members(path: Path, members: Sequence[Member]) -> None:
-    """Replace the file as a whole. It holds addresses alone, no key."""
-    _replace(path, json.dumps({"members": [asdict(member) for member in members]}))
+def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
+    """Replace the file as a whole. It holds addresses alone, no key. `mode`: of the file, less the umask."""
+    _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 
 
 def version_file(path: Path) -> Path:
@@ -136,9 +138,10 @@ def noted_version(path: Path) -> int:
         return 0
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, mode: int) -> None:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    draft.write_text(text, encoding="utf-8")
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
     os.replace(draft, path)
 
 

@@ -116,6 +116,8 @@ class Fleet:
         self._settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
         self._keys = self._config.server_public_key, self._config.client_key
         self._file = None if self._config.file is None else Path(self._config.file)
+        has_users = worker.curve_secret_key_file is not None  # who may be other users of a machine
+        self._file_mode = 0o644 if has_users else 0o600
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
         self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
         self._weights.make()
@@ -405,7 +407,7 @@ class Fleet:
         """Tell who is there."""
         members = tuple(slot.member for slot in self._slots.values() if slot.member is not None)
         if self._file is not None and (members != self._members or not self._file.exists()):
-            write_members(self._file, members)
+            write_members(self._file, members, self._file_mode)
         self._members = members
 
     async def _watch_cluster(self) -> None:

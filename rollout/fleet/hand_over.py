@@ -16,6 +16,7 @@ from pathlib import Path
 from trueroll.errors import ConfigError, OtherBaseError, PushError, TruerollError
 
 from ...weight_sync.payload.manifest import MANIFEST_FILE
+from ...weight_sync.transports.disk import PRIVATE
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.membership import Member, Membership
@@ -31,7 +32,8 @@ class WeightFolder:
     def make(self) -> None:
         """Raise ConfigError where no worker's weights could be written."""
         try:
-            (self.path / "joins").mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
+            (self.path / "joins").mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"weights_folder: expected a folder that can be written to, found {error}; give another one"

@@ -45,6 +45,8 @@ _MOST_TENSORS = 2**17
 """For the trainer's side, which reads a manifest before it knows the model."""
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
 """Whatever the umask says, nobody else may write: a worker refuses its own user's folder otherwise."""
+PRIVATE = 0o700
+"""Of a folder of pushes that is made here. The mode of one that exists says who may read the weights in it."""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 
@@ -79,7 +81,8 @@ class FolderWriter:
         self._start = len(self._header(dict.fromkeys(shapes, (total, total)), 0))
         self._end = 0
         with _explained(self._folder):
-            self._folder.mkdir(_FOLDER_MODE, parents=True)
+            parent.mkdir(PRIVATE, parents=True, exist_ok=True)
+            self._folder.mkdir(_FOLDER_MODE)
             self._file = _create(self._folder / MODEL_FILE)
 
     def append(self, name: str, left: memoryview) -> None:

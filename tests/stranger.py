@@ -1,0 +1,122 @@
+"""A process that becomes another user (uid 65534), tries all that it is told of on stdin, and says what it managed.
+
+Input, JSON: `files`, `folders`, `sockets`: paths. `processes`: numbers. `ports`: of 127.0.0.1, to whether they speak
+gRPC. Output: `managed`, what was not refused, as `[attempt, target]`; `answers`, the status of each port; `pid`, a
+process of its own that it tried, too.
+"""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401  # by `connect`, once this user may not read Python any more
+import http.client
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+NOBODY = 65534
+METHODS = (
+    "ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "ray.rpc.NodeManagerService/GetNodeStats",
+    "ray.rpc.ObjectManagerService/Pull",
+    "ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+)
+"""One of each service of Ray's ports. One that a port does not have is UNIMPLEMENTED (12) there, whoever asks."""
+UNIMPLEMENTED = "12"
+
+
+def attempts(targets: dict[str, Any]) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    for path in targets["files"]:
+        yield "read", path, lambda path=path: Path(path).read_bytes()
+        yield "write", path, lambda path=path: os.close(os.open(path, os.O_WRONLY))
+        yield "move", path, lambda path=path: move(path)
+        yield "chmod", path, lambda path=path: os.chmod(path, 0o777)
+    for path in targets["folders"]:
+        yield "list", path, lambda path=path: os.listdir(path)
+        yield "add", path, lambda path=path: os.mkdir(f"{path}/stranger")
+        yield "move", path, lambda path=path: move(path)
+    for path in targets["sockets"]:
+        yield "connect", path, lambda path=path: connect(path)
+        yield "move", path, lambda path=path: move(path)
+    for number in targets["processes"]:
+        yield "signal", str(number), lambda number=number: os.kill(number, 0)
+        for name in ("mem", "environ", "maps", "cwd/.", "root/."):
+            path = f"/proc/{number}/{name}"
+            yield "process", path, lambda path=path: os.close(os.open(path, os.O_RDONLY))
+        yield "process", f"/proc/{number}/fd", lambda number=number: os.listdir(f"/proc/{number}/fd")
+
+
+def move(path: str) -> None:
+    os.rename(path, f"{path}.moved")
+    os.rename(f"{path}.moved", path)
+
+
+def connect(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.connect(path)
+
+
+def ask_http(port: int) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", "/metrics")
+    return str(connection.getresponse().status)
+
+
+def ask_grpc(port: int) -> str:
+    """The status that the service of the port gives to a call without a token; gRPC's own numbers."""
+    found = {call(port, method) for method in METHODS}
+    return ",".join(sorted(found - {UNIMPLEMENTED}))
+
+
+def call(port: int, method: str) -> str:
+    """An empty request, in HTTP/2 with headers that are neither compressed nor remembered."""
+    pairs = [(":method", "POST"), (":scheme", "http"), (":path", f"/{method}"), (":authority", "ray")]
+    pairs += [("content-type", "application/grpc"), ("te", "trailers")]
+    headers = b"".join(b"\0" + text(name) + text(value) for name, value in pairs)
+    settings, head, body = frame(4, 0, 0, b""), frame(1, 4, 1, headers), frame(0, 1, 1, bytes(5))
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + head + body)
+        told = b""
+        while b"grpc-status" not in told or len(told.partition(b"grpc-status")[2]) < 3:
+            if not (part := connection.recv(65536)):
+                return "closed"
+            told += part
+    after = told.partition(b"grpc-status")[2]
+    return after[1 : 1 + after[0]].decode()
+
+
+def text(value: str) -> bytes:
+    return bytes([len(value)]) + value.encode()
+
+
+def frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
+
+
+def main() -> None:
+    targets = json.load(sys.stdin)
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    managed: list[tuple[str, str]] = []
+    own = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        targets["processes"].append(own.pid)
+        for attempt, target, action in attempts(targets):
+            with suppress(OSError):
+                action()
+                managed.append((attempt, target))
+        answers = {port: (ask_grpc if grpc else ask_http)(int(port)) for port, grpc in targets["ports"].items()}
+    finally:
+        own.kill()
+    print(json.dumps(dict(pid=own.pid, managed=managed, answers=answers)))
+
+
+if __name__ == "__main__":
+    main()
