@@ -17,8 +17,10 @@ import httpx2
 import openai
 from raw_http import Raw
 
+from trueroll.rollout.http.clients import Clients, clients_of
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.server import listen, run
+from trueroll.rollout.network.keys import OWNER
 
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% endif %}"
@@ -73,6 +75,7 @@ class Front:
 def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator[Front]:
     """A front end of the worker at `address`, on a thread."""
     config = HttpConfig(address=address, port=0, **settings)
+    clients = clients_of(config) if key is None else Clients({key.encode(): OWNER})
     ready, told = threading.Event(), []
 
     def on_ready(url: str, model: str) -> None:
@@ -83,7 +86,7 @@ def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator
         nonlocal task
         task = asyncio.current_task()
         with listen(config) as listener:
-            await run(config, None if key is None else key.encode(), (None, None), listener, on_ready)
+            await run(config, clients, (None, None), listener, on_ready)
 
     task: asyncio.Task[None] | None = None
     loop = asyncio.new_event_loop()

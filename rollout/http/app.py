@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
@@ -19,6 +21,7 @@ from trueroll.errors import TruerollError
 from ...engine.request import TokenId
 from .bodies import Bodies
 from .chat import ConversationFields, read_chat, token_ids_of
+from .clients import Clients, client_of
 from .completions import read_completion
 from .config import HttpConfig
 from .errors import Gone, HttpError, as_http_error
@@ -60,15 +63,17 @@ class DetokenizeFields(Fields):
 class Endpoints:
     """The paths that concern the model."""
 
-    def __init__(self, served: ServedModel, samples: SampleLog) -> None:
-        self._served, self._samples = served, samples
+    def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients) -> None:
+        self._served, self._samples, self._clients = served, samples, clients
 
     def asking(self, read: Reader, has_text: bool) -> Callable[[Request], Awaitable[Response]]:
         """The handler of requests that `read` understands."""
-        served = self._served
-        asker = Asker(served.client, served.texts if has_text else None, served.eos_token_ids, self._samples)
 
         async def handle(request: Request) -> Response:
+            client = client_of(request.scope)
+            served = replace(self._served, salted=partial(self._clients.salted, client))
+            texts = served.texts if has_text else None
+            asker = Asker(served.client, texts, served.eos_token_ids, self._samples, client.user)
             body = await read_json(request)
             task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
             if task.is_stream:
@@ -111,11 +116,11 @@ class Endpoints:
 
 
 def make_app(
-    served: ServedModel, lifecycle: Lifecycle, watch: Watch, config: HttpConfig, key: bytes | None, counters: Counters
+    served: ServedModel, lifecycle: Lifecycle, watch: Watch, config: HttpConfig, clients: Clients, counters: Counters
 ) -> ASGIApp:
-    """The application. `key`: the API key; None: none is needed."""
+    """The application."""
     samples = SampleLog()
-    endpoints = Endpoints(served, samples)
+    endpoints = Endpoints(served, samples, clients)
     pages = Pages(served, samples, watch)
     routes = [
         Route("/v1/completions", endpoints.asking(read_completion, has_text=True), methods=["POST"]),
@@ -146,7 +151,7 @@ def make_app(
     app.router.redirect_slashes = False  # to whatever name a request gives in `Host`
     bodies = Bodies(config)
     counters.include(bodies.collect)
-    return Guard(app, key, config.max_open_requests, counters, bodies, {route.path for route in routes})
+    return Guard(app, clients, config.max_open_requests, counters, bodies, {route.path for route in routes})
 
 
 async def _tell(request: Request, error: Exception) -> Response:

@@ -136,7 +136,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     )
     task = Task(
         prompts=[prompt],
-        params=recording(params, (own.top_logprobs or 0) if own.logprobs else None),
+        params=served.salted(recording(params, (own.top_logprobs or 0) if own.logprobs else None)),
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,

@@ -100,7 +100,7 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
         raise unsupported("echo", "false in a stream", own.echo)
-    params = recording(params, own.logprobs)
+    params = served.salted(recording(params, own.logprobs))
     form = CompletionForm(
         id=served.new_id("cmpl"),
         created=served.now(),

@@ -1,23 +1,14 @@
-"""Settings of the front end, and who may reach it: loopback alone, unless it has an API key.
-
-Imports neither starlette nor h11, so that settings are checked before anything is loaded.
-"""
+"""Settings of the front end. Imports neither starlette nor h11, so that they are checked before either is loaded."""
 
 from __future__ import annotations
-
-import os
-import stat
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trueroll.errors import ConfigError
 
 from ...engine.request import describe_validation_error
-from ..config import is_loopback
 
 API_KEY_VARIABLE = "TRUEROLL_HTTP_API_KEY"
-_MOST_KEY_BYTES = 4096
 
 
 class HttpConfig(BaseModel):
@@ -27,9 +18,10 @@ class HttpConfig(BaseModel):
     `tokenizer`: the model whose tokenizer and chat template are used; None: the one that is served, where that is a
     folder of this machine.
     `model_name`: what clients call the model; None: as the worker calls it. `api_key_file`: a file with the key that
-    clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set. `max_body_bytes`: of a
-    request, which may take `body_seconds`; all unfinished bodies hold at most `max_unfinished_bytes`, None: 8 times
-    `max_body_bytes`. `max_open_requests`: how many requests for tokens or text may be open at a time. `drain_seconds`:
+    clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set. `clients_file`: a file
+    with a role, a user and a key for each client, in place of the one key. `max_body_bytes`: of a request, which may
+    take `body_seconds`; all unfinished bodies hold at most `max_unfinished_bytes`, None: 8 times `max_body_bytes`.
+    `max_open_requests`: how many requests for tokens or text may be open at a time. `drain_seconds`:
     how long open requests may go on after SIGTERM or Ctrl-C.
     `max_connections`: at a time; None: half of the descriptors that the process may open, at most 2048. A head has at
     most `max_head_bytes` in `max_head_lines` lines and arrives within `head_seconds`, and a body in at most
@@ -45,6 +37,7 @@ class HttpConfig(BaseModel):
     tokenizer: str | None = None
     model_name: str | None = Field(None, min_length=1)
     api_key_file: str | None = None
+    clients_file: str | None = None
     max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
     max_unfinished_bytes: int | None = Field(None, ge=1024)
     body_seconds: float = Field(60.0, gt=0.0)
@@ -73,37 +66,3 @@ class HttpConfig(BaseModel):
                 f"{self.max_body_bytes}, so that the longest body could never arrive; give at least as many"
             )
         return self
-
-
-def api_key(config: HttpConfig) -> bytes | None:
-    """The key that clients must send; None if none is needed. Raise ConfigError if there must be one, or if it is in a
-    file that others can read.
-    """
-    found = os.environ.get(API_KEY_VARIABLE, "").encode(errors="surrogateescape")
-    where = API_KEY_VARIABLE
-    if config.api_key_file is not None:
-        where, found = "api_key_file", _read_key(Path(config.api_key_file))
-    key = found.strip()
-    if not all(0x21 <= byte <= 0x7E for byte in key) or (config.api_key_file is not None and not key):
-        raise ConfigError(f"{where}: expected a key of printable ASCII characters without spaces, found another value")
-    if not key and not is_loopback(config.host):
-        raise ConfigError(
-            f"host: expected a loopback IP such as 127.0.0.1 where no API key is set, found {config.host!r}; give "
-            f"--api-key-file, or set {API_KEY_VARIABLE}"
-        )
-    return key or None
-
-
-def _read_key(path: Path) -> bytes:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise ValueError(f"mode {stat.filemode(status.st_mode)}")
-            return file.read(_MOST_KEY_BYTES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"api_key_file: expected a file that nobody else can read, found {path}: {error}; correct the path, or run "
-            "chmod 600 on it"
-        ) from None

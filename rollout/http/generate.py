@@ -70,7 +70,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     served.check_lengths([own.token_ids], params.max_tokens)
     task = Task(
         prompts=[own.token_ids],
-        params=recording(params, wanted.logprobs),
+        params=served.salted(recording(params, wanted.logprobs)),
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,

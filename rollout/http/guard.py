@@ -1,4 +1,5 @@
-"""What every request passes first: it is counted, and let in by its key, its origin, and how many others are open.
+"""What every request passes first: it is counted, and let in by its key, its role, its origin, and how many others are
+open.
 
 Without a key the front end listens on loopback, where a web page in somebody's browser could reach it as well. A
 browser says in `Origin` which page asks, and in `Host` under which name it knows the server; both are checked.
@@ -6,8 +7,6 @@ browser says in `Origin` which page asks, and in `Host` under which name it know
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
 from .bodies import Bodies
+from .clients import Clients, check_role, note_client
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
 from .wire import error_answer
@@ -59,19 +59,19 @@ class Counters:
 
 
 class Guard:
-    """Lets requests through to `app`, or answers them itself. `key`: that clients must send; None: none."""
+    """Lets requests through to `app`, or answers them itself."""
 
     def __init__(
         self,
         app: ASGIApp,
-        key: bytes | None,
+        clients: Clients,
         max_open_requests: int,
         counters: Counters,
         bodies: Bodies,
         paths: set[str],
     ) -> None:
         self._app = app
-        self._digest = None if key is None else _digest(key)
+        self._clients = clients
         self._max_open = max_open_requests
         self._counters, self._bodies, self._paths = counters, bodies, paths
 
@@ -117,24 +117,25 @@ class Guard:
             raise _too_many(self._max_open)
 
     def _check_key(self, request: Request, path: str) -> None:
-        if self._digest is None or path in OPEN_PATHS:
+        if path in OPEN_PATHS:
             return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        # Digests have one length, so that the time of the comparison tells nothing of the key, not even its length.
-        is_right = hmac.compare_digest(_digest(key.strip().encode(errors="replace")), self._digest)
-        if scheme.lower() != "bearer" or not is_right:
+        client = self._clients.find(request.headers.get("Authorization", ""))
+        if client is None:
             raise HttpError(
                 401,
                 "Authorization: expected `Bearer` and the API key of this server, found another value or none; send it",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if path in self._paths:
+            check_role(client, path)
+        note_client(request.scope, client)
 
     def _check_origin(self, request: Request) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise HttpError(403, "Origin: expected a page of this server or none, found another; ask without a browser")
-        if self._digest is None and not _is_local(host):
+        if not self._clients.need_key and not _is_local(host):
             raise HttpError(403, "Host: expected localhost or a loopback IP, found another name; use one of these")
 
 
@@ -143,10 +144,6 @@ def _is_local(host: str) -> bool:
     found = _HOST.fullmatch(host)
     name = "" if found is None else found[1].lower()
     return name == "localhost" or is_loopback(name.strip("[]"))
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _too_many(most: int) -> HttpError:

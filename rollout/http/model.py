@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from trueroll.errors import InvalidRequestError, brief
 
@@ -18,7 +18,8 @@ from .texts import Texts
 @dataclass(frozen=True)
 class ServedModel:
     """`name`: what clients call it. `created`: when this front end began to serve it, in seconds since 1970.
-    `max_prompts`: of a request, as many as the worker would queue.
+    `max_prompts`: of a request, as many as the worker would queue. `salted`: the parameters that a request is computed
+    with, for those that it asks for.
     """
 
     client: AsyncRolloutClient
@@ -28,6 +29,7 @@ class ServedModel:
     max_prompts: int
     eos_token_ids: frozenset[int]
     created: int
+    salted: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
 
     def check_name(self, name: str | None) -> None:
         """Raise HttpError if a request names another model."""

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from trueroll.errors import brief
 
 from ...engine.request import SamplingParams
+from .clients import client_of
 from .errors import HttpError
 from .fields import Fields, checked
 from .logprobs import numbers
@@ -59,7 +60,9 @@ class ScoreFields(Fields):
 
 
 class Pages:
-    """The page and its data. `run`: differs for each front end, whose groups count from 1 again."""
+    """The page and its data: of the samples those of one's own for the role `generate`, all for `control`. `run`:
+    differs for each front end, whose groups count from 1 again.
+    """
 
     def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:
         self._served, self._samples, self._watch = served, samples, watch
@@ -73,7 +76,7 @@ class Pages:
 
     async def live(self, request: Request) -> Response:
         """Looks at the worker since `since`, in seconds since 1970, and the groups after the one of id `after`."""
-        new = self._samples.after(_whole(request, "after"))
+        new = self._samples.after(_whole(request, "after"), _viewer(request))
         told = {
             "run": self._run,
             "model": self._served.name,
@@ -86,7 +89,7 @@ class Pages:
 
     async def group(self, request: Request) -> Response:
         """What there is to say of the group `group`, but for its tokens."""
-        group = self._group(_whole(request, "group"))
+        group = self._group(request, _whole(request, "group"))
         told = {
             "num_prompt_tokens": len(group.prompt),
             "params": {name: getattr(group.params, name) for name in SHOWN} | _further(group.params),
@@ -97,7 +100,7 @@ class Pages:
 
     async def tokens(self, request: Request) -> Response:
         """Tokens of the group `group` from `start` on: those of its sample `sample`, or of its prompt."""
-        group, start = self._group(_whole(request, "group")), _whole(request, "start")
+        group, start = self._group(request, _whole(request, "group")), _whole(request, "start")
         sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
         token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
         logprobs = None if sample is None or sample.logprobs is None else sample.logprobs[start : start + MOST_TOKENS]
@@ -113,7 +116,7 @@ class Pages:
     async def score(self, request: Request) -> Response:
         """Score a sample again, and compare the bits."""
         fields = checked(ScoreFields, await read_json(request))
-        group = self._group(fields.group)
+        group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
             raise HttpError(400, "sample: expected one with tokens, found one without; choose another", param="sample")
@@ -141,8 +144,8 @@ class Pages:
             "versions": sorted({span.version for sample in group.samples for span in sample.weight_versions}),
         }
 
-    def _group(self, id: int) -> KeptGroup:
-        if (found := self._samples.get(id)) is None:
+    def _group(self, request: Request, id: int) -> KeptGroup:
+        if (found := self._samples.get(id, _viewer(request))) is None:
             text = f"group: expected one of the last, found {brief(id)}, which gave way to others; choose another"
             raise HttpError(404, text, param="group")
         return found
@@ -165,6 +168,12 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
         return told | {"difference": None}
     at = first + int(differing.argmax())
     return told | {"difference": [at, *numbers(before[at : at + 1]), *numbers(again[at : at + 1])]}
+
+
+def _viewer(request: Request) -> str | None:
+    """The user whose groups a request may see; None: everybody's."""
+    client = client_of(request.scope)
+    return None if client.role == "control" else client.user
 
 
 def _further(params: SamplingParams) -> dict[str, Any]:

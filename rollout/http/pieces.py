@@ -94,19 +94,25 @@ class Task:
 
 class Asker:
     """Asks the worker, and keeps what it answers in `samples`. `texts` None: the answers have no text. `eos_token_ids`:
-    the model's own.
+    the model's own. `user`: who asks; None where clients have no names.
     """
 
     def __init__(
-        self, client: AsyncRolloutClient, texts: Texts | None, eos_token_ids: frozenset[int], samples: SampleLog
+        self,
+        client: AsyncRolloutClient,
+        texts: Texts | None,
+        eos_token_ids: frozenset[int],
+        samples: SampleLog,
+        user: str | None = None,
     ) -> None:
         self._client, self._texts, self._eos_token_ids, self._samples = client, texts, eos_token_ids, samples
+        self._user = user
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
         """The answer to a task that is no stream."""
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
         for prompt, group in zip(task.prompts, groups, strict=True):
-            self._samples.add(prompt, task.params, task.seed, group.samples)
+            self._samples.add(prompt, task.params, task.seed, group.samples, self._user)
         usage = Usage(sum(map(len, task.prompts)))
         pieces = [self._choice(task, i, sample, usage) for i, group in enumerate(groups) for sample in group.samples]
         return form.whole(pieces, usage)
@@ -130,7 +136,8 @@ class Asker:
                 else:
                     finished[position].append(got)
                     if len(finished[position]) == task.params.n:
-                        self._samples.add(task.prompts[position], task.params, task.seed, finished[position])
+                        samples = finished[position]
+                        self._samples.add(task.prompts[position], task.params, task.seed, samples, self._user)
                     check_sample(got)
                     before.check_whole(got)
                     usage.add(position, got)

@@ -46,7 +46,8 @@ class KeptSample:
 @dataclass(frozen=True)
 class KeptGroup:
     """`id` counts from 1. `seconds`: since 1970, when it was there. `prompt`: int32. `params`: without stop strings and
-    tokens. `seed`: of its request. `samples`: those that finished and fit.
+    tokens. `seed`: of its request. `samples`: those that finished and fit. `user`: whose request it was; None where
+    clients have no names.
     """
 
     id: int
@@ -55,6 +56,7 @@ class KeptGroup:
     params: SamplingParams
     seed: int | None
     samples: tuple[KeptSample, ...]
+    user: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +78,12 @@ class SampleLog:
         return next(iter(self._groups), self._last_id + 1)
 
     def add(
-        self, prompt: Sequence[int], params: SamplingParams, seed: int | None, samples: Iterable[SampleOutput]
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        seed: int | None,
+        samples: Iterable[SampleOutput],
+        user: str | None = None,
     ) -> None:
         """Keep what was answered, if its prompt fits, and let the oldest go."""
         tokens = np.array(prompt, np.int32)
@@ -87,19 +94,20 @@ class SampleLog:
             return
         self._last_id += 1
         plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
-        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept)
+        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, user)
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes
         while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:
             self.num_bytes -= self._groups.pop(self.first_id).num_bytes
 
-    def get(self, id: int) -> KeptGroup | None:
-        """The group of that id, if it is still there."""
-        return self._groups.get(id)
+    def get(self, id: int, user: str | None = None) -> KeptGroup | None:
+        """The group of that id, if it is still there and is `user`'s; None: anybody's."""
+        group = self._groups.get(id)
+        return group if group is None or user in (None, group.user) else None
 
-    def after(self, id: int) -> list[KeptGroup]:
-        """The groups that came after that one, oldest first."""
-        return [group for group in self._groups.values() if group.id > id]
+    def after(self, id: int, user: str | None = None) -> list[KeptGroup]:
+        """The groups of `user` that came after that one, oldest first; None: those of everybody."""
+        return [group for group in self._groups.values() if group.id > id and user in (None, group.user)]
 
 
 def _fitting(samples: Iterable[SampleOutput], num_bytes: int) -> tuple[KeptSample, ...]:

@@ -26,7 +26,8 @@ from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
 from .accepting import Acceptor
 from .app import make_app
-from .config import HttpConfig, api_key
+from .clients import Clients, clients_of
+from .config import HttpConfig
 from .connections import Connections
 from .guard import Counters
 from .lifecycle import Lifecycle
@@ -49,7 +50,7 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
     Raise ConfigError for settings that cannot work, WorkerLostError if there is no worker, ModelError for a model
     without a tokenizer.
     """
-    key = api_key(config)
+    clients = clients_of(config)
     members = membership_of(config.address).members()
     if config.tokenizer is None and any(member.address.startswith("tcp://") for member in members):
         raise needs_tokenizer(config.address)
@@ -59,22 +60,22 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         on_ready(url, name)
 
     with listen(config) as listener:
-        asyncio.run(run(config, key, keys, listener, settle))
+        asyncio.run(run(config, clients, keys, listener, settle))
 
 
 async def run(
     config: HttpConfig,
-    key: bytes | None,
+    clients: Clients,
     keys: tuple[Key | None, Key | None],
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
 ) -> None:
-    """Answer what comes to `listener`, until told to end. `key`: the API key. For the rest see `serve`."""
+    """Answer what comes to `listener`, until told to end. For the rest see `serve`."""
     counters = Counters()
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
         watch = Watch(client)
-        app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, key, counters)
+        app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, clients, counters)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)

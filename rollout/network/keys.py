@@ -112,21 +112,31 @@ def read_clients(path: str) -> dict[str, Client]:
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o022)
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"clients_file: expected a text file of yours that others cannot write, found {path}: {error}; correct the "
             "path, or run chmod go-w on it"
         ) from None
+    return parse_clients("clients_file", path, text, _check_key)
+
+
+def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, str], None]) -> dict[str, Client]:
+    """The clients in the text of a file as `read_clients` describes it, by key. `check_key(where, key)` raises
+    ConfigError for what is no key. Errors name the setting, the file and the line, and never show a key: it may be a
+    secret. Raise ConfigError.
+    """
     clients: dict[str, Client] = {}
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip() and not line.startswith("#"):
-            key, client = _parse_client(f"clients_file: {path}, line {number}", line)
+            where = f"{setting}: {path}, line {number}"
+            key, client = _parse_client(where, line)
+            check_key(where, key)
             if key in clients:
-                raise ConfigError(f"clients_file: {path}, line {number}: expected each key once, found it twice")
+                raise ConfigError(f"{where}: expected each key once, found it twice")
             clients[key] = client
     if not clients:
-        raise ConfigError(f"clients_file: expected at least one client in {path}, found none; add one")
+        raise ConfigError(f"{setting}: expected at least one client in {path}, found none; add one")
     return clients
 
 
@@ -135,11 +145,28 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
     if len(words) != 3 or words[0] not in get_args(Role) or not _USER.fullmatch(words[1]):
         raise ConfigError(
             f"{where}: expected a role ({' or '.join(get_args(Role))}), a user of up to 64 letters, digits and _.@-, "
-            f"and a public key, found {len(words)} words that begin with {words[:2]}; correct the line"
+            f"and a key, found {len(words)} words that are not these; correct the line"
         )
     role, user, key = words
-    _check_key(where, key)
     return key, Client(user, role)  # type: ignore[arg-type]
+
+
+def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
+    """A regular file of this user's or root's that nobody else can read. Never waits for the other end of a pipe.
+    Raise ConfigError for any other, and for one with more than `most_bytes`.
+    """
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            _check_owner(os.fstat(file.fileno()), stat.S_ISREG, 0o077)
+            data = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}: expected a file of yours that nobody else can read, found {path}: {error}; correct the path, "
+            "or run chmod 600 on it"
+        ) from None
+    if len(data) > most_bytes:
+        raise ConfigError(f"{setting}: expected at most {most_bytes} bytes in {path}, found more; name another file")
+    return data
 
 
 def _public_key(given: Key) -> bytes:

@@ -242,6 +242,10 @@ def http(
     api_key_file: Annotated[
         str | None, typer.Option(help="A file with the API key. Default: TRUEROLL_HTTP_API_KEY, if that is set.")
     ] = HTTP["api_key_file"],
+    clients_file: Annotated[
+        str | None,
+        typer.Option(help="Instead of one key: on each line a role (generate, control), a user, a key of its own."),
+    ] = HTTP["clients_file"],
     tokenizer: Annotated[
         str | None,
         typer.Option(help="The model whose tokenizer is used; to be given for tcp://. Default: the one served."),

@@ -22,8 +22,9 @@ from serving import WorkerOnThread, serving
 from trueroll.errors import ConfigError
 from trueroll.rollout.http.app import DetokenizeFields
 from trueroll.rollout.http.chat import ChatFields
+from trueroll.rollout.http.clients import api_key
 from trueroll.rollout.http.completions import CompletionFields
-from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig, api_key
+from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
 from trueroll.rollout.http.fields import IGNORED, OFF, Fields
 from trueroll.rollout.http.generate import GenerateFields
 
@@ -397,7 +398,7 @@ def test_beyond_loopback_there_must_be_a_key(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
     config = HttpConfig(address="ipc://x", host="0.0.0.0", api_key_file=str(file))
-    with pytest.raises(ConfigError, match="api_key_file: expected a file that nobody else can read, .* chmod 600"):
+    with pytest.raises(ConfigError, match="api_key_file: expected a file of yours that nobody else can .* chmod 600"):
         api_key(config)
     file.chmod(0o600)
     assert api_key(config) == KEY.encode()
