@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trueroll.errors import ConfigError, InvalidRequestError, ModelError, PushError, brief
+from trueroll.errors import ConfigError, InvalidRequestError, PushError, TruerollError, brief
 
 from ...engine.request import InFlight
 from ...weight_sync.payload.manifest import LAST_VERSION, MANIFEST_FILE, Version
@@ -23,9 +26,14 @@ from .fields import Fields, checked
 from .guard import Counters
 from .wire import answer, read_json
 
+if TYPE_CHECKING:
+    import torch
+
 HEALTH_SECONDS = 5.0
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
+
+log = logging.getLogger(__name__)
 
 
 class UpdateFields(Fields):
@@ -137,21 +145,55 @@ def _next_version(served: int) -> int:
 
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """On a thread: the publisher blocks, and imports torch."""
-    from ...engine.models.loader import read_checkpoint
     from ..publisher.publisher import WeightPublisher, connect_to
 
     folder = Path(fields.weight_dir)
+    is_push = _is_push(folder)
+    if is_push and fields.weight_version is not None:
+        raise InvalidRequestError("weight_version: expected none, as the folder names its own; leave it out")
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
             connect_to(publisher, address)
-            if not (folder / MANIFEST_FILE).is_file():
-                publisher.push(read_checkpoint(folder), version)
-            elif fields.weight_version is None:
+            if is_push:
                 publisher.push_folder(folder)
             else:
-                raise InvalidRequestError("weight_version: expected none, as the folder names its own; leave it out")
-    except (ConfigError, ModelError, OSError, ValueError) as error:
+                publisher.push(_tensors(folder), version)
+    except ConfigError as error:
         raise PushError(f"weight_dir: {error}") from None
+
+
+def _is_push(folder: Path) -> bool:
+    """Whether a push by `disk` wrote the folder. Raise PushError if it cannot be read, as `_tensors` does."""
+    from ...weight_sync.transports.disk import read_manifest
+
+    with _one_text(folder):
+        if not (folder / MANIFEST_FILE).is_file():
+            return False
+        read_manifest(folder)
+        return True
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a checkpoint. Raise PushError if it cannot be read."""
+    from ...engine.models.loader import read_checkpoint
+
+    with _one_text(folder):
+        yield from read_checkpoint(folder)
+
+
+@contextmanager
+def _one_text(folder: Path) -> Iterator[None]:
+    """Raise a PushError with the same text whatever keeps a folder from being read, so that no client learns from it
+    which files there are. The log has the cause.
+    """
+    try:
+        yield
+    except (TruerollError, OSError, ValueError) as error:
+        log.warning("weights from %r: refused, for %s", str(folder), error)
+        raise PushError(
+            f"weight_dir: {brief(str(folder))} is no folder of weights that this server can read; give one that a push "
+            "by disk wrote, or a checkpoint in Hugging Face format; the server's log says more"
+        ) from None
 
 
 def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:

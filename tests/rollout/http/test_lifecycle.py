@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -25,9 +26,11 @@ from http_fronts import Front, error_of, events, front_end
 from serving import WorkerOnThread, fake_process, serving
 from transformers import AutoModelForCausalLM
 
+from trueroll.errors import brief
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess
 from trueroll.rollout.http import app, server
 from trueroll.rollout.http.config import HttpConfig
+from trueroll.weight_sync.payload.manifest import MANIFEST_FILE
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
 
@@ -188,6 +191,27 @@ def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) 
     assert refused.status_code == 400 and error_of(refused)["param"] == "weight_version"
     told = fronted.post("/update_weights", {"weight_dir": str(folder)})
     assert told.json() == {"status": "updated", "weight_version": 9}
+
+
+def test_what_is_there_is_not_told(fronted: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each path that holds no weights gets the same text, whatever is there; the log says what it was."""
+    made = {name: tmp_path / name for name in ("absent", "file", "empty", "fifo", "broken", "loop", "push", "json")}
+    made["file"].write_text("secret")
+    os.mkfifo(made["fifo"])
+    made["loop"].symlink_to(made["loop"])
+    for name in ("empty", "broken", "push", "json"):
+        made[name].mkdir()
+    (made["broken"] / "model.safetensors").write_bytes(b"no")
+    (made["push"] / MANIFEST_FILE).write_text("{}")
+    (made["json"] / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    texts = set()
+    for path in (*map(str, made.values()), "\0", "x" * 5000, "/proc/self/mem", "/etc/passwd"):
+        caplog.clear()
+        refused = fronted.post("/update_weights", {"weight_dir": path})
+        assert refused.status_code == 409 and error_of(refused)["code"] == "push_failed", path
+        texts.add(error_of(refused)["message"].replace(brief(path), "PATH"))
+        assert "refused, for" in caplog.text
+    assert len(texts) == 1 and "is no folder of weights that this server can read" in texts.pop()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
