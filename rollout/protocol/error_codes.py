@@ -7,6 +7,7 @@ A worker sends an error as its `code` and its text; a client raises the class th
 from __future__ import annotations
 
 from trueroll.errors import (
+    LINES,
     ConfigError,
     DeadlineError,
     ForbiddenError,
@@ -26,6 +27,7 @@ from trueroll.errors import (
     UnreadError,
     VersionGapError,
     WorkerFailedError,
+    printable,
 )
 
 SENT_ERRORS: tuple[type[TruerollError], ...] = (
@@ -51,5 +53,7 @@ _BY_CODE = {kind.code: kind for kind in (*SENT_ERRORS, ConfigError, ModelError)}
 
 
 def error_from_code(code: str, message: str) -> TruerollError:
-    """The exception that stands for `code`; a code that this version does not know gives a plain TruerollError."""
-    return _BY_CODE.get(code, TruerollError)(message)
+    """The exception that stands for `code`; a code that this version does not know gives a plain TruerollError. The
+    text comes from another process: what cannot be printed is escaped, so that it can be logged and shown.
+    """
+    return _BY_CODE.get(code, TruerollError)(printable(message, kept=LINES))

@@ -14,12 +14,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trueroll.errors import ConfigError, TruerollError
+from trueroll.errors import LINES, ConfigError, TruerollError, printable
 
 from ...engine.config import BackendName, Dtype, EngineConfig, defaults_of
 from ...engine.request import SamplingParams
 from ..config import WorkerConfig
 from ..http.config import HttpConfig
+from ..logs import log_to_stderr
 
 app = typer.Typer(
     help="Rollout generation for reinforcement learning: the same request gives the same bits.",
@@ -171,7 +172,7 @@ def serve(
     from ..worker.process import load_engine
     from ..worker.process import serve as serve_requests
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO)
     worker_config = WorkerConfig(**{name: settings[name] for name in WORKER})
     engine_config = EngineConfig(**{name: settings[name] for name in ENGINE})
     serve_requests(worker_config, lambda: load_engine(engine_config), _announce)
@@ -182,7 +183,12 @@ def _announce(address: str, info: dict[str, Any]) -> None:
     named = [(f" of window {window}" if window else "", count) for window, count in pools]
     blocks = ", ".join(f"blocks={count}x{info['block_size']} tokens{window}" for window, count in named)
     backend = f"backend={info['backend']} ({info['isa']})"
-    print(f"ready address={address} model={info['model']} {backend} dtype={info['dtype']} {blocks}", flush=True)
+    _say(f"ready address={address} model={info['model']} {backend} dtype={info['dtype']} {blocks}")
+
+
+def _say(line: str) -> None:
+    """A line of stdout, for whoever waits for it; names in it come from outside."""
+    print(printable(line), flush=True)
 
 
 @app.command()
@@ -291,7 +297,7 @@ def http(
     Needs pip install 'trueroll[http]'.
     """
     settings = dict(locals())
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.INFO)
     config = HttpConfig(**{name: settings[name] for name in HTTP})
     for package in ("starlette", "h11"):
         if find_spec(package) is None:
@@ -301,7 +307,7 @@ def http(
 
     raise_descriptor_limit()
     keys = server_public_key, client_key_file
-    serve_http(config, keys, lambda url, model: print(f"ready url={url} model={model} address={address}", flush=True))
+    serve_http(config, keys, lambda url, model: _say(f"ready url={url} model={model} address={address}"))
 
 
 @app.command()
@@ -315,8 +321,8 @@ def fleet(
     from ..fleet.config import read_config
     from ..fleet.serve import serve as serve_fleet
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    serve_fleet(read_config(config), lambda line: print(line, flush=True))
+    log_to_stderr(logging.INFO)
+    serve_fleet(read_config(config), _say)
 
 
 @app.command()
@@ -363,7 +369,7 @@ def audit(
 
     with RolloutClient(address, server_public_key=server_public_key, client_key=client_key_file) as client:
         found = audit_folder(model, client)
-    typer.echo(str(found))
+    typer.echo(printable(str(found), kept=LINES))
     _exit_unless(not found.num_different)
 
 
@@ -514,5 +520,5 @@ def main() -> None:
     try:
         app()
     except TruerollError as error:
-        print(f"trueroll: {error}", file=sys.stderr)
+        print(f"trueroll: {printable(str(error), kept=LINES)}", file=sys.stderr)
         sys.exit(1)

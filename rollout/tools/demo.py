@@ -21,6 +21,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
+from trueroll.errors import LINES, printable
+
 from ...engine.models.loader import resolve_model
 from ...engine.models.smollm2 import smollm2_folder, smollm2_path
 from ...engine.request import SampleOutput, SamplingParams
@@ -133,7 +135,9 @@ def _generate_groups(console: Console, client: RolloutClient, prompts: list[list
 def _show_samples(console: Console, text: TextModel, groups: list[Group]) -> None:
     for question, group in zip(QUESTIONS, groups, strict=True):
         answer = text.decode(group.samples[0].token_ids).strip()
-        console.print(f"\n[bold]{question}[/] (sample 1 of {len(group.samples)})\n{escape(answer)}")
+        console.print(
+            f"\n[bold]{question}[/] (sample 1 of {len(group.samples)})\n{escape(printable(answer, kept=LINES))}"
+        )
     console.print()
 
 

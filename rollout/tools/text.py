@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from trueroll.errors import LINES, printable
+
 from ...engine.request import SamplingParams
 from ..client.client import Group, RolloutClient
 from ..client.local_worker import launch_worker
@@ -23,7 +25,8 @@ def print_completions(
     tokenizer: str | None,
     keys: tuple[Key | None, Key | None] = (None, None),
 ) -> None:
-    """Completes prompts with the worker at an address, or with one started for a model, and prints all samples.
+    """Completes prompts with the worker at an address, or with one started for a model, and prints all samples, with
+    what would steer a terminal escaped.
 
     `seed`: of all prompts, see `RolloutClient.generate`; None: a new one. `tokenizer`: the model whose tokenizer is
     used; None: the one that is served, where this process or this machine serves it. `keys`: `server_public_key` and
@@ -47,7 +50,7 @@ def print_completions(
 
 
 def _print_group(text: TextModel, title: str, group: Group) -> None:
-    print(f"=== {title}")
+    print(f"=== {printable(title, kept=LINES)}")
     for sample in group.samples:
         print(f"--- sample {sample.index}: {len(sample.token_ids)} tokens, finish reason {sample.finish_reason}")
-        print(text.decode(sample.token_ids))
+        print(printable(text.decode(sample.token_ids), kept=LINES))

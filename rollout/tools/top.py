@@ -1,7 +1,8 @@
 """`trueroll top`: what a worker or a fleet does, in a terminal, from its health and stats.
 
 Speeds and rates are differences between two looks; everything else is as of the last one. Promises that a worker's
-words are never read as markup, and that a counter shown here which is missing or mistyped is a ProtocolError.
+words are never read as markup or by the terminal, and that a counter shown here which is missing or mistyped is a
+ProtocolError.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trueroll.errors import ProtocolError
+from trueroll.errors import ProtocolError, printable
 
 from ...engine.request import describe_validation_error
 from .. import protocol
@@ -152,7 +153,7 @@ def view(before: Look, now: Look) -> RenderableType:
     grid.add_column(style="bold")
     grid.add_column()
     for name, value in _rows(before, now):
-        grid.add_row(name, Text.assemble(value))
+        grid.add_row(Text(printable(name)), Text(printable(value)) if isinstance(value, str) else value)
     return grid
 
 

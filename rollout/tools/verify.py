@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from trueroll.errors import printable
+
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest
@@ -337,9 +339,11 @@ def verify(config: EngineConfig, console: Console, json_file: Path | None = None
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
     if loaded.backend.note:
-        console.print(f"backend {loaded.backend.name}, not a faster one: {loaded.backend.note}", markup=False)
+        console.print(
+            f"backend {loaded.backend.name}, not a faster one: {printable(loaded.backend.note)}", markup=False
+        )
     if obstacle := stop_string_obstacle(loaded.folder):
-        console.print(f"without a stop string: {obstacle}", markup=False)
+        console.print(f"without a stop string: {printable(obstacle)}", markup=False)
     console.print(summarize(results))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))

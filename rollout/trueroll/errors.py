@@ -1,13 +1,15 @@
 """The one tree of exceptions: every error that a user can meet, whichever folder raises it, is a `TruerollError`.
 
 Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what was
-expected, what was found and what to do, and what it quotes is short: `brief`, `said`. Imports the standard library
+expected, what was found and what to do, and what it quotes is short: `brief`, `said`. Names and texts from outside are
+shown to people by `printable`. Imports the standard library
 alone, so that each folder, and a client without torch, can use it.
 """
 
 from __future__ import annotations
 
 import reprlib
+import unicodedata
 from typing import Any
 
 
@@ -151,6 +153,8 @@ class RequestAbortedError(TruerollError):
 
 
 _MAX_SAID_CHARS = 300
+LINES = "\n\t"
+"""What a text of several lines has besides characters that are seen."""
 
 
 class _Brief(reprlib.Repr):
@@ -180,6 +184,21 @@ def brief(value: object) -> str:
 
 
 def said(cause: object) -> str:
-    """What another package says of a file, which it may quote: in one line, cut, and without what cannot be printed."""
-    line = " ".join(str(cause).split())[:_MAX_SAID_CHARS]
-    return "".join(character if character.isprintable() else "?" for character in line)
+    """What another package says of a file, which it may quote: in one line, cut, and escaped as by `printable`."""
+    return printable(" ".join(str(cause).split())[:_MAX_SAID_CHARS])
+
+
+def printable(text: str, kept: str = "") -> str:
+    """A text from outside as a terminal or a log may show it: what is not seen, moves the cursor or turns the direction
+    of writing is escaped as in a literal of Python, such as `\\x1b`; `kept` and backslashes stay.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        character if character in kept or _is_seen(character) else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _is_seen(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"

@@ -22,6 +22,7 @@ from trueroll.errors import TruerollError
 
 from ...engine.config import EngineConfig
 from ..config import WorkerConfig
+from ..logs import log_to_stderr
 from .engine_thread import ServedEngine
 from .worker import Worker
 
@@ -99,7 +100,7 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
     The outcome is `{"address": ...}` or `{"code": ..., "message": ...}`. The end of stdin, which comes when the parent
     closes it or dies, means drain and exit.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr(logging.WARNING)
     settings = json.loads(_read_line(0))
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not look like the outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import os
 import pty
 import signal
@@ -95,6 +96,20 @@ def test_rates_are_those_between_two_looks() -> None:
     assert told["memory"] == "process 4.0 MB  kv_cache 0 bytes"
     assert told["worker"] == "abc  weight version 4" and told["state"] == "ready  last progress 2.5 s ago"
     assert "push" not in told
+
+
+def test_names_from_outside_do_not_reach_the_terminal() -> None:
+    evil, shown = "a\x1b[2J\x07\u202e\nb", r"a\x1b[2J\x07\u202e\nb"
+    fields: dict[str, Any] = dict(instance=evil, engine={**MODEL, "model": evil, "backend": evil})
+    fields |= dict(requests={"open": 1, evil: 2}, memory={evil: 3})
+    counters = {**ENGINE, "samples_finished": {evil: 4}}
+    before, now = look(0.0, counters, **fields), look(1.0, counters, **fields)
+    before, now = (dataclasses.replace(each, workers={evil: each}) for each in (before, now))
+    with io.StringIO() as written:
+        Console(width=300, file=written).print(view(before, now))
+        text = written.getvalue()
+    assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
+    assert text.count(shown) == 7
 
 
 def test_the_bar_is_as_long_as_the_blocks_are_many() -> None:

@@ -1,0 +1,31 @@
+"""Log lines of the commands and of workers, which no text from outside can forge or colour."""
+
+from __future__ import annotations
+
+import logging
+
+from trueroll.errors import printable
+
+
+class LineFormatter(logging.Formatter):
+    """Writes each message in one line; escapes what cannot be printed in it, line breaks included. The lines of a
+    traceback are indented, so that none of them looks like a message.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:  # noqa: N802
+        lines = super().formatException(ei).splitlines()  # type: ignore[arg-type]
+        return "\n".join(f"  {printable(line)}" for line in lines)
+
+
+def log_to_stderr(level: int) -> None:
+    """Let this process log to stderr from now on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
