@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,15 +150,16 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
 
     folder = Path(fields.weight_dir)
     is_push = _is_push(folder)
+    tensors = None if is_push else _tensors(folder)
     if is_push and fields.weight_version is not None:
         raise InvalidRequestError("weight_version: expected none, as the folder names its own; leave it out")
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
             connect_to(publisher, address)
-            if is_push:
+            if tensors is None:
                 publisher.push_folder(folder)
             else:
-                publisher.push(_tensors(folder), version)
+                publisher.push(tensors, version)
     except ConfigError as error:
         raise PushError(f"weight_dir: {error}") from None
 
@@ -174,11 +176,13 @@ def _is_push(folder: Path) -> bool:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a checkpoint. Raise PushError if it cannot be read."""
+    """Those of a checkpoint, all of whose files have been opened. Raise PushError if one cannot be read."""
     from ...engine.models.loader import read_checkpoint
 
     with _one_text(folder):
-        yield from read_checkpoint(folder)
+        tensors = read_checkpoint(folder)
+        first = next(tensors)
+    return chain([first], tensors)
 
 
 @contextmanager
@@ -188,7 +192,7 @@ def _one_text(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (TruerollError, OSError, ValueError) as error:
+    except (TruerollError, OSError, ValueError, StopIteration) as error:
         log.warning("weights from %r: refused, for %s", str(folder), error)
         raise PushError(
             f"weight_dir: {brief(str(folder))} is no folder of weights that this server can read; give one that a push "

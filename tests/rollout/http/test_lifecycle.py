@@ -121,7 +121,7 @@ def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -
     assert post("/sleep")["state"] == "asleep" and get("/is_sleeping") == {"is_sleeping": True}
     assert post("/wake_up")["state"] == "ready"
     assert post("/reset_prefix_cache")["state"] == "ready"
-    with pytest.raises(openai.ConflictError, match="save_pretrained") as caught:
+    with pytest.raises(openai.ConflictError, match="is no folder of weights") as caught:
         post("/update_weights", {"weight_dir": str(tmp_path)})
     assert caught.value.code == "push_failed"
     reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|409)"}', get("/metrics"))

@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from trueroll.errors import LINES, printable, said
-from trueroll.rollout.client.client import Group
 from trueroll.rollout.logs import LineFormatter
 from trueroll.rollout.protocol.error_codes import error_from_code
 from trueroll.rollout.tools import cli, demo, text
@@ -19,7 +18,7 @@ from trueroll.rollout.tools import cli, demo, text
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202eevil\x9b31m\r\b\ud800\u2028"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\u202eevil\x9b31m\r\x08\ud800\u2028"
 TEXTS: Any = SimpleNamespace(decode=lambda token_ids: f"one\n\ttwo{EVIL}", encode_chat=lambda *given: [1])
-GROUP: Any = Group(("a",), (SimpleNamespace(index=0, token_ids=[1], finish_reason="length"),))  # type: ignore[arg-type]
+GROUP: Any = SimpleNamespace(samples=[SimpleNamespace(index=0, token_ids=[1], finish_reason="length")])
 
 
 def test_what_is_not_seen_is_escaped_and_all_else_stays() -> None:
@@ -43,7 +42,7 @@ def test_samples_are_printed_with_escapes(capsys: pytest.CaptureFixture[str]) ->
 def test_the_demo_shows_samples_with_escapes() -> None:
     written = io.StringIO()
     demo._show_samples(Console(file=written, width=400), TEXTS, [GROUP] * len(demo.QUESTIONS))
-    assert SHOWN in written.getvalue() and "\x1b" not in written.getvalue() and "\u202e" not in written.getvalue()
+    assert SHOWN.removesuffix(r"\u2028") in written.getvalue() and "\x1b" not in written.getvalue() and "\u202e" not in written.getvalue()
 
 
 def test_ready_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
