@@ -42,7 +42,8 @@ def test_samples_are_printed_with_escapes(capsys: pytest.CaptureFixture[str]) ->
 def test_the_demo_shows_samples_with_escapes() -> None:
     written = io.StringIO()
     demo._show_samples(Console(file=written, width=400), TEXTS, [GROUP] * len(demo.QUESTIONS))
-    assert SHOWN.removesuffix(r"\u2028") in written.getvalue() and "\x1b" not in written.getvalue() and "\u202e" not in written.getvalue()
+    shown = written.getvalue()
+    assert SHOWN.removesuffix(r"\u2028") in shown and "\x1b" not in shown and "\u202e" not in shown
 
 
 def test_ready_lines_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
