@@ -31,6 +31,7 @@ test-verl: .venv-verl/.done
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
+	@$(BIN)/python -P tests/fuzz/run.py --messages 200000 --http
 
 chaos: .venv/.dev
 	@$(BIN)/python -P tests/chaos/run.py --rounds 200

@@ -1,4 +1,5 @@
-"""A campaign: rounds of attack on one worker, with good traffic beside it, and what must hold after each.
+"""A campaign: rounds of attack on one worker, or on a front end before it, with good traffic beside it, and what must
+hold after each.
 
 Owns the clients and the numbers. Does not own the worker: it may be any process that speaks the protocol, such as one
 with a fault of which a test wants to know whether it is found.
@@ -22,7 +23,11 @@ import psutil
 import torch
 from fuzz.attack import Attacker, Deserter, Shot
 from fuzz.corpus import Memory
+from fuzz.front import FrontProcess
 from fuzz.good import start_good_clients
+from fuzz.http_attack import HttpAttacker
+from fuzz.http_good import start_good_http_client
+from fuzz.http_rounds import HTTP_SHARES, NUM_HTTP_ATTACKERS, HttpRounds
 from fuzz.operator_client import Operator
 from fuzz.rounds import NUM_ATTACKERS, ROUND, Rounds
 from fuzz.streams import HEALTH, LAST, OPENING, Stream
@@ -40,7 +45,8 @@ RSS_GROWTH_BYTES = 64 * 2**20
 class Plan:
     """`messages`, in whole rounds from `first_round` on. `patience`: seconds that anything may take.
 
-    After `warm_up` messages the worker is measured; at the end it must be as small again.
+    After `warm_up` messages the worker is measured; at the end it must be as small again. `http`: what is attacked is a
+    front end of the worker, which is measured as well.
     """
 
     messages: int
@@ -48,6 +54,7 @@ class Plan:
     first_round: int = 0
     patience: float = 20.0
     warm_up: int = 4000
+    http: bool = False
 
     def rounds(self) -> range:
         return range(self.first_round, self.first_round + max(1, -(-self.messages // ROUND)))
@@ -55,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Size:
-    """What an idle worker holds."""
+    """What an idle worker or front end holds."""
 
     threads: int
     descriptors: int
@@ -79,6 +86,8 @@ class Numbers:
     seconds: float = 0.0
     before: Size | None = None
     after: Size | None = None
+    front_before: Size | None = None
+    front_after: Size | None = None
 
     @property
     def messages(self) -> int:
@@ -86,7 +95,9 @@ class Numbers:
 
 
 class Campaign:
-    """Attacks `worker`, which serves `tensors`. `show` is called now and then with the numbers so far."""
+    """Attacks `worker`, which serves `tensors`, or `front` if there is one. `show` is called now and then with the
+    numbers so far.
+    """
 
     def __init__(
         self,
@@ -94,12 +105,14 @@ class Campaign:
         tensors: Mapping[str, torch.Tensor],
         plan: Plan,
         show: Callable[[Numbers], None] = lambda numbers: None,
+        front: FrontProcess | None = None,
     ) -> None:
         self.numbers = Numbers()
         self._trace = Trace()
         self._worker = worker
         self._path = worker.address.removeprefix("ipc://")
         self._process = psutil.Process(worker.pid)
+        self._front = front
         self._plan = plan
         self._show = show
         self._round = plan.first_round
@@ -107,12 +120,19 @@ class Campaign:
         self._streams: list[Stream] = []
         with ExitStack() as ends:
             self._memory = ends.enter_context(closing(Memory(tensors)))
-            self._rounds = Rounds(plan.seed, self._memory)
+            self._rounds = Rounds(plan.seed, self._memory) if front is None else HttpRounds(plan.seed)
             self._attackers = [ends.enter_context(closing(Attacker(worker.address))) for _ in range(NUM_ATTACKERS)]
             self._deserter = ends.enter_context(closing(Deserter(worker.address)))
             operator = Operator(worker.address, tensors, plan.patience, self._look)
             self._operator = ends.enter_context(closing(operator))
             self._good = start_good_clients(worker.address)
+            self._doors: list[HttpAttacker] = []
+            if front is not None:
+                self._doors = [
+                    ends.enter_context(closing(HttpAttacker(front.address, plan.patience, self._tend)))
+                    for _ in range(NUM_HTTP_ATTACKERS)
+                ]
+                self._good.append(start_good_http_client(worker.address, front.address, plan.patience))
             for client in self._good:
                 ends.callback(client.stop)
             self._operator.start_receiving()
@@ -125,7 +145,7 @@ class Campaign:
                 self._round = number
                 self._run_round(self._rounds.draw(number))
                 if self.numbers.before is None and self.numbers.messages >= self._plan.warm_up:
-                    self.numbers.before = self._measure()
+                    self._measure_all()
             self._finish()
         return self.numbers
 
@@ -180,6 +200,8 @@ class Campaign:
             case "break":
                 self._deserter.desert(*sent.frames, linger=sent.who)
                 return
+            case kind if kind in HTTP_SHARES and self._doors:
+                self._doors[sent.who].send(sent)
             case "deserted":
                 self._deserter.send(sent.frames)
             case _:
@@ -190,16 +212,25 @@ class Campaign:
         """Take what has come. Raise Violation if the worker or a good client has ended."""
         if self._worker.exit_code is not None:
             raise Violation(f"the worker ended with exit code {self._worker.exit_code}")
+        if self._front is not None and self._front.exit_code is not None:
+            raise Violation(f"the front end ended with exit code {self._front.exit_code}")
         for client in self._good:
             if client.failure is not None:
                 raise client.failure if isinstance(client.failure, Violation) else Violation(repr(client.failure))
         for attacker in self._attackers:
             attacker.receive()
 
+    def _tend(self) -> None:
+        """While an answer is waited for, which a pause may keep waiting."""
+        self._look()
+        self._operator.tend(ends_pushes=False)
+
     def _settle(self) -> None:
         """Wait until the worker is ready, every reply has come, and each good client has got another result."""
         while self._streams:
             self._streams.pop().close()
+        for door in self._doors:
+            door.finish()
         before = [client.compared for client in self._good]
         self._await(
             lambda: (
@@ -210,7 +241,10 @@ class Campaign:
             self._what_is_missing,
         )
         self._operator.check_served()
-        self._check_stream()
+        if self._front is None:
+            self._check_stream()
+        else:
+            self._front.check_health(self._plan.patience)
         for attacker in self._attackers:
             attacker.start_round()
 
@@ -241,6 +275,7 @@ class Campaign:
     def _count(self) -> Numbers:
         numbers = self.numbers
         numbers.replies = sum((attacker.codes for attacker in self._attackers), Counter())
+        numbers.replies += sum((door.statuses for door in self._doors), Counter())
         numbers.reconnects = self._deserter.reconnects
         numbers.good_requests = sum(client.compared for client in self._good)
         numbers.good_tokens = sum(client.tokens for client in self._good)
@@ -252,26 +287,39 @@ class Campaign:
     # The end.
 
     def _finish(self) -> None:
-        self.numbers.after = self._measure(self.numbers.before)
+        self._measure_all()
         self._count()
-        if self.numbers.before is not None:
-            _check_size(self.numbers.before, self.numbers.after)
+        for name, before, after in (
+            ("worker", self.numbers.before, self.numbers.after),
+            ("front end", self.numbers.front_before, self.numbers.front_after),
+        ):
+            if before is not None and after is not None:
+                _check_size(name, before, after)
 
-    def _measure(self, before: Size | None = None) -> Size:
-        """The size of the idle worker, once it changes no more and is back to `before`, or patience is over."""
+    def _measure_all(self) -> None:
+        """The worker and the front end while they are idle: as they are `before`, or else `after`."""
         for client in self._good:
             client.hold(self._plan.patience)
         self._check_idle()
-        deadline, last, size = time.monotonic() + self._plan.patience, None, self._size()
-        while not (size == last and _is_back(size, before)) and time.monotonic() < deadline:
-            time.sleep(0.5)
-            last, size = size, self._size()
+        numbers = self.numbers
+        size = self._measure(self._process, numbers.before)
+        front = None
+        if self._front is not None:
+            self._front.check_idle(self._plan.patience)
+            front = self._measure(psutil.Process(self._front.pid), numbers.front_before)
+        if numbers.before is None and numbers.messages >= self._plan.warm_up:
+            numbers.before, numbers.front_before = size, front
+        numbers.after, numbers.front_after = size, front
         for client in self._good:
             client.go_on()
-        return size
 
-    def _size(self) -> Size:
-        return Size(self._process.num_threads(), self._process.num_fds(), self._process.memory_info().rss)
+    def _measure(self, process: psutil.Process, before: Size | None) -> Size:
+        """The size of a process, once it changes no more and is back to `before`, or patience is over."""
+        deadline, last, size = time.monotonic() + self._plan.patience, None, _size(process)
+        while not (size == last and _is_back(size, before)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            last, size = size, _size(process)
+        return size
 
     def _check_idle(self) -> None:
         """That nothing is left of all requests but kept results, within their bounds."""
@@ -287,12 +335,16 @@ class Campaign:
             raise Violation(f"the idle engine has {in_use} blocks in use")
 
 
+def _size(process: psutil.Process) -> Size:
+    return Size(process.num_threads(), process.num_fds(), process.memory_info().rss)
+
+
 def _is_back(size: Size, before: Size | None) -> bool:
     return before is None or (size.threads <= before.threads and size.descriptors <= before.descriptors)
 
 
-def _check_size(before: Size, after: Size) -> None:
+def _check_size(name: str, before: Size, after: Size) -> None:
     if not _is_back(after, before):
-        raise Violation(f"the worker did not come back to its threads and descriptors: {before}, then {after}")
+        raise Violation(f"the {name} did not come back to its threads and descriptors: {before}, then {after}")
     if after.rss > before.rss + RSS_GROWTH_BYTES:
-        raise Violation(f"the worker grew by more than {RSS_GROWTH_BYTES} bytes: {before}, then {after}")
+        raise Violation(f"the {name} grew by more than {RSS_GROWTH_BYTES} bytes: {before}, then {after}")

@@ -1,4 +1,5 @@
 """The fuzzer by hand: `.venv/bin/python -P tests/fuzz/run.py --messages 1000000`. Exits with 1 if a promise was broken.
+With `--http` it attacks a front end before the worker instead.
 
 `--seed` and `--first-round` repeat a round that failed, `--replay` what a failure has written down.
 """
@@ -26,7 +27,7 @@ from rich.table import Table  # noqa: E402
 def main() -> int:
     arguments = _arguments()
     warm_up = max(Plan.warm_up, arguments.messages // 50)
-    plan = Plan(arguments.messages, arguments.seed, arguments.first_round, arguments.patience, warm_up)
+    plan = Plan(arguments.messages, arguments.seed, arguments.first_round, arguments.patience, warm_up, arguments.http)
     console = Console()
     numbers = Numbers()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -51,6 +52,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--patience", type=float, default=Plan.patience, help="seconds that anything may take")
+    parser.add_argument("--http", action="store_true", help="attack a front end before the worker")
     parser.add_argument("--replay", type=Path, help="a file that a failure has written")
     return parser.parse_args()
 
@@ -70,6 +72,8 @@ def _print(console: Console, numbers: Numbers) -> None:
         "longest wait for health": f"{numbers.longest_wait:.2f} s",
         "after the warm-up": _size(numbers.before),
         "at the end": _size(numbers.after),
+        "front end after the warm-up": _size(numbers.front_before),
+        "front end at the end": _size(numbers.front_after),
     }.items():
         table.add_row(name, value)
     console.print(table)

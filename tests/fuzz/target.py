@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from engine.checkpoints import read_tensors
 from fuzz.campaign import Campaign, Numbers, Plan
+from fuzz.front import FrontProcess
 from fuzz.mutate import MAX_MESSAGE_BYTES
 from fuzz.violation import Violation
 
@@ -37,6 +38,12 @@ ENGINE: dict[str, Any] = dict(
 )
 """All requests together want more than 224 tokens of KV memory, so that some are preempted."""
 LAST_LINES = 12
+CHAT_TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.a }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if thinks %}<think>{% endif %}"
+)
 
 
 def ignore(numbers: Numbers) -> None:
@@ -48,6 +55,7 @@ def tiny_campaign(plan: Plan, show: Show = ignore) -> Iterator[Campaign]:
     """A campaign against a worker that serves a tiny model."""
     with tempfile.TemporaryDirectory(prefix="trueroll-fuzz-") as folder:
         model = make_tiny_model("llama", Path(folder) / "model")
+        (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
         with campaign_against(str(model), read_tensors(model), plan, show) as campaign:
             yield campaign
 
@@ -69,7 +77,8 @@ def campaign_against(
         try:
             with (
                 _start(model, log.name, command) as worker,
-                closing(Campaign(worker, tensors, plan, show)) as campaign,
+                _front_of(worker, model, plan) as front,
+                closing(Campaign(worker, tensors, plan, show, front)) as campaign,
             ):
                 try:
                     yield campaign
@@ -83,6 +92,25 @@ def campaign_against(
         except (Violation, TruerollError) as error:
             lines = Path(log.name).read_text(errors="replace").splitlines()[-LAST_LINES:]
             raise Violation("\n".join([str(error), "the worker's last words:", *lines])) from error
+
+
+@contextmanager
+def _front_of(worker: WorkerProcess, model: str, plan: Plan) -> Iterator[FrontProcess | None]:
+    """The front end, if the plan has one. At the end it must exit as told."""
+    if not plan.http:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="trueroll-fuzz-") as folder:
+        front = FrontProcess(worker.address, model, Path(folder) / "front.log")
+        try:
+            yield front
+            front.end()
+        except (Violation, TruerollError) as error:
+            front.kill()
+            raise Violation("\n".join([str(error), "the front end's last words:", *front.last_words()])) from error
+        except BaseException:
+            front.kill()
+            raise
 
 
 def _kept(log: str) -> str:

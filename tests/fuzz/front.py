@@ -1,0 +1,87 @@
+"""The front end that is attacked: a process of `trueroll http` with small limits and a log of its own."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fuzz.violation import Violation
+
+LIMITS = ("--max-body-bytes", "131072", "--max-open-requests", "64", "--drain-seconds", "5")
+COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
+END_SECONDS = 60.0
+
+
+class FrontProcess:
+    """Serves the worker at `address` with the tokenizer of `model`; its log goes to `log`. `host`, `port`: where."""
+
+    def __init__(self, address: str, model: str, log: Path, command: tuple[str, ...] = COMMAND) -> None:
+        self.log = log
+        arguments = ("http", address, "--port", "0", "--tokenizer", model, *LIMITS)
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                (*command, *arguments), stdout=subprocess.PIPE, stderr=stderr, cwd=log.parent
+            )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        found = re.match(r"ready url=http://([\d.]+):(\d+) ", line)
+        if found is None:
+            self.kill()
+            raise Violation(f"the front end was not ready, and said {line!r}")
+        self.address = found[1], int(found[2])
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def check_health(self, patience: float) -> None:
+        """That it answers, and says that the worker is ready."""
+        if b'"state":"ready"' not in (answer := self._get("/health", patience)):
+            raise Violation(f"the front end says of a worker that is ready: {answer!r:.300}")
+
+    def check_idle(self, patience: float) -> None:
+        """That no request counts as open any more."""
+        deadline = time.monotonic() + patience
+        while b"trueroll_http_open_requests 0.0" not in (page := self._get("/metrics", patience)):
+            if time.monotonic() > deadline:
+                lines = [line for line in page.decode(errors="replace").split("\n") if "open_requests" in line]
+                raise Violation(f"the idle front end counts open requests: {lines}")
+            time.sleep(0.05)
+
+    def _get(self, path: str, patience: float) -> bytes:
+        connection = http.client.HTTPConnection(*self.address, timeout=patience)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Violation(f"the front end did not answer {path}: {error!r}") from None
+        finally:
+            connection.close()
+
+    def end(self) -> None:
+        """Tell it to end. Raise Violation if it does not, ends badly, or has met an exception that nobody foresaw."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Violation(f"the front end was told to end, and did not within {END_SECONDS} s") from None
+        if code != 0:
+            raise Violation(f"the front end was told to end, and did so with exit code {code}")
+        if "Traceback" in (text := self.log.read_text(errors="replace")):
+            at = text.index("Traceback")
+            raise Violation(f"the front end met an exception that nobody had foreseen: {text[at : at + 3000]}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def last_words(self) -> list[str]:
+        """The last lines of its log."""
+        return self.log.read_text(errors="replace").splitlines()[-12:]

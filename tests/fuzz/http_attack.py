@@ -1,0 +1,136 @@
+"""Clients that attack a front end, each on one connection after the other, and what it owes them.
+
+A whole request with a right head is owed one answer, whatever its body says. One whose head is wrong may be answered or
+cut, but never by an answer that says that the server broke down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from fuzz.violation import Sent, Violation
+
+OWED = ("plain", "body", "repeated")
+"""The kinds of requests that are answered for certain."""
+STATUSES = {200, 400, 403, 404, 405, 408, 409, 411, 413, 414, 417, 421, 426, 429, 431, 501, 503, 504, 505}
+BROKEN = re.compile(rb'"code":"(internal|worker_failed|worker_lost|sample_failed)"|Internal Server Error|Traceback')
+"""What no request can call for."""
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ")
+_AT_ONCE = struct.pack("ii", 1, 0)
+PART = 2**16
+
+
+class HttpAttacker:
+    """`tend`: called while an answer is waited for, as the worker may have been paused; raises if waiting is of no use.
+    `statuses`: of the answers so far.
+    """
+
+    def __init__(self, address: tuple[str, int], patience: float, tend: Callable[[], None]) -> None:
+        self._address, self._patience, self._tend = address, patience, tend
+        self._socket: socket.socket | None = None
+        self._sent: Sent | None = None
+        self.statuses: Counter[str] = Counter()
+
+    def send(self, sent: Sent) -> None:
+        """End with the request before, and send another one. `sent.frames`: its bytes, in one part or more."""
+        self.finish()
+        self._sent = sent
+        self._socket = socket.create_connection(self._address, timeout=self._patience)
+        with suppress(ConnectionError):  # it may cut who sends too much
+            for part in sent.frames:
+                self._socket.sendall(part)
+
+    def finish(self) -> None:
+        """Take the answer to the last request, or leave, as its kind wants it."""
+        if self._socket is None or self._sent is None:
+            return
+        with self._socket:
+            if self._sent.kind in OWED:
+                self._check_answer(self._read_all(self._socket))
+            elif self._sent.kind == "left":
+                self._leave(self._socket)
+            else:
+                self._check(self._read_what_is_there(self._socket))
+        self._socket = self._sent = None
+
+    def close(self) -> None:
+        """Leave, whatever is owed."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = self._sent = None
+
+    def _read_all(self, connection: socket.socket) -> bytes:
+        """All until the server closes."""
+        received, deadline = bytearray(), time.monotonic() + self._patience
+        connection.settimeout(0.05)
+        while True:
+            try:
+                part = connection.recv(PART)
+            except TimeoutError:
+                self._tend()
+                if time.monotonic() > deadline:
+                    raise Violation(
+                        f"after {self._patience} s no whole answer to {self._shown()}: {bytes(received)[:300]!r}"
+                    ) from None
+                continue
+            except ConnectionError:
+                break
+            if not part:
+                break
+            received += part
+        return bytes(received)
+
+    def _read_what_is_there(self, connection: socket.socket) -> bytes:
+        received = bytearray()
+        connection.setblocking(False)
+        with suppress(BlockingIOError, ConnectionError):
+            while part := connection.recv(PART):
+                received += part
+        return bytes(received)
+
+    def _leave(self, connection: socket.socket) -> None:
+        """In the middle of the answer, or before it; every other time without a farewell."""
+        assert self._sent is not None
+        if self._sent.who % 2:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        self._check(self._read_what_is_there(connection))
+
+    def _check_answer(self, data: bytes) -> None:
+        """That there is one answer, and that it is right."""
+        self._check(data)
+        if _STATUS.match(data) is None:
+            raise Violation(f"no answer to {self._shown()}: {data[:300]!r}")
+        head, _, body = data.partition(b"\r\n\r\n")
+        if int(head[9:12]) >= 400:
+            try:
+                error = json.loads(body)["error"]
+            except (ValueError, KeyError, TypeError):
+                raise Violation(f"an error without its body for {self._shown()}: {data[:600]!r}") from None
+            if error.keys() != {"message", "type", "param", "code"} or len(error["message"]) > 3000:
+                raise Violation(f"an error of another form for {self._shown()}: {data[:600]!r}")
+
+    def _check(self, data: bytes) -> None:
+        """That what came says nothing that no request can call for."""
+        if (broken := BROKEN.search(data)) is not None:
+            at = broken.start()
+            raise Violation(f"{self._shown()} was answered with {data[max(0, at - 400) : at + 300]!r}")
+        if (found := _STATUS.match(data)) is None:
+            if data:
+                raise Violation(f"{self._shown()} was answered with what is no HTTP: {data[:300]!r}")
+            self.statuses["none"] += 1
+            return
+        status = int(found[1])
+        if status not in STATUSES:
+            raise Violation(f"{self._shown()} was answered with {data[:300]!r}")
+        self.statuses[str(status)] += 1
+
+    def _shown(self) -> str:
+        assert self._sent is not None
+        return f"a request ({self._sent.kind}) {b''.join(self._sent.frames)[:600]!r}"

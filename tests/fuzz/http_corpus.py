@@ -1,0 +1,149 @@
+"""Valid requests of every path of a front end: what the mutations of HTTP begin with.
+
+Owns what may be sent to whom: nothing here ends what others asked for, and no folder of weights that is named has any.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fuzz.corpus import MAX_TOKEN, NO_FOLDER
+
+
+@dataclass(frozen=True)
+class Request:
+    """`body`: None for a request without one."""
+
+    method: str
+    target: str
+    body: dict[str, Any] | None = None
+
+
+@dataclass
+class HttpCorpus:
+    """Draws requests."""
+
+    rng: random.Random
+
+    def request(self) -> Request:
+        [kind] = self.rng.choices(list(_WEIGHTS), _WEIGHTS.values())
+        return kind(self)
+
+    def completion(self) -> Request:
+        rng = self.rng
+        prompt = rng.choice((self._text(), self._tokens(), [self._tokens(), self._tokens()], [self._text()] * 2))
+        body = {"prompt": prompt, "max_tokens": rng.randrange(1, 5), **self._sampling()}
+        body |= {"logprobs": rng.choice((0, 2))} if rng.random() < 0.3 else {}
+        body |= {"echo": True} if rng.random() < 0.1 else {}
+        return Request("POST", "/v1/completions", body | (self._stream() if "echo" not in body else {}))
+
+    def chat(self) -> Request:
+        rng = self.rng
+        messages = [{"role": "user", "content": self._text()}]
+        if rng.random() < 0.3:
+            call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
+            messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3"}]
+        if rng.random() < 0.2:
+            messages[0]["content"] = [{"type": "text", "text": self._text()}] * 2
+        body = {"messages": messages, "max_completion_tokens": rng.randrange(1, 5), **self._sampling()}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+        body |= {"tools": tools, "tool_choice": "auto"} if rng.random() < 0.2 else {}
+        body |= {"chat_template_kwargs": {"thinks": True}} if rng.random() < 0.1 else {}
+        body |= {"logprobs": True, "top_logprobs": 2} if rng.random() < 0.3 else {}
+        return Request("POST", "/v1/chat/completions", body | self._stream())
+
+    def generate(self) -> Request:
+        params = {"max_tokens": self.rng.randrange(1, 5), "logprobs": 1, **self._sampling()}
+        return Request(
+            "POST", "/inference/v1/generate", {"token_ids": self._tokens(), "sampling_params": params} | self._stream()
+        )
+
+    def tokenize(self) -> Request:
+        kind = self.rng.choice(({"prompt": self._text()}, {"messages": [{"role": "user", "content": self._text()}]}))
+        return Request("POST", "/tokenize", {**kind, "return_token_strs": True})
+
+    def detokenize(self) -> Request:
+        return Request("POST", "/detokenize", {"tokens": self._tokens()})
+
+    def look(self) -> Request:
+        paths = (
+            "/health",
+            "/metrics",
+            "/v1/models",
+            "/v1/models/x",
+            "/is_paused",
+            "/is_sleeping",
+            "/ui",
+            "/ui/page.js",
+        )
+        return Request("GET", self.rng.choice((*paths, "/ui/live?since=0&after=0", "/ui/group?group=1")))
+
+    def page(self) -> Request:
+        number = self.rng.randrange(1, 400)
+        if self.rng.random() < 0.5:
+            return Request("GET", f"/ui/tokens?group={number}&sample=0&start=0")
+        return Request("POST", "/ui/score", {"group": number, "sample": 0})
+
+    def lifecycle(self) -> Request:
+        tags = self.rng.choice(("weights", "kv_cache"))
+        targets = ("/pause?mode=keep", "/resume", f"/sleep?mode=keep&level=1&tags={tags}", "/wake_up")
+        return Request("POST", self.rng.choice((*targets, "/reset_prefix_cache", "/resume", "/wake_up")))
+
+    def update(self) -> Request:
+        return Request("POST", "/update_weights", {"weight_dir": NO_FOLDER, "weight_version": 10**6})
+
+    def _sampling(self) -> dict[str, Any]:
+        fields = {"seed": self.rng.getrandbits(63)}
+        for name, choices in _FIELDS.items():
+            if self.rng.random() < 0.15:
+                fields[name] = self.rng.choice(choices)
+        return fields
+
+    def _stream(self) -> dict[str, Any]:
+        usage = {"stream_options": {"include_usage": True}} if self.rng.random() < 0.5 else {}
+        return {"stream": True, **usage} if self.rng.random() < 0.4 else {}
+
+    def _text(self) -> str:
+        return self.rng.choice(("x", "Once upon a time", "é\U0001f600", "a" * 40, "<tool_call>", "\0", "say\nit"))
+
+    def _tokens(self) -> list[int]:
+        return [self.rng.randrange(MAX_TOKEN) for _ in range(1 + self.rng.randrange(8))]
+
+
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "n": (1, 2, 3),
+    "temperature": (0, 0.5, 2.0),
+    "top_p": (0.5, 1.0),
+    "top_k": (0, -1, 40),
+    "min_p": (0.0, 0.2),
+    "min_tokens": (0, 1),
+    "stop": ("a", ["ab", "c"], []),
+    "stop_token_ids": ([], [3]),
+    "ignore_eos": (True, False),
+    "cache_salt": ("salt",),
+    "frequency_penalty": (0,),
+    "user": ("somebody",),
+    "skip_special_tokens": (True, False),
+}
+_WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
+    HttpCorpus.completion: 25,
+    HttpCorpus.chat: 20,
+    HttpCorpus.generate: 20,
+    HttpCorpus.tokenize: 8,
+    HttpCorpus.detokenize: 6,
+    HttpCorpus.look: 10,
+    HttpCorpus.page: 5,
+    HttpCorpus.lifecycle: 4,
+    HttpCorpus.update: 1,
+}
+_ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])")
+"""A pause or a sleep that would end what others asked for, which is the right of who may call it."""
+
+
+def is_tame(data: bytes) -> bool:
+    """Whether the attack may send these bytes of a connection: they end nobody's requests."""
+    return _ENDS_OTHERS.search(data) is None
