@@ -81,10 +81,10 @@ class WeightPublisher:
     they go through host memory, and `collective` uses gloo.
 
     `timeout`: seconds that each wait may take; for `disk` that includes a worker's reading of the folder. `folder`: for
-    `disk`, where a folder for each push is written; older ones are removed; it is made with mode 0700 if it is not there
-    and otherwise keeps its mode. `host`: for `collective`, the address of
-    this machine that workers can reach, by default 127.0.0.1; what travels there is neither encrypted nor
-    authenticated. `sparse`: send only the elements that changed since the last push, where the workers still serve
+    `disk`, where a folder for each push is written; older ones are removed; it is made with mode 0700 if it is not
+    there and otherwise keeps its mode. `host`: for `collective`, the address of this machine that workers can reach, by
+    default 127.0.0.1; what travels there is neither encrypted nor authenticated.
+    `sparse`: send only the elements that changed since the last push, where the workers still serve
     that; this keeps a copy of the weights in the trainer. `in_flight`: what becomes of a worker's running requests:
     they go on under the new weights (`recompute`), finish first, within `drain_timeout` seconds (`drain`), or end with
     what they have (`abort`). `in_place`: write into the live weights, for workers without memory for a second set; a
