@@ -39,7 +39,8 @@ FOREIGN_ALLOWED_TO = {
         for name in ("launch", "products", "attention", "experts", "rows", "recurrence", "head")
     },
     **{f"rollout.http.{name}": {"starlette"} for name in ("app", "bodies", "guard", "lifecycle", "pages", "wire")},
-    "rollout.http.connections": {"h11", "starlette"},
+    "rollout.http.bounds": {"h11"},
+    **{f"rollout.http.{name}": {"h11", "starlette"} for name in ("connections", "exchange")},
     "rollout.integrations.verl.plugin": {"verl"},
     "rollout.integrations.verl.server": {"verl"},
     **{f"rollout.integrations.verl.{name}": {"ray", "verl"} for name in ("adapter", "replica")},

@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import resource
 import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from email.utils import formatdate
-from functools import lru_cache
-from http import HTTPStatus
 from typing import Any, Literal, TypeAlias, cast
-from urllib.parse import unquote
 
 import h11
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp
 
 from trueroll.errors import ConfigError
 
+from .bounds import READ_BYTES, Framing, Head, check_framing
 from .config import HttpConfig
-from .errors import RETRY_AFTER_SECONDS, HttpError, error_body
-from .wire import encoded
+from .errors import RETRY_AFTER_SECONDS, HttpError
+from .exchange import Address, Exchange, refusal
 
 Stage: TypeAlias = Literal["new", "idle", "body", "busy", "closing"]
 """`new`: no request yet; `idle`: answered; `body`: the request's body is unfinished; `busy`: answering; `closing`: what
@@ -40,24 +36,16 @@ the client still sends is dropped, so that it can read the answer.
 """
 GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
 """Which connections are closed to make room, in this order, the oldest of each first."""
-Address: TypeAlias = tuple[str, int]
 
 HEALTH_PATH = b"/health"
 HEALTH_RESERVE = 64
 """Connections beyond `max_connections` that are answered on `/health` alone."""
 MOST_BY_DEFAULT = 2048
-READ_BYTES = 2**15
-"""Most that is read from a connection at a time, and thus most that one holds of requests that wait for their turn."""
-WRITE_BYTES = 2**18
-"""Most that is handed to a connection at a time."""
 FEWEST_WRITTEN_BYTES = 2**16
 """A client that takes less within `write_seconds`, while more is there, is cut."""
-CHUNK_OVERHEAD_BYTES = 16
-"""What the size of a chunk may take, on average."""
 EVENTS_PER_TURN = 16
 TURN_SECONDS = 0.005
 """For what connections have sent beyond their turn, before the event loop has its turn."""
-_HEAD_END = re.compile(rb"\n\r?\n")
 
 log = logging.getLogger(__name__)
 
@@ -242,8 +230,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._stage: Stage | None = "new"
-        self._head = _Head(self._config)
-        self._framing = _Framing(self._config)
+        self._head = Head(self._config)
+        self._framing = Framing(self._config)
         self._has_turn = False
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
@@ -349,7 +337,7 @@ class Connection(asyncio.BufferedProtocol):
         self._move("idle")
         trailing, _ = self._http.trailing_data
         self._http.start_next_cycle()
-        self._head = _Head(self._config)
+        self._head = Head(self._config)
         self._set_deadline(self._config.keep_alive_seconds, self.cut, "keep_alive")
         assert self._transport is not None
         self._transport.resume_reading()
@@ -436,12 +424,12 @@ class Connection(asyncio.BufferedProtocol):
 
     def _begin(self, request: h11.Request) -> None:
         self._is_head = request.method == b"HEAD"
-        _check_framing(request)
+        check_framing(request)
         if self.is_extra and request.target.partition(b"?")[0] != HEALTH_PATH:
             raise _busy("all of which have requests under way")
         self._cancel_deadline()
         self._move("body")
-        self._framing = _Framing(self._config)
+        self._framing = Framing(self._config)
         self._exchange = Exchange(self, request)
         self._connections.run(self._exchange.run(self._connections.app))
 
@@ -452,7 +440,7 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is not None:
             exchange.leave()
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # otherwise an answer has begun
-            self.send(*_refusal(error, self._is_head))
+            self.send(*refusal(error, self._is_head))
 
     def _linger(self) -> None:
         """Half-close, and drop what still comes for a while: closing at once would take the answer from the client."""
@@ -513,162 +501,6 @@ class Connection(asyncio.BufferedProtocol):
         self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
 
 
-class _Head:
-    """Bounds the bytes and the lines of a head while it arrives."""
-
-    def __init__(self, config: HttpConfig) -> None:
-        self._config = config
-        self.num_bytes = 0
-        self._num_lines = 0
-        self._tail = b""
-
-    def add(self, data: bytes) -> None:
-        """Raise HttpError if the head has too much."""
-        joined = self._tail + data
-        found = _HEAD_END.search(joined)
-        end = len(joined) if found is None else found.end()
-        self.num_bytes += end - len(self._tail)
-        self._num_lines += joined.count(b"\n", len(self._tail), end)
-        self._tail = joined[-2:]
-        if self.num_bytes > self._config.max_head_bytes:
-            text = f"head: more than {self._config.max_head_bytes} bytes; send fewer or shorter headers"
-            raise HttpError(431, text, code="head_too_large")
-        if self._num_lines > self._config.max_head_lines:
-            text = f"head: more than {self._config.max_head_lines} lines; send fewer headers"
-            raise HttpError(431, text, code="head_too_large")
-
-
-class _Framing:
-    """Bounds what a body brings beside its content: its chunks in number, and their sizes, extensions and trailers in
-    bytes.
-    """
-
-    def __init__(self, config: HttpConfig) -> None:
-        self._config = config
-        self.num_received = 0
-        self._num_content = 0
-        self._num_chunks = 0
-
-    def add(self, data: h11.Data) -> None:
-        """Raise HttpError if there is too much."""
-        self._num_content += len(data.data)
-        self._num_chunks += data.chunk_start
-        if self._num_chunks > self._config.max_body_chunks:
-            text = f"body: more than {self._config.max_body_chunks} chunks; send longer chunks, or Content-Length"
-            raise HttpError(413, text, code="body_too_large")
-        more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
-        if self.num_received - self._num_content > more:
-            raise HttpError(413, "body: chunk extensions are too long; send chunks without", code="body_too_large")
-
-
-class Exchange:
-    """One request and its response, as ASGI has it."""
-
-    def __init__(self, connection: Connection, request: h11.Request) -> None:
-        self._connection = connection
-        self._scope = _scope(connection, request)
-        self._is_head = request.method == b"HEAD"
-        self._content = bytearray()
-        self._is_whole = self._was_told_whole = self._has_left = False
-        self._head: h11.Response | None = None
-        self._has_ended = False
-        self._changed = asyncio.Event()
-
-    async def run(self, app: ASGIApp) -> None:
-        """Let the application answer."""
-        try:
-            await app(self._scope, self._receive, self._send)
-        except Exception:
-            log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
-        if not self._has_ended and not self._has_left:  # a stream that broke off ends without its last chunk
-            self._connection.cut("broken")
-        self._connection.finish()
-
-    def add(self, content: bytes) -> bool:
-        """Content of the body has arrived. Return whether there is enough for now."""
-        self._content += content
-        self._changed.set()
-        return len(self._content) >= READ_BYTES
-
-    def complete(self) -> None:
-        """The body is whole."""
-        self._is_whole = True
-        self._changed.set()
-
-    def leave(self) -> None:
-        """The client has gone, or the connection has answered by itself."""
-        self._has_left = True
-        self._changed.set()
-
-    async def _receive(self) -> Message:
-        if not self._is_whole and self._connection.awaits_continue and not self._has_left:
-            self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
-        while not (self._has_left or self._has_ended):
-            if self._content or (self._is_whole and not self._was_told_whole):
-                content = bytes(self._content)
-                self._content.clear()
-                self._was_told_whole = self._is_whole
-                self._connection.resume_reading()
-                return {"type": "http.request", "body": content, "more_body": not self._is_whole}
-            self._changed.clear()
-            await self._changed.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        if self._has_left:
-            return
-        if message["type"] == "http.response.start":
-            headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
-            has_more = not self._is_whole  # nothing reads the rest of the body
-            if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
-                headers.append((b"connection", b"close"))
-            self._head = _response(message["status"], headers)
-            return
-        body = memoryview(b"" if self._is_head else message.get("body", b""))
-        for start in range(0, len(body), WRITE_BYTES):
-            await self._write(h11.Data(data=bytes(body[start : start + WRITE_BYTES])))
-        if not message.get("more_body", False):
-            await self._write(h11.EndOfMessage())
-            self._has_ended = True
-            self._changed.set()
-        elif not body:
-            await self._write()
-
-    async def _write(self, *events: h11.Event) -> None:
-        """Write the head, if it still waits, and these events; return once the client has room for more."""
-        if not self._has_left:
-            head, self._head = self._head, None
-            self._connection.send(*([] if head is None else [head]), *events)
-        await self._connection.writable.wait()
-
-
-def _scope(connection: Connection, request: h11.Request) -> Scope:
-    path, _, query = request.target.partition(b"?")
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": request.http_version.decode(),
-        "server": connection.server,
-        "client": connection.client,
-        "scheme": "http",
-        "method": request.method.decode(),
-        "root_path": "",
-        "path": unquote(path.decode()),
-        "raw_path": path,
-        "query_string": query,
-        "headers": list(request.headers),
-    }
-
-
-def _check_framing(request: h11.Request) -> None:
-    """Raise HttpError for a request whose length servers and proxies may take differently (RFC 9112, 6.1)."""
-    names = {name for name, _ in request.headers}
-    if b"transfer-encoding" in names and b"content-length" in names:
-        raise HttpError(400, "head: Content-Length and Transfer-Encoding exclude each other; send one of them")
-    if b"transfer-encoding" in names and request.http_version < b"1.1":
-        raise HttpError(400, "head: HTTP/1.0 has no Transfer-Encoding; send Content-Length")
-
-
 def _busy(why: str) -> HttpError:
     text = f"server: out of connections, {why}; try again later"
     return HttpError(503, text, code="connections_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
@@ -677,34 +509,9 @@ def _busy(why: str) -> HttpError:
 def _no_room() -> bytes:
     """The answer to a connection that is not even read."""
     http = h11.Connection(h11.SERVER)
-    return b"".join(http.send(event) or b"" for event in _refusal(_busy("the reserve for /health included"), False))
-
-
-def _refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
-    content = encoded(error_body(error))
-    headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}
-    headers |= {"Connection": "close", "Date": _date(int(time.time())).decode()}
-    response = _response(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
-    return response, h11.Data(data=b"" if is_head else content), h11.EndOfMessage()
+    return b"".join(http.send(event) or b"" for event in refusal(_busy("the reserve for /health included"), False))
 
 
 def _malformed(error: h11.RemoteProtocolError) -> HttpError:
     """What h11 refuses, as clients are told. Its text may quote the request, so it is cut."""
     return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")
-
-
-def _response(status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
-    return h11.Response(status_code=status, headers=headers, reason=_reason(status))
-
-
-@lru_cache
-def _reason(status: int) -> bytes:
-    try:
-        return HTTPStatus(status).phrase.encode()
-    except ValueError:
-        return b""
-
-
-@lru_cache(maxsize=2)
-def _date(seconds: int) -> bytes:
-    return formatdate(seconds, usegmt=True).encode()

@@ -18,7 +18,7 @@ import pytest
 from raw_http import Raw
 
 from trueroll.errors import ConfigError
-from trueroll.rollout.http import accepting, connections
+from trueroll.rollout.http import accepting, connections, exchange
 from trueroll.rollout.http.accepting import Acceptor
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.connections import Connections, most_connections
@@ -312,7 +312,7 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
         reading.send_head("GET", "/long")
         server.wait_for(lambda: server.closed().get("write"), 1)
         unsent = [each._transport.get_write_buffer_size() for each in server.connections._stages]
-        assert max(unsent) <= 2 * connections.WRITE_BYTES, "no more than a part of the answer lies ready to be sent"
+        assert max(unsent) <= 2 * exchange.WRITE_BYTES, "no more than a part of the answer lies ready to be sent"
         assert len(reading.answer()[2]) == LONG_BYTES
         server.wait_for(server.stages, {"idle": 1})
         server.wait_for(lambda: len(server.connections._tasks), 0)

@@ -1,0 +1,73 @@
+"""What the head of a request and the framing of its body may take."""
+
+from __future__ import annotations
+
+import re
+
+import h11
+
+from .config import HttpConfig
+from .errors import HttpError
+
+READ_BYTES = 2**15
+"""Most that is read from a connection at a time, and thus most that one holds of requests that wait for their turn."""
+CHUNK_OVERHEAD_BYTES = 16
+"""What the size of a chunk may take, on average."""
+_HEAD_END = re.compile(rb"\n\r?\n")
+
+
+class Head:
+    """Bounds the bytes and the lines of a head while it arrives."""
+
+    def __init__(self, config: HttpConfig) -> None:
+        self._config = config
+        self.num_bytes = 0
+        self._num_lines = 0
+        self._tail = b""
+
+    def add(self, data: bytes) -> None:
+        """Raise HttpError if the head has too much."""
+        joined = self._tail + data
+        found = _HEAD_END.search(joined)
+        end = len(joined) if found is None else found.end()
+        self.num_bytes += end - len(self._tail)
+        self._num_lines += joined.count(b"\n", len(self._tail), end)
+        self._tail = joined[-2:]
+        if self.num_bytes > self._config.max_head_bytes:
+            text = f"head: more than {self._config.max_head_bytes} bytes; send fewer or shorter headers"
+            raise HttpError(431, text, code="head_too_large")
+        if self._num_lines > self._config.max_head_lines:
+            text = f"head: more than {self._config.max_head_lines} lines; send fewer headers"
+            raise HttpError(431, text, code="head_too_large")
+
+
+class Framing:
+    """Bounds what a body brings beside its content: its chunks in number, and their sizes, extensions and trailers in
+    bytes.
+    """
+
+    def __init__(self, config: HttpConfig) -> None:
+        self._config = config
+        self.num_received = 0
+        self._num_content = 0
+        self._num_chunks = 0
+
+    def add(self, data: h11.Data) -> None:
+        """Raise HttpError if there is too much."""
+        self._num_content += len(data.data)
+        self._num_chunks += data.chunk_start
+        if self._num_chunks > self._config.max_body_chunks:
+            text = f"body: more than {self._config.max_body_chunks} chunks; send longer chunks, or Content-Length"
+            raise HttpError(413, text, code="body_too_large")
+        more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
+        if self.num_received - self._num_content > more:
+            raise HttpError(413, "body: chunk extensions are too long; send chunks without", code="body_too_large")
+
+
+def check_framing(request: h11.Request) -> None:
+    """Raise HttpError for a request whose length servers and proxies may take differently (RFC 9112, 6.1)."""
+    names = {name for name, _ in request.headers}
+    if b"transfer-encoding" in names and b"content-length" in names:
+        raise HttpError(400, "head: Content-Length and Transfer-Encoding exclude each other; send one of them")
+    if b"transfer-encoding" in names and request.http_version < b"1.1":
+        raise HttpError(400, "head: HTTP/1.0 has no Transfer-Encoding; send Content-Length")

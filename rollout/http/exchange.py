@@ -1,0 +1,173 @@
+"""One request and its response: what ASGI says becomes events of HTTP/1.1, and the other way round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
+from typing import Protocol, TypeAlias
+from urllib.parse import unquote
+
+import h11
+from starlette.types import ASGIApp, Message, Scope
+
+from .bounds import READ_BYTES
+from .errors import HttpError, error_body
+from .wire import encoded
+
+Address: TypeAlias = tuple[str, int]
+
+WRITE_BYTES = 2**18
+"""Most that is handed to a connection at a time."""
+
+log = logging.getLogger(__name__)
+
+
+class Line(Protocol):
+    """The connection, as an exchange needs it. `writable`: set while the system has taken all that was sent."""
+
+    client: Address
+    server: Address
+    writable: asyncio.Event
+
+    @property
+    def awaits_continue(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def send(self, *events: h11.Event) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def cut(self, reason: str) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Exchange:
+    """One request and its response, as ASGI has it."""
+
+    def __init__(self, connection: Line, request: h11.Request) -> None:
+        self._connection = connection
+        self._scope = _scope(connection, request)
+        self._is_head = request.method == b"HEAD"
+        self._content = bytearray()
+        self._is_whole = self._was_told_whole = self._has_left = False
+        self._head: h11.Response | None = None
+        self._has_ended = False
+        self._changed = asyncio.Event()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Let the application answer."""
+        try:
+            await app(self._scope, self._receive, self._send)
+        except Exception:
+            log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
+        if not self._has_ended and not self._has_left:  # a stream that broke off ends without its last chunk
+            self._connection.cut("broken")
+        self._connection.finish()
+
+    def add(self, content: bytes) -> bool:
+        """Content of the body has arrived. Return whether there is enough for now."""
+        self._content += content
+        self._changed.set()
+        return len(self._content) >= READ_BYTES
+
+    def complete(self) -> None:
+        """The body is whole."""
+        self._is_whole = True
+        self._changed.set()
+
+    def leave(self) -> None:
+        """The client has gone, or the connection has answered by itself."""
+        self._has_left = True
+        self._changed.set()
+
+    async def _receive(self) -> Message:
+        if not self._is_whole and self._connection.awaits_continue and not self._has_left:
+            self._connection.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue"))
+        while not (self._has_left or self._has_ended):
+            if self._content or (self._is_whole and not self._was_told_whole):
+                content = bytes(self._content)
+                self._content.clear()
+                self._was_told_whole = self._is_whole
+                self._connection.resume_reading()
+                return {"type": "http.request", "body": content, "more_body": not self._is_whole}
+            self._changed.clear()
+            await self._changed.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        if self._has_left:
+            return
+        if message["type"] == "http.response.start":
+            headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
+            has_more = not self._is_whole  # nothing reads the rest of the body
+            if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
+                headers.append((b"connection", b"close"))
+            self._head = _response(message["status"], headers)
+            return
+        body = memoryview(b"" if self._is_head else message.get("body", b""))
+        for start in range(0, len(body), WRITE_BYTES):
+            await self._write(h11.Data(data=bytes(body[start : start + WRITE_BYTES])))
+        if not message.get("more_body", False):
+            await self._write(h11.EndOfMessage())
+            self._has_ended = True
+            self._changed.set()
+        elif not body:
+            await self._write()
+
+    async def _write(self, *events: h11.Event) -> None:
+        """Write the head, if it still waits, and these events; return once the client has room for more."""
+        if not self._has_left:
+            head, self._head = self._head, None
+            self._connection.send(*([] if head is None else [head]), *events)
+        await self._connection.writable.wait()
+
+
+def _scope(connection: Line, request: h11.Request) -> Scope:
+    path, _, query = request.target.partition(b"?")
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": request.http_version.decode(),
+        "server": connection.server,
+        "client": connection.client,
+        "scheme": "http",
+        "method": request.method.decode(),
+        "root_path": "",
+        "path": unquote(path.decode()),
+        "raw_path": path,
+        "query_string": query,
+        "headers": list(request.headers),
+    }
+
+
+def refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
+    """The events of a response that tells of an error, and closes. `is_head`: without its content."""
+    content = encoded(error_body(error))
+    headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}
+    headers |= {"Connection": "close", "Date": _date(int(time.time())).decode()}
+    response = _response(error.status, [(name.encode(), value.encode()) for name, value in headers.items()])
+    return response, h11.Data(data=b"" if is_head else content), h11.EndOfMessage()
+
+
+def _response(status: int, headers: list[tuple[bytes, bytes]]) -> h11.Response:
+    return h11.Response(status_code=status, headers=headers, reason=_reason(status))
+
+
+@lru_cache
+def _reason(status: int) -> bytes:
+    try:
+        return HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""
+
+
+@lru_cache(maxsize=2)
+def _date(seconds: int) -> bytes:
+    return formatdate(seconds, usegmt=True).encode()
