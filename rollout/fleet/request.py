@@ -36,7 +36,7 @@ from .. import protocol
 from ..client.continuation import continuation, joined
 from ..client.requests import Request
 from .placement import Placed, beginnings
-from .worker_pool import Link, WorkerPool
+from .worker_pool import Link, Report, WorkerPool
 
 Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 
@@ -65,10 +65,19 @@ class _Attempt:
     refusal: TruerollError | None = None
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    """Why a worker refused a request. `report`: the worker's latest report then; the refusal is void after another."""
+
+    error: TruerollError
+    report: Report | None
+
+
 class FleetRequest:
     """`deliver` gets samples and pieces of them as they come, then one end: Done, Scores or an error. `may_repeat`: it
     may get a sample again, which then replaces the one before. `max_staleness`: by how many versions the weights of
-    tokens may differ. `patience`: seconds to wait for a worker while there is none.
+    tokens may differ. `patience`: seconds to wait for a worker while there is none, or all that are there refuse
+    requests because of their state, or are full and another worker was lost with this request.
     """
 
     def __init__(
@@ -91,7 +100,10 @@ class FleetRequest:
         self._lead: _Attempt | None = None
         self._is_over = False
         self._losses = 0
-        self._refusals: dict[str, TruerollError] = {}
+        self._refusals: dict[str, _Refusal] = {}
+        self._rejecting: set[str] = set()
+        self._patience_ends: float | None = None
+        """While no worker has taken it: until when it waits for one (monotonic seconds)."""
         self._to_end: set[int] = set()  # samples that the caller aborted
         self._begin()
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
@@ -135,7 +147,7 @@ class FleetRequest:
     def ask_twice(self) -> bool:
         """Ask a second worker for what is missing, if there is one."""
         asked = {attempt.link.key for attempt in self._attempts.values()}
-        found = self._pool.try_place(self._beginnings, self._cost(), asked | self._refusals.keys())
+        found = self._pool.try_place(self._beginnings, self._cost(), asked | self._avoided())
         if found is not None:
             self._ask(*found)
         return found is not None
@@ -184,14 +196,45 @@ class FleetRequest:
                 f"request {self.request.id!r}: lost with {self._losses} workers, one after the other; it may be what "
                 "ends them: see their logs"
             )
-        keys = {link.key for link in self._pool.open_links}
-        if keys and keys <= self._refusals.keys():
-            raise self._refusals[next(iter(keys))]
-        link, placed = await self._pool.place(self._beginnings, self._cost(), {*self._refusals}, self._patience)
+        link, placed = await self._place()
         if self._is_over:  # it was aborted meanwhile
             self._pool.withdraw(placed)
         else:
             self._ask(link, placed)
+
+    async def _place(self) -> tuple[Link, Placed]:
+        """Choose a worker, for which it may have to wait. Raise what keeps it from one."""
+        self._check_refusals()
+        if self._patience_ends is None:
+            self._patience_ends = time.monotonic() + self._patience
+        try:
+            return await self._pool.place(
+                self._beginnings, self._cost(), self._avoided, self._patience_ends, self._patience
+            )
+        except WorkerLostError:
+            for refusal in self._refusals.values():
+                raise refusal.error from None
+            raise
+
+    def _check_refusals(self) -> None:
+        """Raise what all workers refuse it for. A request that was lost with a worker waits for room at another."""
+        refusing = self._refusing()
+        if not refusing or not {link.key for link in self._pool.open_links} <= refusing:
+            return
+        errors = [refusal.error for refusal in self._refusals.values()]
+        if not (self._losses and any(isinstance(error, QueueFullError) for error in errors)):
+            raise errors[0]
+
+    def _avoided(self) -> set[str]:
+        """The workers not to be asked now; once patience has ended, also those that rejected it in their state."""
+        is_late = self._patience_ends is not None and time.monotonic() >= self._patience_ends
+        return self._refusing() | (self._rejecting if is_late else set())
+
+    def _refusing(self) -> set[str]:
+        """The workers that refused it and have reported nothing new since."""
+        valid = {key for key, refusal in self._refusals.items() if self._pool.report_of(key) == refusal.report}
+        self._refusals = {key: refusal for key, refusal in self._refusals.items() if key in valid}
+        return valid
 
     def _cost(self) -> float:
         return float(self.n - len(self._delivered))
@@ -261,6 +304,7 @@ class FleetRequest:
             attempt.refusal = error
             if isinstance(error, UnavailableError):
                 await self._pool.look(attempt.link)  # one that ends is not asked again
+                self._pool.mark_refusing(attempt.link)
         else:
             self.finish(error)
 
@@ -367,8 +411,14 @@ class FleetRequest:
             raise error
         if attempt.is_lost:
             self._losses += 1
-        if attempt.refusal is not None:
-            self._refusals[attempt.link.key] = attempt.refusal
+        if attempt.refusal is None:
+            self._patience_ends = None
+            self._refusals.clear()
+            self._rejecting.clear()
+        elif isinstance(attempt.refusal, UnavailableError):
+            self._rejecting.add(attempt.link.key)
+        else:
+            self._refusals[attempt.link.key] = _Refusal(attempt.refusal, attempt.link.report)
 
     def _release(self, attempt: _Attempt) -> None:
         """A worker has nothing of it any more. Whether it finished it is not seen by how its task ended: whoever waits

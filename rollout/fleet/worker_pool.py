@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from trueroll.errors import ConfigError, TruerollError, WorkerLostError
 
@@ -38,6 +38,8 @@ _FEWEST_PACES = 4
 _READY: frozenset[State] = frozenset({"ready", "updating"})
 _HELD: frozenset[State] = frozenset({"paused", "asleep", "waking", "dirty"})
 
+Report: TypeAlias = tuple[State, int | None, dict[str, int]]
+
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +47,7 @@ log = logging.getLogger(__name__)
 class Link:
     """A worker, its client, and what it told last. `health`: None before it answered. `is_silent`: it was asked, and
     did not answer. `is_gone`: it is no member any more, and its client is closed. `is_odd`: of another kind.
+    `is_refusing`: it refused a request because of its state, and has not reported since that it is ready.
     """
 
     member: Member
@@ -53,11 +56,17 @@ class Link:
     is_silent: bool = False
     is_gone: bool = False
     is_odd: bool = False
+    is_refusing: bool = False
 
     @property
     def key(self) -> str:
         """Of its process, among those that have been there."""
         return self.member.key
+
+    @property
+    def report(self) -> Report | None:
+        """State, weight version and numbers of requests in the latest health; None before the first one."""
+        return self.health and (self.health.state, self.health.weight_version, self.health.requests)
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
@@ -143,31 +152,37 @@ class WorkerPool:
         await asyncio.gather(*last, return_exceptions=True)
 
     async def place(
-        self, prompt: Sequence[int], cost: float, avoid: Collection[str], patience: float
+        self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
-        """A worker for a group whose prompt has these `beginnings`, none of the keys to `avoid`. Waits until there is
-        one, for at most `patience` seconds; raise WorkerLostError after them.
+        """Choose a worker for a group whose prompt has these `beginnings`, none of the keys in `avoid`.
+
+        Wait until there is one. Raise WorkerLostError at `deadline` (monotonic seconds), which ends `patience` seconds.
         """
-        deadline = time.monotonic() + patience
-        while (found := self.try_place(prompt, cost, avoid)) is None:
+        while (found := self.try_place(prompt, cost, avoid())) is None:
             await self._change(deadline, patience)
         return found
 
     def try_place(self, prompt: Sequence[int], cost: float, avoid: Collection[str]) -> tuple[Link, Placed] | None:
-        """The same if there is one at once."""
+        """Choose a worker as `place` does; None if none can be asked now."""
         placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
         return None if placed is None else (self._open[placed.worker], placed)
 
     async def _change(self, deadline: float, patience: float) -> None:
-        """Wait until who may be asked has changed. Raise WorkerLostError at the deadline."""
+        """Wait until the workers that may be asked, or their reports, have changed. Raise WorkerLostError at the
+        deadline.
+        """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 await self._changed.wait()
         except TimeoutError:
-            told = ", ".join(f"{link.member.name} ({self._word(link)})" for link in self.links) or "no member"
-            raise WorkerLostError(
-                f"fleet: expected a worker that may be asked within {patience} s, found {told}; see their logs"
-            ) from None
+            raise self.nobody(patience) from None
+
+    def nobody(self, patience: float) -> WorkerLostError:
+        """The error for a request that waited `patience` seconds for a worker."""
+        told = ", ".join(f"{link.member.name} ({self._word(link)})" for link in self.links) or "no member"
+        return WorkerLostError(
+            f"fleet: expected a worker that may be asked within {patience} s, found {told}; see their logs"
+        )
 
     def finish(self, placed: Placed, seconds: float) -> None:
         """A worker has finished a group that it had for so long."""
@@ -188,7 +203,21 @@ class WorkerPool:
         else:
             if link.health is None or link.health.instance != health.instance:
                 log.info("worker %s answers: %s", link.member.name, health.instance)
+            before = link.report
             link.health, link.is_silent = health, False
+            link.is_refusing = link.is_refusing and health.state != "ready"
+            if link.report != before:
+                self._tell_waiting()
+        self._sort()
+
+    def report_of(self, key: str) -> Report | None:
+        """The latest report of a worker; None if it may not be asked now."""
+        link = self._open.get(key)
+        return None if link is None else link.report
+
+    def mark_refusing(self, link: Link) -> None:
+        """Ask a worker nothing more, as its state has it refuse requests, until it reports that it is ready."""
+        link.is_refusing = True
         self._sort()
 
     def mark_lost(self, link: Link) -> None:
@@ -202,7 +231,8 @@ class WorkerPool:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
                 new = self.follow()
-                await asyncio.gather(*map(self.look, new))
+                refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
+                await asyncio.gather(*map(self.look, {*new, *refusing}))
                 if self._must_look or time.monotonic() - looked >= LOOK_SECONDS:
                     self._must_look = False
                     await self._look_at_all()
@@ -244,8 +274,9 @@ class WorkerPool:
         able = [link for link in answering if link.health and link.health.state in _READY | _HELD]
         newest = max(map(_version, able), default=0)
         fresh = [link for link in able if _version(link) >= newest - self._max_staleness]
-        ready = [link for link in fresh if link.health and link.health.state in _READY]
-        chosen = {link.key: link for link in ready or fresh}
+        taking = [link for link in fresh if not link.is_refusing]
+        ready = [link for link in taking if link.health and link.health.state in _READY]
+        chosen = {link.key: link for link in ready or taking}
         self._note_version(newest)
         if chosen.keys() == self._open.keys():
             return
@@ -254,6 +285,9 @@ class WorkerPool:
         for key in chosen.keys() - self._open.keys():
             self._placement.add(key)
         self._open = chosen
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -295,7 +329,8 @@ class WorkerPool:
             return "does not answer"
         if link.member.standing != "serving":
             return link.member.standing
-        return f"{link.health.state}, version {link.health.weight_version}"
+        refuses = ", refuses requests" if link.is_refusing else ""
+        return f"{link.health.state}, version {link.health.weight_version}{refuses}"
 
     def _check_home(self) -> None:
         if self._is_closed:

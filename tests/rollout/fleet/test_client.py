@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from trueroll.engine.request import Output
 from trueroll.errors import (
     ConfigError,
     InvalidRequestError,
+    QueueFullError,
     RequestAbortedError,
     StaleWeightsError,
+    UnavailableError,
     UnknownRequestError,
     WorkerLostError,
 )
@@ -39,6 +42,7 @@ from trueroll.rollout.client.membership import Member, write_members
 from ..test_deltas import Steps
 
 PARAMS = SamplingParams(n=3, max_tokens=6)
+FIVE = PARAMS.model_copy(update=dict(seed=5))
 
 
 @dataclass
@@ -58,9 +62,9 @@ class Running:
 
 
 @contextmanager
-def running_with(*engines: FakeEngine) -> Iterator[Running]:
+def running_with(*engines: FakeEngine, **settings: Any) -> Iterator[Running]:
     with ExitStack() as stack:
-        yield Running([*engines], [stack.enter_context(serving(engine)) for engine in engines])
+        yield Running([*engines], [stack.enter_context(serving(engine, **settings)) for engine in engines])
 
 
 @pytest.fixture
@@ -309,6 +313,108 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
         members.now = Members(*running.addresses).now
         thread.join()
         assert isinstance(found[0], list)
+
+
+def test_requests_that_held_workers_reject_wait_for_one() -> None:
+    with running_with(FakeEngine(), FakeEngine(), while_unavailable="reject") as running:
+        with FleetClient(running.addresses) as client, FleetClient(running.addresses) as holding:
+            params, seeds = seeded(4)
+            client.generate([[i] for i in range(4)], params)
+            holding.pause()  # as a push would: the other client does not know yet
+            thread, found = in_background(lambda: client.generate([[i] for i in range(4)], params))
+            wait_until(lambda: all(link.is_refusing for link in client._fleet._pool.links))
+            wait_until(lambda: client._fleet._pool.open_links == [])
+            assert found == [] and sum(running.asked()) == 4
+            holding.resume()
+            thread.join()
+            assert isinstance(found[0], list), found
+            assert_whole(found[0], PARAMS, seeds)
+
+
+def test_requests_that_all_workers_reject_are_given_up_after_patience() -> None:
+    with running_with(FakeEngine(), while_unavailable="reject") as running:
+        with FleetClient(running.addresses, patience=0.3) as client, FleetClient(running.addresses) as holding:
+            client.health()
+            holding.pause()
+            with pytest.raises(WorkerLostError, match="paused, version 3, refuses requests"):
+                client.generate([[1]], PARAMS, seed=1)
+            refusing = UnavailableError("worker: the system refused what it needs")
+            for worker in running.workers:  # whatever its health says
+                worker.worker._check_admission = _raising(refusing)  # type: ignore[method-assign]
+            holding.resume()
+            with pytest.raises(WorkerLostError, match=r"\(ready, version 3"):
+                client.generate([[1]], PARAMS, seed=1)
+
+
+def _raising(error: Exception) -> Callable[[object], None]:
+    def refuse(message: object) -> None:
+        raise error
+
+    return refuse
+
+
+@contextmanager
+def full_of(running: Running, index: int) -> Iterator[threading.Event]:
+    """A worker with as much as it takes, until the event is set."""
+    emptied = threading.Event()
+    running.engines[index].flow.clear()
+    with RolloutClient(running.addresses[index]) as occupying:
+        thread, _ = in_background(lambda: occupying.generate([[1, 904]], PARAMS, seed=1))
+        wait_until(lambda: occupying.health().requests["running"] > 0)
+
+        def release() -> None:
+            emptied.wait()
+            occupying.abort_all()
+
+        releasing, _ = in_background(release)
+        yield emptied
+        emptied.set()
+        releasing.join()
+        thread.join()
+
+
+def test_a_worker_that_was_full_is_asked_again_once_it_has_room() -> None:
+    with running_with(FakeEngine(), FakeEngine(), max_queued_requests=1) as running:
+        members = Members(*running.addresses)
+        with FleetClient(members, patience=60.0) as client:
+            client.generate([[7]], FIVE)
+            full = running.asked().index(1)
+            running.engines[1 - full].flow.clear()
+            with full_of(running, full) as emptied:
+                thread, found = in_background(lambda: client.generate([[7]], FIVE))
+                wait_until(lambda: running.asked()[1 - full] == 1)
+                (request,) = client._fleet._requests.values()
+                assert isinstance(request._refusals[members.now[full].key].error, QueueFullError), "the premise"
+                emptied.set()
+                wait_until(lambda: client.healths()[f"worker-{full}"].requests["open"] == 0)
+            running.engines[full].flow.set()
+            members.now = [members.now[full]]
+            thread.join()
+            assert isinstance(found[0], list), found
+            assert_whole(found[0], PARAMS, [5])
+
+
+def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
+    with running_with(FakeEngine(), FakeEngine(), max_queued_requests=1) as running:
+        members = Members(*running.addresses)
+        with FleetClient(members, patience=60.0) as client:
+            running.engines[0].flow.clear()
+            running.engines[1].flow.clear()
+            thread, found = in_background(lambda: client.generate([[7]], FIVE))
+            wait_until(lambda: sum(running.asked()) == 1)
+            full = running.asked().index(0)
+            with full_of(running, full) as emptied:
+                with pytest.raises(QueueFullError):
+                    client.generate([[8]], FIVE)  # it was never taken: backpressure, as of one worker
+                (request,) = client._fleet._requests.values()
+                members.now = [members.now[full]]
+                wait_until(lambda: request._losses == 1 and bool(request._refusals))
+                assert found == []
+                emptied.set()
+                running.engines[full].flow.set()
+                thread.join()
+            assert isinstance(found[0], list), found
+            assert_whole(found[0], PARAMS, [5])
 
 
 def test_a_straggler_is_asked_of_a_second_worker(running: Running) -> None:
