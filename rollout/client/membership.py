@@ -8,34 +8,48 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-from trueroll.errors import ConfigError, brief
+from trueroll.errors import ConfigError, brief, said
+
+from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
+MOST_FILE_BYTES = 2**21
+"""Of the file of a fleet: some 10,000 workers."""
+MOST_NOTE_BYTES = 2**10
+_PUSH_ID = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Member:
     """A worker of a fleet. `name`: of its place in it, which one that replaces it gets too. `incarnation`: differs for
     each process that has the place, empty if that is not known. `standing`: it may be asked (`serving`), has not the
-    fleet's weights yet (`joining`), or ends once it has finished what it has (`leaving`).
+    fleet's weights yet (`joining`), or ends once it has finished what it has (`leaving`). `trouble`: why the last
+    attempt to bring it to the fleet's weights failed; empty if none did.
     """
 
     name: str
     address: str
     incarnation: str = ""
     standing: Standing = "serving"
+    trouble: str = ""
 
     @property
     def key(self) -> str:
         """Of its process, among those that have been there."""
         return f"{self.name}#{self.incarnation}@{self.address}"
+
+    @property
+    def told(self) -> str:
+        """Its trouble, with its name."""
+        return f"{self.name}: {self.trouble}"
 
 
 class Membership(Protocol):
@@ -46,12 +60,20 @@ class Membership(Protocol):
         ...
 
 
-@runtime_checkable
-class KeepsVersion(Protocol):
-    """Whoever replaces workers, and has to know which weights they must not serve any more."""
+@dataclass(frozen=True)
+class PushNote:
+    """A push that all workers of a fleet have committed. `push_id`: 32 hex digits, of this push alone."""
 
-    def note_version(self, version: int) -> None:
-        """All serve a push of that version now. It may be lost with all of them before anybody has looked at them."""
+    version: int
+    push_id: str
+
+
+@runtime_checkable
+class KeepsPush(Protocol):
+    """Whoever replaces workers, and has to know which weights they are to serve."""
+
+    def note_push(self, note: PushNote) -> None:
+        """All serve that push now. It may be lost with all of them before anybody has looked at them."""
         ...
 
 
@@ -94,11 +116,11 @@ class FleetFile:
                 raise
         return self._members
 
-    def note_version(self, version: int) -> None:
-        """For the process that keeps the fleet, which looks for it beside its file. Raise ConfigError."""
+    def note_push(self, note: PushNote) -> None:
+        """Leave a note for the process that keeps the fleet, beside its file. Raise ConfigError."""
         try:
             mode = stat.S_IMODE(self._path.stat().st_mode)  # who reads the one reads the other
-            _replace(version_file(self._path), str(version), mode)
+            _replace(version_file(self._path), json.dumps(asdict(note)), mode)
         except OSError as error:
             raise ConfigError(
                 f"fleet: expected a folder that trainers may write to around {self._path}, found {error}; allow it"
@@ -106,18 +128,42 @@ class FleetFile:
 
     def _read(self) -> None:
         try:
-            with open(self._path, encoding="utf-8") as file:
+            with open_regular(self._path) as file:
                 status = os.fstat(file.fileno())
                 if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen:
                     return
-                fields = json.load(file)
-            self._members = tuple(Member(**member) for member in fields["members"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+                self._members = _members_in(read_text(file, MOST_FILE_BYTES))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"fleet: expected the file of a fleet, found {self._path}: {error}; give the one that Fleet or "
+                f"fleet: expected the file of a fleet, found {self._path}: {said(error)}; give the one that Fleet or "
                 "`trueroll fleet` was told to write, or the addresses of workers"
             ) from None
         self._seen = seen
+
+
+def _members_in(text: str) -> tuple[Member, ...]:
+    """Raise ValueError, or RecursionError, for what `write_members` does not write."""
+    content = json.loads(text)
+    check_printable(content)
+    if not isinstance(content, dict) or not isinstance(content.get("members"), list):
+        raise ValueError("it is no JSON map with a list of members")
+    members = tuple(map(_member_of, content["members"]))
+    if len({member.name for member in members}) != len(members):
+        raise ValueError("it names a member twice")
+    return members
+
+
+def _member_of(entry: Any) -> Member:
+    names = {field.name for field in fields(Member)}
+    if not isinstance(entry, dict) or not entry.keys() <= names:
+        raise ValueError(f"a member is no map of {', '.join(sorted(names))} (got {brief(entry)})")
+    if not all(isinstance(value, str) for value in entry.values()):
+        raise ValueError("a field of a member is no string")
+    if not (entry.get("name") and entry.get("address")):
+        raise ValueError("a member has no name or no address")
+    if entry.get("standing", "serving") not in get_args(Standing):
+        raise ValueError(f"a member's standing is {brief(entry['standing'])}, none of {', '.join(get_args(Standing))}")
+    return Member(**entry)
 
 
 def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
@@ -130,12 +176,19 @@ def version_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.version")
 
 
-def noted_version(path: Path) -> int:
-    """The version that was noted there; 0 if none was."""
+def noted_push(path: Path) -> PushNote | None:
+    """The push that was noted there; None if none was, or the file is not as `note_push` writes it."""
     try:
-        return int(version_file(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0
+        with open_regular(version_file(path)) as file:
+            content = json.loads(read_text(file, MOST_NOTE_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(content, dict) or content.keys() != {"version", "push_id"}:
+        return None
+    version, push_id = content["version"], content["push_id"]
+    if type(version) is not int or not 0 <= version < 2**63 or not isinstance(push_id, str):
+        return None
+    return PushNote(version, push_id) if _PUSH_ID.fullmatch(push_id) else None
 
 
 def _replace(path: Path, text: str, mode: int) -> None:

@@ -31,7 +31,7 @@ from ..client.membership import FleetArg, is_fleet, membership_of
 from ..client.requests import Request, message_of
 from ..network.keys import Key
 from .request import FleetRequest, Reply
-from .totals import all_healths, all_stats, all_statuses
+from .totals import FleetHealth, all_healths, all_stats, all_statuses
 from .worker_pool import Link, WorkerPool
 
 T = TypeVar("T")
@@ -140,11 +140,12 @@ class AsyncFleetClient(AsyncRolloutClient):
         """End all requests of this client, as `abort` does; returns how many samples that ended."""
         return await self.abort(list(self._requests), missing_ok=True)
 
-    async def health(self) -> protocol.Health:
+    async def health(self) -> FleetHealth:
         """How the fleet is: sums over the workers that answer; state and weight version of the one that is least ready;
-        `instance` counts them.
+        `instance` counts them; `troubles` says of each worker that joins why it could not get the weights.
         """
-        return all_healths(list((await self.healths()).values()))
+        healths = list((await self.healths()).values())
+        return all_healths(healths, [link.member.told for link in self._pool.links if link.member.trouble])
 
     async def stats(self) -> protocol.Stats:
         """The lifetime counters of all workers that answer, added up."""

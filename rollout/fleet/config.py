@@ -9,15 +9,21 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trueroll.errors import ConfigError
+from trueroll.errors import ConfigError, said
 
 from ...engine.config import EngineConfig
 from ...engine.request import describe_validation_error
+from ..client.small_file import check_printable, open_regular, read_text
 from ..config import WorkerConfig
 from ..network.keys import Key
 
 DRAIN_SECONDS = 5.0
 """Of a worker whose fleet is gone, unless the settings say otherwise."""
+
+
+MOST_WORKERS = 2**16
+MOST_CONFIG_BYTES = 2**16
+"""Of the file in TOML, before it is parsed."""
 
 
 class FleetConfig(BaseModel):
@@ -28,7 +34,7 @@ class FleetConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str
-    num_workers: int = Field(ge=1)
+    num_workers: int = Field(ge=1, le=MOST_WORKERS)
     cpus: float = Field(1.0, ge=0.0)
     gpus: float = Field(0.0, ge=0.0)
     resources: dict[str, float] = {}
@@ -43,7 +49,7 @@ class FleetConfig(BaseModel):
     drain_timeout: float = Field(600.0, ge=0.0)
     metrics_port: int | None = Field(None, ge=0, le=65535)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -69,8 +75,10 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
 def read_config(path: Path) -> dict[str, Any]:
     """The arguments of `Fleet` in a file, which are checked. Raise ConfigError."""
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"fleet: expected a file in TOML at {path}, found {error}; correct it") from None
+        with open_regular(path) as file:
+            settings = tomllib.loads(read_text(file, MOST_CONFIG_BYTES))
+        check_printable(settings)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"fleet: expected a file in TOML at {path}, found {said(error)}; correct it") from None
     split_settings(settings)
     return settings

@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,15 +32,18 @@ from trueroll.errors import (
     TruerollError,
     WorkerFailedError,
     WorkerLostError,
+    brief,
+    said,
 )
 
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import LoopThread
-from ..client.membership import Member, Standing, noted_version, version_file, write_members
+from ..client.membership import Member, PushNote, Standing, noted_push, version_file, write_members
 from ..monitoring.metrics import MetricsServer
-from .config import split_settings
+from .config import MOST_WORKERS, split_settings
 from .hand_over import WeightFolder, hand_over, have_the_same
+from .joining import Joining
 from .metrics import FleetMetrics, WorkerReport
 from .totals import all_healths
 
@@ -65,7 +69,8 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Slot:
     """A place in the fleet, and who has it now. `socket`: of its worker, which may be killed and leave it behind.
-    `first_error`: what kept its first worker from running, until another one runs.
+    `first_error`: what kept its first worker from running, until another one runs. `waits_since`: the call of `scale`
+    since which nothing was found to have the weights that its worker needs.
     """
 
     name: str
@@ -80,6 +85,11 @@ class _Slot:
     first_error: TruerollError | None = None
     starts: int = 0
     pids: tuple[int, int] | None = None
+    waits_since: int | None = None
+    joining: Joining = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.joining = Joining(self.name)
 
     @property
     def is_serving(self) -> bool:
@@ -123,9 +133,10 @@ class Fleet:
         self._weights.make()
         self._slots: dict[str, _Slot] = {}
         self._members: tuple[Member, ...] = ()
-        self._version = 0
-        """What a worker must serve at least that joins while no other one serves."""
-        self._num_notes = self._noted_in_file = 0
+        self._noted: PushNote | None = None
+        """What a worker must serve that joins while no other one serves; None: its checkpoint."""
+        self._noted_in_file: PushNote | None = None
+        self._num_notes = self._num_scales = 0
         self._is_closed = False
         self._has_cluster = asyncio.Event()
         self._has_cluster.set()
@@ -156,8 +167,11 @@ class Fleet:
 
     def scale(self, num_workers: int) -> None:
         """Have so many workers from now on. Returns when all serve, and those that are too many have left, after what
-        they had. Raise what keeps a worker from its first start, IllegalStateError for more of them while all sleep,
-        and TruerollError if the fleet is closed meanwhile.
+        they had. Attempts to hand weights over that were given up are made again.
+
+        Raise what keeps a worker from its first start, or from the weights of the others; IllegalStateError for more of
+        them while all sleep, or if all were lost and nothing has the weights that were pushed; and TruerollError if the
+        fleet is closed meanwhile. What was asked for is done all the same, once it can be.
         """
         _check_count(num_workers)
         try:
@@ -174,21 +188,27 @@ class Fleet:
         """Where the metrics are."""
         return None if self._metrics is None else self._metrics.port
 
-    def note_version(self, version: int) -> None:
-        """All serve a push of that version now; see `KeepsVersion`. Publishers that are connected call it."""
-        self._version, self._num_notes = version, self._num_notes + 1
+    def note_push(self, note: PushNote) -> None:
+        """All serve that push now; see `KeepsPush`. Publishers that are connected call it."""
+        self._noted, self._num_notes = note, self._num_notes + 1
 
     def health(self) -> protocol.Health:
         """How the fleet was half a second ago; see `FleetClient.health`. Raise WorkerLostError while no worker runs."""
         found = [slot.health for slot in [*self._slots.values()] if slot.health is not None]
         if not found:
             raise WorkerLostError("fleet: expected a worker that runs, found none yet; see the log")
-        return all_healths(found)
+        return all_healths(found, [member.told for member in self._members if member.trouble])
 
     def reports(self) -> dict[str, WorkerReport]:
         """What each worker said of itself last, by its name, also of those that are being replaced."""
         return {
-            name: WorkerReport(slot.member and slot.member.standing, slot.health, slot.stats, max(0, slot.starts - 1))
+            name: WorkerReport(
+                slot.member and slot.member.standing,
+                slot.health,
+                slot.stats,
+                max(0, slot.starts - 1),
+                slot.joining.num_failures,
+            )
             for name, slot in [*self._slots.items()]
         }
 
@@ -227,12 +247,28 @@ class Fleet:
         leaving = slots[num_workers:]
         for slot in leaving:
             slot.is_leaving = True
+        self._num_scales += 1
+        for slot in self._slots.values():
+            slot.joining.retry()
         await asyncio.gather(*map(self._dismiss, leaving))
         while not all(slot.is_serving for slot in self._slots.values() if not slot.is_leaving):
-            for slot in self._slots.values():
-                if slot.first_error is not None:
-                    raise slot.first_error
+            self._check_joining()
             await asyncio.sleep(0.05)
+
+    def _check_joining(self) -> None:
+        """Raise what keeps workers from serving, if waiting does not help."""
+        slots = self._slots.values()
+        for slot in slots:
+            if error := slot.first_error or slot.joining.error:
+                raise error
+        if self._noted is None or any(slot.is_serving for slot in slots):
+            return
+        if any(slot.waits_since == self._num_scales for slot in slots):
+            raise IllegalStateError(
+                f"scale: all workers were lost, and nothing has the weights of version {self._noted.version} that they "
+                "served; push them again, with publisher.restore(model) or push_folder, or push newer ones: then the "
+                "workers that wait serve"
+            )
 
     async def _check_awake(self) -> None:
         serving = [slot for slot in self._slots.values() if slot.is_serving]
@@ -277,6 +313,8 @@ class Fleet:
                     slot.first_error = error
             except Exception as error:
                 log.exception("fleet: %s: %r", slot.name, error)
+                if slot.starts == 1 and slot.member is None and isinstance(error, ValueError | TypeError):
+                    slot.first_error = ConfigError(f"fleet: Ray does not take these settings: {said(error)}")
             finally:
                 await asyncio.shield(self._release(slot, at_once=not slot.is_leaving))
             if slot.is_leaving:
@@ -334,18 +372,30 @@ class Fleet:
     async def _look(self, slot: _Slot) -> protocol.Health:
         assert slot.client is not None
         self._read_note()
-        num_notes = self._num_notes
         slot.health = await slot.client.health()
-        if slot.is_serving and num_notes == self._num_notes:
-            self._version = max(self._version, slot.health.weight_version or 0)
+        if slot.is_serving and self._is_newer(slot.health.weight_version):
+            await self._note_served(slot.client)
         return slot.health
+
+    async def _note_served(self, client: AsyncRolloutClient) -> None:
+        """Note the push that a worker serves, which was told to nobody."""
+        num_notes = self._num_notes
+        with suppress(IllegalStateError):  # it has no weights that could be told now
+            weights = await client.ask(protocol.GetWeights(id=protocol.new_id()))
+            assert isinstance(weights, protocol.Weights)
+            is_newer = num_notes == self._num_notes and self._is_newer(weights.weight_version)
+            if is_newer and weights.push_id is not None:
+                self._noted = PushNote(weights.weight_version, weights.push_id)
+
+    def _is_newer(self, version: int | None) -> bool:
+        return (version or 0) > (0 if self._noted is None else self._noted.version)
 
     def _read_note(self) -> None:
         """What a trainer in another process has pushed."""
-        noted = 0 if self._file is None else noted_version(self._file)
-        if noted != self._noted_in_file:
+        noted = None if self._file is None else noted_push(self._file)
+        if noted is not None and noted != self._noted_in_file:
             self._noted_in_file = noted
-            self.note_version(noted)
+            self.note_push(noted)
 
     def _is_behind(self, slot: _Slot) -> bool:
         """Whether the others serve newer weights, and no push is under way that may just have reached them."""
@@ -366,12 +416,37 @@ class Fleet:
             peer = self._newest_peer(slot)
             peer_client = peer and peer.client
             self._read_note()
-            if await hand_over(slot.client, peer_client, self._version, self._weights, self, self._keys):
+            num_scales = self._num_scales
+            outcome = await slot.joining.attempt(
+                (self._noted, peer and peer.member, peer and peer.health and peer.health.state),
+                partial(hand_over, slot.client, peer_client, self._noted, self._weights, self, self._keys),
+            )
+            if outcome == "done":
                 self._stand(slot, "serving")
-                if peer_client is None or await have_the_same(slot.client, peer_client):
+                if peer_client is None or await self._have_the_same(slot.client, peer_client):
                     return
             await asyncio.sleep(LOOK_SECONDS)
-            await self._look(slot)
+            health = await self._look(slot)
+            if health.state == "failed":
+                raise WorkerFailedError("worker: its engine has failed; it is replaced")
+            is_waiting = outcome == "waiting" and peer is None and not self._is_pushed_to(health)
+            slot.waits_since = num_scales if is_waiting else None
+
+    def _is_pushed_to(self, health: protocol.Health) -> bool:
+        """Whether a worker that waits for weights gets them now, or just got them."""
+        return health.push is not None or health.state == "updating" or not self._is_older(health.weight_version)
+
+    def _is_older(self, version: int | None) -> bool:
+        return self._noted is not None and (version or 0) < max(1, self._noted.version)
+
+    async def _have_the_same(self, client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
+        try:
+            return await have_the_same(client, peer)
+        except TruerollError as error:
+            log.warning(
+                "fleet: the weights of two workers could not be compared; they are handed over again: %s", error
+            )
+            return False
 
     def _remove_version_file(self) -> None:
         if self._file is not None:
@@ -379,7 +454,7 @@ class Fleet:
 
     def _newest_peer(self, slot: _Slot) -> _Slot | None:
         peers = [other for other in self._slots.values() if other is not slot and other.is_serving and other.health]
-        return max(peers, key=lambda peer: (peer.health and peer.health.weight_version) or 0, default=None)
+        return max(peers, key=_readiness_to_give, default=None)
 
     async def _release(self, slot: _Slot, at_once: bool = False) -> None:
         """End what is in a slot."""
@@ -400,7 +475,7 @@ class Fleet:
 
     def _stand(self, slot: _Slot, standing: Standing) -> None:
         if slot.member is not None:
-            slot.member = Member(slot.member.name, slot.member.address, slot.member.incarnation, standing)
+            slot.member = replace(slot.member, standing=standing, trouble=slot.joining.trouble)
             self._publish()
 
     def _publish(self) -> None:
@@ -439,6 +514,14 @@ class Fleet:
             pause = min(2 * pause, MOST_PAUSE)
 
 
+def _readiness_to_give(peer: _Slot) -> tuple[int, bool]:
+    """Newer weights first, and of those with the same a worker that can write them now."""
+    assert peer.health is not None
+    return peer.health.weight_version or 0, peer.health.state in ("ready", "paused")
+
+
 def _check_count(num_workers: int) -> None:
-    if type(num_workers) is not int or num_workers < 1:
-        raise ConfigError(f"num_workers: expected an integer from 1 on, found {num_workers!r}; correct it")
+    if type(num_workers) is not int or not 1 <= num_workers <= MOST_WORKERS:
+        raise ConfigError(
+            f"num_workers: expected an integer from 1 to {MOST_WORKERS}, found {brief(num_workers)}; correct it"
+        )

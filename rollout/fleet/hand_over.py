@@ -1,26 +1,33 @@
 """The weights of a fleet for a worker that joins it: from the folder that a push by disk wrote, or from another worker.
 
-Owns: what it writes, in `joins` in a folder that all workers reach, until it has been handed over.
+Owns: what it writes, in `joins` in a folder that all workers reach, until it has been handed over. Promises: a worker
+gets the weights of one push, by its id, never those of an earlier run that lie in the same folder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trueroll.errors import ConfigError, OtherBaseError, PushError, TruerollError
+from trueroll.errors import ConfigError, OtherBaseError, PushError
 
-from ...weight_sync.payload.manifest import MANIFEST_FILE
-from ...weight_sync.transports.disk import PRIVATE
+from ...weight_sync.payload.manifest import MANIFEST_FILE, Adapters, FolderManifest
+from ...weight_sync.transports.disk import PRIVATE, read_manifest
 from .. import protocol
 from ..client.client import AsyncRolloutClient
-from ..client.membership import Member, Membership
+from ..client.membership import Member, Membership, PushNote
 from ..network.keys import Key
+
+Keys = tuple[Key | None, Key | None]
+_PUSH_FOLDER = re.compile(r"version-(\d+)-([0-9a-f]{8})")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,16 +46,43 @@ class WeightFolder:
                 f"weights_folder: expected a folder that can be written to, found {error}; give another one"
             ) from None
 
-    def pushes(self) -> Iterator[Path]:
-        """The pushes in it that were written to their end."""
-        if self.path.is_dir():
-            found = (path for path in self.path.glob("version-*") if path.suffix != ".tmp")
-            yield from (path for path in found if (path / MANIFEST_FILE).is_file())
+    def find(self, push_id: str) -> Path | None:
+        """The folder of this push, written to its end; None if there is none."""
+        named = (path for path in self._pushes() if path.name.endswith(push_id[:8]))
+        return next((path for path in named if read_manifest(path).push_id == push_id), None)
+
+    def find_base(self, adapters: Adapters) -> Path:
+        """The folder with the weights that adapters are added to. Raise OtherBaseError if there is none."""
+        for path in self._pushes():
+            try:
+                if _has_base(read_manifest(path), adapters):
+                    return path
+            except PushError as error:
+                log.warning("fleet: %s is left out: %s", path, error)
+        raise OtherBaseError(f"adapters: none of the pushes in {self.path} has the weights that they belong to")
+
+    def _pushes(self) -> list[Path]:
+        """The pushes in it that were written to their end, the newest version first. Raise PushError if it cannot be
+        read.
+        """
+        try:
+            found = [(match, path) for path in self.path.iterdir() if (match := _PUSH_FOLDER.fullmatch(path.name))]
+            newest = sorted(found, key=lambda pair: int(pair[0][1]), reverse=True)
+            return [path for _, path in newest if (path / MANIFEST_FILE).is_file()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise PushError(f"weights_folder: cannot read {self.path} ({error.strerror}); correct the folder") from None
 
     def new(self) -> Path:
-        """A folder of its own for one worker's weights."""
+        """A folder of its own for one worker's weights. Raise PushError if it cannot be made."""
         folder = self.path / "joins" / secrets.token_hex(8)
-        folder.mkdir(mode=0o755, parents=True)
+        try:
+            folder.mkdir(mode=0o755, parents=True)
+        except OSError as error:
+            raise PushError(
+                f"weights_folder: cannot make {folder} ({error.strerror}); correct the folder or free space"
+            ) from None
         return folder
 
 
@@ -66,40 +100,38 @@ class _Only:
 async def hand_over(
     client: AsyncRolloutClient,
     peer: AsyncRolloutClient | None,
-    oldest: int,
+    noted: PushNote | None,
     folder: WeightFolder,
     fleet: Membership,
-    keys: tuple[Key | None, Key | None],
+    keys: Keys,
 ) -> bool:
-    """Bring the worker of `client`, a member of `fleet`, to the weights of `peer`'s, or without one to some of version
-    `oldest` or later. Returns whether it serves them now. Raise what the worker that joins raises.
+    """Bring the worker of `client`, a member of `fleet`, to the weights of `peer`'s, or without one to those of the
+    push that was `noted`; None: its checkpoint.
+
+    Return whether it serves them now; False if nothing has them, so that it has to wait for a push. Raise what kept
+    them from being handed over.
     """
     joining = _Only(fleet, client.address)
     own = await _weights(client)
     if peer is None:
-        if own.weight_version >= oldest:
+        if noted is None or own.push_id == noted.push_id:
             return True
-        return await _push_newest(joining, oldest, folder, keys)
-    try:
-        theirs = await _weights(peer)
-        if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
+        if own.push_id is not None and own.weight_version >= noted.version:  # a trainer that told nobody pushed it
             return True
-        if theirs.push_id is None:  # asleep without weights, until a push brings others
-            return False
-        await _push_of(joining, peer, theirs, folder, keys)
-    except TruerollError:
-        if (await client.health()).state == "failed":
-            raise
-        return False  # the peer was lost, or got newer weights meanwhile
+        return await asyncio.to_thread(_push_noted, joining, noted.push_id, folder, keys)
+    theirs = await _weights(peer)
+    if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
+        return True
+    if theirs.push_id is None:  # asleep without weights, until a push brings others
+        return False
+    if not await asyncio.to_thread(_push_found, joining, theirs.push_id, folder, keys):
+        await _push_saved(joining, peer, folder, keys)
     return await have_the_same(client, peer)
 
 
 async def have_the_same(client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
-    """Whether two workers serve the same weights. False if one does not answer."""
-    try:
-        own, theirs = await asyncio.gather(_weights(client), _weights(peer))
-    except TruerollError:
-        return False
+    """Whether two workers serve the same weights."""
+    own, theirs = await asyncio.gather(_weights(client), _weights(peer))
     return (own.push_id, own.weight_version) == (theirs.push_id, theirs.weight_version)
 
 
@@ -109,43 +141,59 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
     return reply
 
 
-async def _push_of(
-    joining: _Only,
-    peer: AsyncRolloutClient,
-    theirs: protocol.Weights,
-    folder: WeightFolder,
-    keys: tuple[Key | None, Key | None],
-) -> None:
-    assert theirs.push_id is not None
-    for path in folder.pushes():
-        if path.name.endswith(theirs.push_id[:8]):
-            with suppress(PushError):  # a newer push has taken its place
-                return await asyncio.to_thread(_push, joining, path, folder, keys)
+def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
+    """Whether the push was in the folder, and the worker has it now."""
+    path = folder.find(push_id)
+    if path is None:
+        return False
+    try:
+        _push(joining, path, folder, keys)
+    except OtherBaseError as error:  # adapters alone: nothing has what they are added to, until a push brings it
+        log.warning("fleet: %s cannot be handed over: %s", path, error)
+        return False
+    return True
+
+
+def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
+    """The same for a push that another worker can write as well, if the folder is none to take it from."""
+    path = None
+    try:
+        path = folder.find(push_id)
+        if path is None:
+            return False
+        _push(joining, path, folder, keys)
+    except PushError as error:
+        if path is None or path.exists():  # otherwise a newer push has taken its place
+            log.warning("fleet: another worker has to write the weights of push %s: %s", push_id, error)
+        return False
+    return True
+
+
+async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFolder, keys: Keys) -> None:
+    """Let another worker write its weights, and push these."""
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
-        (path,) = new.iterdir()
-        await asyncio.to_thread(_push, joining, path, folder, keys)
+        found = list(new.iterdir())
+        if len(found) != 1:
+            raise ConfigError(
+                f"weights_folder: the worker at {peer.address} wrote its weights, but not into {new} as it is here; "
+                "give a folder that all machines share"
+            )
+        await asyncio.to_thread(_push, joining, found[0], folder, keys)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-async def _push_newest(joining: _Only, oldest: int, folder: WeightFolder, keys: tuple[Key | None, Key | None]) -> bool:
-    path = max(folder.pushes(), key=_version, default=None)
-    if path is None or _version(path) < oldest:
+def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
+    """Whether a push brought the weights that adapters are added to, to the bit."""
+    if manifest.adapters is not None and manifest.adapters.is_alone:
         return False
-    try:
-        await asyncio.to_thread(_push, joining, path, folder, keys)
-    except OtherBaseError:
-        return False  # adapters alone, and nobody has what they are added to, until a push brings it
-    return True
+    found = [(manifest.checksums[name], value) for name, value in adapters.base or () if name in manifest.checksums]
+    return bool(found) and all(own == value for own, value in found)
 
 
-def _version(path: Path) -> int:
-    return int(path.name.split("-")[1])
-
-
-def _push(joining: _Only, path: Path, folder: WeightFolder, keys: tuple[Key | None, Key | None]) -> None:
+def _push(joining: _Only, path: Path, folder: WeightFolder, keys: Keys) -> None:
     """On a thread: the publisher blocks, and imports torch. If it is of adapters alone, what they are added to may be
     in another folder of a push.
     """
@@ -156,8 +204,7 @@ def _push(joining: _Only, path: Path, folder: WeightFolder, keys: tuple[Key | No
         try:
             publisher.push_folder(path, allow_older=True)
         except OtherBaseError:
-            before = max((other for other in folder.pushes() if other != path), key=_version, default=None)
-            if before is None:
-                raise
-            publisher.push_folder(before, allow_older=True)
+            adapters = read_manifest(path).adapters
+            assert adapters is not None
+            publisher.push_folder(folder.find_base(adapters), allow_older=True)
             publisher.push_folder(path, allow_older=True)

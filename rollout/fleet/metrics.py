@@ -21,12 +21,15 @@ from ..monitoring.metrics import WorkerMetrics
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What is known of a worker. `health`, `stats`: None before it reports. `restarts`: how often it was replaced."""
+    """What is known of a worker. `health`, `stats`: None before it reports. `restarts`: how often it was replaced.
+    `failed_hand_overs`: how often it did not get the weights of the others.
+    """
 
     standing: Standing | None
     health: protocol.Health | None
     stats: protocol.Stats | None
     restarts: int
+    failed_hand_overs: int = 0
 
 
 class FleetMetrics:
@@ -47,6 +50,12 @@ class FleetMetrics:
         for name, worker in reports.items():
             restarts.add_metric([name], worker.restarts)
         yield restarts
+        failures = CounterMetricFamily(
+            "trueroll_fleet_failed_hand_overs", "Attempts to give a worker the weights that failed.", labels=["worker"]
+        )
+        for name, worker in reports.items():
+            failures.add_metric([name], worker.failed_hand_overs)
+        yield failures
         yield from _labelled(reports)
 
 

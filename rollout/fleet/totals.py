@@ -16,24 +16,30 @@ _LEAST_READY_LAST: tuple[protocol.State, ...] = (
 assert {*_LEAST_READY_LAST} == {*get_args(protocol.State)}
 
 
-def all_healths(healths: Sequence[protocol.Health]) -> protocol.Health:
+class FleetHealth(protocol.Health):
+    """How a fleet is. `troubles`: of each worker that joins and could not get the weights, its name and why."""
+
+    troubles: tuple[str, ...] = ()
+
+
+def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()) -> FleetHealth:
     """Of at least one worker. `limits`: the narrowest. `engine`: that of the first."""
     worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
     versions = [health.weight_version for health in healths if health.weight_version is not None]
     waits = [health.seconds_since_progress for health in healths if health.seconds_since_progress is not None]
-    return worst.model_copy(
-        update=dict(
-            instance=f"{len(healths)} workers",
-            seconds_since_progress=max(waits, default=None),
-            weight_version=min(versions, default=None),
-            requests=_added(health.requests for health in healths),
-            memory=_added(health.memory for health in healths),
-            limits={name: min(health.limits[name] for health in healths) for name in worst.limits},
-            engine=next((health.engine for health in healths if health.engine), None),
-            sleeping=tuple(tag for tag in protocol.ALL_TAGS if any(tag in health.sleeping for health in healths)),
-            push=next((health.push for health in healths if health.push), None),
-        )
+    told: dict[str, Any] = dict(worst) | dict(
+        instance=f"{len(healths)} workers",
+        seconds_since_progress=max(waits, default=None),
+        weight_version=min(versions, default=None),
+        requests=_added(health.requests for health in healths),
+        memory=_added(health.memory for health in healths),
+        limits={name: min(health.limits[name] for health in healths) for name in worst.limits},
+        engine=next((health.engine for health in healths if health.engine), None),
+        sleeping=tuple(tag for tag in protocol.ALL_TAGS if any(tag in health.sleeping for health in healths)),
+        push=next((health.push for health in healths if health.push), None),
+        troubles=tuple(troubles),
     )
+    return FleetHealth.model_construct(None, **told)
 
 
 def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:

@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         except TruerollError as error:
             self._answer(503, "text/plain", f"{error}\n".encode())
             return
-        told = health.model_dump(include={"state", "weight_version", "seconds_since_progress"})
+        told = health.model_dump(include={"state", "weight_version", "seconds_since_progress", "troubles"})
         self._answer(503 if health.state == "failed" else 200, "application/json", json.dumps(told).encode())
 
     def _answer(self, status: int, content_type: str, body: bytes, **headers: str) -> None:

@@ -43,7 +43,7 @@ from ...weight_sync.trainer.trainer_tensors import Tensors, TrainerTensors, can_
 from ...weight_sync.trainer.transaction import PushSettings
 from ...weight_sync.transports.disk import read_manifest
 from .. import protocol
-from ..client.membership import FleetArg, KeepsVersion, Membership, is_fleet, membership_of
+from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fleet, membership_of
 from .workers import Key, Workers
 
 OnLost: TypeAlias = Literal["raise", "skip"]
@@ -196,7 +196,7 @@ class WeightPublisher:
             if result is None:  # on every rank alike
                 alone = False
                 continue
-            self._tell_fleet(version)
+            self._tell_fleet(version, result.push_id)
             self._wait_for_late_ones(result.push_id)
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
@@ -233,7 +233,7 @@ class WeightPublisher:
             result = replace(result, left_out=party.left_out)
         self._latest = dict.fromkeys(party.workers.addresses, manifest.push_id)
         self._terms = manifest.weight_version, allow_older
-        self._tell_fleet(manifest.weight_version)
+        self._tell_fleet(manifest.weight_version, manifest.push_id)
         return result
 
     def close(self) -> None:
@@ -282,12 +282,12 @@ class WeightPublisher:
             workers.close()
         return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
-    def _tell_fleet(self, version: int) -> None:
-        """So that a fleet which loses all its workers now serves nothing older."""
-        if not isinstance(self._fleet, KeepsVersion):
+    def _tell_fleet(self, version: int, push_id: str) -> None:
+        """So that a fleet which loses all its workers now serves nothing else."""
+        if not isinstance(self._fleet, KeepsPush):
             return
         try:
-            self._fleet.note_version(version)
+            self._fleet.note_push(PushNote(version, push_id))
         except ConfigError as error:
             log.warning("the fleet learns of version %d only when it looks at its workers: %s", version, error)
 
@@ -341,11 +341,14 @@ class WeightPublisher:
     def _restore(self, tensors: TrainerTensors, adapters: TrainerAdapters | None) -> PushResult | None:
         if self._terms is None:
             raise ConfigError("restore: expected a push before, whose version it takes, found none; call push")
-        stale = self._meet().where(self._is_stale)
+        party = self._meet()
+        stale = party.where(self._is_stale)
         if not stale.replies:
             return None
         result = self._push_to(stale, tensors, adapters, *self._terms)
         self._latest |= dict.fromkeys(stale.workers.addresses, result.push_id)
+        if len(stale.replies) == len(party.replies):  # otherwise the push that was noted is still there
+            self._tell_fleet(result.version, result.push_id)
         return result
 
     def _is_stale(self, address: str, reply: protocol.Weights | TruerollError) -> bool:

@@ -1,8 +1,11 @@
 """Rounds in which a fleet works and something is killed at a random moment, and what must hold after each.
 
-Each round generates, streams, scores, pushes, sleeps or scales, while a worker, its actor, a client's process or the
-raylet is killed with SIGKILL. Then: every sample there once, with the bits that a worker gives that nobody disturbs, of
-the version that was pushed last; the fleet whole again; no process, no shared memory and no socket left over.
+Each round generates, streams, scores, pushes, sleeps or scales, while a worker, its actor, a client's process, the
+raylet or all workers are killed with SIGKILL, or a worker while the folder of weights takes none. Then: every sample
+there once, with the bits that a worker gives that nobody disturbs, of the version that was pushed last, never of an
+earlier run whose push lies in the folder; what waiting does not heal was told; the fleet whole again; no process, no
+shared memory and no socket left over. `STRICT` workers, moreover, reject requests in a push or in their sleep, and are
+full when they have the work of two.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import os
 import queue
 import random
+import shutil
 import subprocess
 import threading
 import time
@@ -22,20 +26,35 @@ from typing import Any
 
 import psutil
 
-from trueroll.errors import ConfigError, PushError, TruerollError, WorkerLostError
+from trueroll.errors import ConfigError, IllegalStateError, PushError, TruerollError, WorkerLostError
 from trueroll.rollout import Fleet, Group, launch_worker
 from trueroll.rollout.fleet import fleet as fleet_module
 
-from .work import MOMENTS, PROMPTS, TRANSPORTS, Bits, BrokenPromise, Work, bits, command, read_moment, tell_memory
+from .work import (
+    MOMENTS,
+    PROMPTS,
+    TRANSPORTS,
+    Bits,
+    BrokenPromise,
+    Work,
+    bits,
+    command,
+    read_moment,
+    tell_memory,
+    write_old_push,
+)
 
 NUM_WORKERS = 2
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=1024, max_num_seqs=16, dtype="float32")
 WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
 TICK_SECONDS = 0.3
-VICTIMS = ("worker", "actor", "client", "raylet")
-RAYLETS = 4
-"""How many are killed in a lap, in which all else is killed at each moment once."""
+STRICT: dict[str, Any] = dict(while_unavailable="reject", max_queued_requests=20)
+"""Settings under which workers reject what they cannot do at once. `PROMPTS` fit into one, two calls of them do not."""
+VICTIMS = ("worker", "actor", "client", "raylet", "all", "folder")
+AT_SOME_MOMENTS = dict(raylet=4, all=4, folder=3)
+"""Of these, how many in a lap, in which all else is killed at each moment once."""
+LOSE_ALL = ("raylet", "all")
 SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
 """About how long a moment lasts at first; what is not here, a phase of a push, `PHASE_SECONDS`."""
 PHASE_SECONDS = 0.01
@@ -47,16 +66,17 @@ STEADY_SECONDS = 3.0
 
 def plan(seed: int, rounds: int) -> list[tuple[str, str]]:
     """What is killed in each round, and at which moment: everything at each, in an order that `seed` gives."""
-    chosen, raylets, found = random.Random(seed), _forever(seed, list(MOMENTS)), []
+    chosen, found = random.Random(seed), []
+    moments = {victim: _forever(f"{victim} {seed}", list(MOMENTS)) for victim in AT_SOME_MOMENTS}
     while len(found) < rounds:
-        pairs = [(victim, moment) for victim in VICTIMS if victim != "raylet" for moment in MOMENTS]
-        pairs += [("raylet", next(raylets)) for _ in range(RAYLETS)]
+        pairs = [(victim, moment) for victim in VICTIMS if victim not in AT_SOME_MOMENTS for moment in MOMENTS]
+        pairs += [(victim, next(moments[victim])) for victim, count in AT_SOME_MOMENTS.items() for _ in range(count)]
         chosen.shuffle(pairs)
         found += pairs
     return found[:rounds]
 
 
-def _forever(seed: int, moments: list[str]) -> Iterator[str]:
+def _forever(seed: str, moments: list[str]) -> Iterator[str]:
     chosen = random.Random(seed)
     while True:
         chosen.shuffle(moments)
@@ -103,10 +123,13 @@ class Expected:
 
 @dataclass
 class Numbers:
-    """What the rounds came to. `hit`: those in which the moment was not over when something was killed."""
+    """What the rounds came to. `hit`: those in which the moment was not over when something was killed. `told`: how
+    often an error said what waiting does not heal.
+    """
 
     rounds: int = 0
     hit: int = 0
+    told: Counter[str] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
     last: str = ""
 
@@ -164,9 +187,11 @@ class _Other:
 
 
 class Campaign:
-    """A fleet of `model`, whose file is `file`, beside which it works. `seed` chooses which worker is killed, when."""
+    """A fleet of `model`, whose file is `file`, beside which it works. `seed` chooses which worker is killed, when.
+    `settings`: of the workers, beside `SETTINGS`.
+    """
 
-    def __init__(self, model: Path, file: Path, seed: int) -> None:
+    def __init__(self, model: Path, file: Path, seed: int, **settings: Any) -> None:
         self.numbers = Numbers()
         self.version = 2
         self._random = random.Random(seed)
@@ -181,7 +206,8 @@ class Campaign:
         self._seconds = {moment: SECONDS.get(moment, PHASE_SECONDS) for moment in MOMENTS}
         tell_memory(self._memory.add)
         fleet_module.STEADY_SECONDS = STEADY_SECONDS
-        self.fleet = Fleet(str(model), NUM_WORKERS, file=file, weights_folder=self._folder, **SETTINGS)
+        self._leave_old_push()
+        self.fleet = Fleet(str(model), NUM_WORKERS, file=file, weights_folder=self._folder, **SETTINGS | settings)
         self._work = Work(self.fleet, model, self._folder, self._begin)
         self._work.push(self.version, "shared")
         self._normal = _processes(file)
@@ -192,6 +218,11 @@ class Campaign:
 
     def _of_the_cluster(self) -> Counter[str]:
         return Counter() if self._before["raylet"] else Counter(raylet=1, gcs_server=1)
+
+    def _leave_old_push(self) -> None:
+        """What an earlier run has left, and a push by disk removes."""
+        if not list(self._folder.glob("version-900-*")):
+            write_old_push(self._folder, self._model, f"{self._random.getrandbits(128):032x}")
 
     def close(self) -> None:
         """End the fleet; nothing of it may remain."""
@@ -219,7 +250,9 @@ class Campaign:
 
     def _round(self, victim: str, moment: str, transport: str) -> bool:
         done, lost = MOMENTS[moment], []
+        self._leave_old_push()
         self._moments, self._now, self._transport, self._victim = queue.Queue(), None, transport, victim
+        self._done = done
         self._served = {self.version, self.version + (done == "push")}  # the other client may push, too
         meanwhile = None if done in ("generate", "stream", "score") else _BackgroundCall(self._generate_any)
         other = self._start_other(moment, done, transport) if victim == "client" else None
@@ -234,6 +267,8 @@ class Campaign:
             work.wait(self._restore if done != "push" else lambda: None)
         elif done == "push":
             self._push()  # as its trainer does, once it was started anew
+        if victim == "folder":
+            self._check_told(lost)
         self._settle(lost, meanwhile)
         return was_hit
 
@@ -273,10 +308,31 @@ class Campaign:
                 if child.name() == "raylet":
                     child.kill()
             return [pid for both in pids for pid in both]
+        if victim == "all":
+            for _, worker in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(worker, 9)
+            return [worker for _, worker in pids]
+        if victim == "folder":
+            self._spoil()
         actor, worker = self._random.choice(pids)
         with suppress(ProcessLookupError):  # it was to leave, and just has
             os.kill(actor if victim == "actor" else worker, 9)
         return [actor, worker]
+
+    def _spoil(self) -> None:
+        """From now on no worker can write its weights for another one."""
+        joins = self._folder / "joins"
+        while not joins.is_file():
+            shutil.rmtree(joins, ignore_errors=True)
+            with suppress(OSError):  # one is being written there
+                joins.write_text("")
+
+    def _mend(self) -> None:
+        joins = self._folder / "joins"
+        if joins.is_file():
+            joins.unlink()
+            joins.mkdir(exist_ok=True)
 
     # What is done meanwhile.
 
@@ -313,13 +369,36 @@ class Campaign:
     def _scale(self) -> None:
         """With pushes while a worker joins, which none may serve the weights before."""
         self._begin("grow")
-        growing = _BackgroundCall(lambda: self.fleet.scale(NUM_WORKERS + 1))
+        growing = _BackgroundCall(lambda: self._scale_to(NUM_WORKERS + 1))
         while growing.is_alive:
             self._push()
             check_samples(self._work.samples(), {self.version}, self._expected.samples)
         growing.wait()
         self._begin("shrink")
-        self.fleet.scale(NUM_WORKERS)
+        self._scale_to(NUM_WORKERS)
+
+    def _scale_to(self, num_workers: int) -> None:
+        """Mend or wait for what an error tells of, and call it again."""
+        for _ in _ticks(WHOLE_SECONDS):
+            try:
+                return self.fleet.scale(num_workers)
+            except PushError as error:
+                self._note_refusal(error)
+                self._mend()
+            except IllegalStateError as error:
+                self._note_loss(error)
+                time.sleep(TICK_SECONDS)
+        raise BrokenPromise("expected workers that serve, found none")
+
+    def _note_refusal(self, error: PushError) -> None:
+        if self._victim != "folder" or "weights_folder: cannot make" not in str(error):
+            raise error
+        self.numbers.told["folder"] += 1
+
+    def _note_loss(self, error: IllegalStateError) -> None:
+        if self._victim not in LOSE_ALL or "all workers were lost" not in str(error):
+            raise error
+        self.numbers.told["all"] += 1
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
         """Again, where all workers were killed: then nobody was there."""
@@ -327,7 +406,7 @@ class Campaign:
             try:
                 return action()
             except errors:
-                if self._victim != "raylet":
+                if self._victim not in LOSE_ALL:
                     raise
                 time.sleep(TICK_SECONDS)
         raise BrokenPromise("expected workers that are there again, found none")
@@ -335,11 +414,29 @@ class Campaign:
     def _restore(self) -> None:
         """If all that had the weights were killed, the trainer brings them again."""
         members = self.fleet.members()
-        if self._victim == "raylet" and members and all(member.standing == "joining" for member in members):
+        if self._victim in LOSE_ALL and members and all(member.standing == "joining" for member in members):
+            if self._done != "scale":
+                try:
+                    self.fleet.scale(NUM_WORKERS)
+                except IllegalStateError as error:
+                    self._note_loss(error)
             with self._pushing, suppress(PushError, ConfigError):  # one is not there yet
                 self._work.push(self.version, self._transport)
 
     # What must hold.
+
+    def _check_told(self, lost: list[int]) -> None:
+        """A worker that cannot get its weights is told of, and gets them once the folder is mended. It may have got
+        them from the folder of a push by disk.
+        """
+        for _ in _ticks(WHOLE_SECONDS):
+            if not (self._folder / "joins").is_file() or self._is_whole(lost):
+                break
+            if any(member.trouble for member in self.fleet.members()):
+                self._scale_to(NUM_WORKERS)
+                break
+            time.sleep(TICK_SECONDS)
+        self._mend()
 
     def _settle(self, lost: list[int], meanwhile: _BackgroundCall | None) -> None:
         """The fleet comes back, with all weights, and everything works."""

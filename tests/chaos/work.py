@@ -9,18 +9,21 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
 
-from trueroll.errors import TruerollError
+from trueroll.errors import QueueFullError, TruerollError
 from trueroll.rollout import FleetClient, Group, SampleDelta, SampleOutput, SamplingParams, WeightPublisher
 from trueroll.rollout.client.membership import FleetArg
 from trueroll.rollout.publisher.workers import Workers
+from trueroll.weight_sync.payload.tensors import raw_bytes
+from trueroll.weight_sync.transports.disk import FolderWriter
 from trueroll.weight_sync.transports.shared import SharedSlots
 
 Bits = list[list[tuple[tuple[int, ...], bytes]]]
@@ -47,6 +50,9 @@ MOMENTS = dict(
 TRANSPORTS = ("shared", "collective", "disk")
 _CALLS = dict(begin_push="begin", stage_bucket="stage", verify_push="verify", commit_push="commit")
 _MEMORY = "memory "
+ROOM_SECONDS, ROOM_LOOKS = 0.1, 3000
+"""How long a client waits before it asks full workers again, and how often it does."""
+T = TypeVar("T")
 
 
 class BrokenPromise(Exception):
@@ -57,6 +63,17 @@ def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
     """Two sets, of which the versions take turns, both others than those of the model in `folder`."""
     own = load_file(folder / "model.safetensors")
     return [{name: tensor * factor for name, tensor in own.items()} for factor in (1.125, 1.25)]
+
+
+def write_old_push(parent: Path, model: Path, push_id: str) -> Path:
+    """A folder as a push by disk of an earlier run left it, of version 900 with the weights of the model in `model`."""
+    tensors = load_file(model / "model.safetensors")
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    with closing(FolderWriter(parent, push_id, 900, dtype, shapes)) as writer:
+        for name, tensor in tensors.items():
+            writer.append(name, raw_bytes(tensor))
+        return writer.finish()
 
 
 def bits(groups: list[Group]) -> Bits:
@@ -95,11 +112,14 @@ class Work:
 
     def samples(self, version: int | None = None) -> list[Group]:
         """Without a version: of whichever the fleet serves."""
-        return self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version)
+        return taken(lambda: self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version))
 
     def stream(self, version: int) -> Bits:
         """All samples, put together from their pieces. Raise BrokenPromise if one is there twice, or pieces miss."""
         self.at("stream")
+        return taken(lambda: self._streamed(version))
+
+    def _streamed(self, version: int) -> Bits:
         pieces: dict[tuple[int, int], list[SampleDelta]] = {}
         samples: dict[tuple[int, int], SampleOutput] = {}
         for position, got in self.client.stream(PROMPTS, PARAMS, deltas=True, seed=SEED, min_weight_version=version):
@@ -114,7 +134,7 @@ class Work:
 
     def score(self, version: int) -> list[bytes]:
         self.at("score")
-        scores = self.client.score(SEQUENCES, min_weight_version=version)
+        scores = taken(lambda: self.client.score(SEQUENCES, min_weight_version=version))
         return [score.logprobs.tobytes() for score in scores]
 
     def push(self, version: int, transport: str) -> None:
@@ -128,6 +148,16 @@ class Work:
         self.client.sleep(level=1)
         self.at("wake")
         self.client.wake_up()
+
+
+def taken(call: Callable[[], T]) -> T:
+    """What a call returns, made again while workers are full, as they may be of others' requests."""
+    for _ in range(ROOM_LOOKS):
+        try:
+            return call()
+        except QueueFullError:
+            time.sleep(ROOM_SECONDS)
+    raise BrokenPromise("expected workers that have room at some time, found them full")
 
 
 def _add(pieces: list[SampleDelta], piece: SampleDelta) -> None:

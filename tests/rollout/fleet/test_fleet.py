@@ -22,7 +22,7 @@ import psutil
 import pytest
 import ray
 from chaos.campaign import VICTIMS, Campaign, check_samples, plan
-from chaos.work import MOMENTS, BrokenPromise, bits
+from chaos.work import MOMENTS, BrokenPromise, bits, write_old_push
 from chaos.work import PROMPTS as WORKLOAD
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
@@ -32,6 +32,7 @@ from trueroll.errors import (
     ConfigError,
     IllegalStateError,
     ModelError,
+    PushError,
     TruerollError,
     WorkerFailedError,
     WorkerLostError,
@@ -177,8 +178,11 @@ def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetCl
 def test_what_all_lose_right_after_a_push_is_waited_for(
     cluster: Path, fleet: Fleet, client: FleetClient, tiny_llama: Path
 ) -> None:
-    """Whether the trainer is in the process of the fleet or in another one, which has the file alone."""
+    """Whether the trainer is in the process of the fleet or in another one, which has the file alone; and whatever an
+    earlier run has left in the folder of weights.
+    """
     tensors = {name: tensor * 1.25 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
+    write_old_push(fleet._weights.path, tiny_llama, "0" * 32)
     for version, told in ((1, fleet), (2, cluster.parent / "members.json")):
         before = fleet.pids()
         with WeightPublisher("shared") as publisher:
@@ -188,11 +192,40 @@ def test_what_all_lose_right_after_a_push_is_waited_for(
                 os.kill(worker, signal.SIGKILL)
             wait_until(lambda lost=before: len(fleet.pids()) == 2 and not {*fleet.pids().values()} & {*lost.values()})
             wait_until(lambda: [member.standing for member in fleet.members()] == ["joining"] * 2)
-            time.sleep(2.0)  # the fleet looks at them every half second
+            with pytest.raises(IllegalStateError, match=rf"of version {version} .* publisher.restore\(model\)"):
+                fleet.scale(2)
             assert [member.standing for member in fleet.members()] == ["joining"] * 2
             publisher.restore(tensors)
+            fleet.scale(2)
         wait_until(lambda: fleet.num_serving == 2)
         assert {health.weight_version for health in client.healths().values()} == {version}
+
+
+def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
+    fleet: Fleet, client: FleetClient, tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with WeightPublisher("shared") as publisher:
+        publisher.connect_fleet(fleet)
+        publisher.push(load_file(tiny_llama / "model.safetensors"), 3)
+    joins = fleet._weights.path / "joins"
+    joins.rmdir()
+    joins.write_text("")
+    for call in (lambda: fleet.scale(3), lambda: fleet.scale(3)):
+        with pytest.raises(PushError, match="worker-2: .* cannot be handed over, after 3 attempts: weights_folder"):
+            call()
+    wait_until(lambda: client.health().troubles != ())
+    assert client.health().troubles == fleet.health().troubles
+    assert "worker-2: weights_folder: cannot make" in fleet.health().troubles[0]
+    url = f"http://127.0.0.1:{fleet.metrics_port}"
+    assert b"cannot make" in urllib.request.urlopen(f"{url}/healthz").read()
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    (failures,) = re.findall(r'trueroll_fleet_failed_hand_overs_total{worker="worker-2"} (\d+)', text)
+    given_up = [record for record in caplog.records if record.levelname == "ERROR" and "handed over" in record.message]
+    assert int(failures) == 6 and len(given_up) == 2
+    joins.unlink()
+    fleet.scale(3)
+    assert fleet.health().troubles == () and {h.weight_version for h in client.healths().values()} == {3}
+    fleet.scale(2)
 
 
 ORPHAN = """

@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,21 @@ import torch
 from fake_engine import SHAPES, FakeEngine
 from serving import FaultyWorker
 
-from trueroll.errors import ConfigError, IllegalStateError, PushError, WorkerFailedError
+from trueroll.errors import (
+    ConfigError,
+    IllegalStateError,
+    PushError,
+    TruerollError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 from trueroll.rollout import AsyncRolloutClient, WeightPublisher
-from trueroll.rollout.client.membership import Member
+from trueroll.rollout.client.membership import Member, PushNote
 from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.fleet import joining as joining_module
 from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
+from trueroll.rollout.fleet.joining import Joining
+from trueroll.weight_sync.payload.manifest import MANIFEST_FILE
 
 ANY_KEYS = (None, None)
 
@@ -167,16 +178,16 @@ def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher
     assert versions(workers) == [0, 0, 0], "an iterator cannot be gone through again"
 
 
-def join(joining: FaultyWorker, peer: FaultyWorker | None, folder: Path, oldest: int = 0) -> bool:
+def join(joining: FaultyWorker, peer: FaultyWorker | None, folder: Path, noted: PushNote | None = None) -> bool:
     """Whether it serves the weights then."""
 
     async def run() -> bool:
         fleet = Members(joining)
         async with AsyncRolloutClient(joining.address) as client:
             if peer is None:
-                return await hand_over(client, None, oldest, WeightFolder(folder), fleet, ANY_KEYS)
+                return await hand_over(client, None, noted, WeightFolder(folder), fleet, ANY_KEYS)
             async with AsyncRolloutClient(peer.address) as other:
-                return await hand_over(client, other, oldest, WeightFolder(folder), fleet, ANY_KEYS)
+                return await hand_over(client, other, noted, WeightFolder(folder), fleet, ANY_KEYS)
 
     return asyncio.run(run())
 
@@ -200,13 +211,130 @@ def test_a_worker_that_joins_gets_the_weights_of_a_push_by_disk(workers: list[Fa
     first, second, third = workers
     with WeightPublisher("disk", folder=tmp_path) as publisher:
         publisher.connect([first.address])
-        publisher.push(tensors(5.0), 7)
+        push = publisher.push(tensors(5.0), 7)
     shutil.copytree(next(tmp_path.glob("version-7-*")), tmp_path / "version-9-01234567.tmp")  # not written to its end
     assert join(second, first, tmp_path) and "save_weights" not in first.calls
-    assert not join(third, None, tmp_path, oldest=8), "these weights are too old"
-    assert join(third, None, tmp_path, oldest=7)
+    assert not join(third, None, tmp_path, PushNote(7, "0" * 32)), "another push of that version is not there"
+    assert join(third, None, tmp_path, PushNote(7, push.push_id))
     assert versions(workers) == [7, 7, 7]
 
 
-def test_without_anybody_who_has_the_weights_a_worker_waits(workers: list[FaultyWorker], tmp_path: Path) -> None:
-    assert not join(workers[0], None, tmp_path, oldest=1) and join(workers[0], None, tmp_path, oldest=0)
+def test_the_weights_of_an_earlier_run_are_not_handed_over(
+    workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
+) -> None:
+    earlier, first, second = workers
+    with WeightPublisher("disk", folder=tmp_path) as before:
+        before.connect([earlier.address])
+        before.push(tensors(5.0), 900)
+    publisher.connect([first.address])
+    push = publisher.push(tensors(1.0), 1)
+    noted = PushNote(1, push.push_id)
+    assert not join(second, None, tmp_path, noted) and versions(workers) == [900, 1, 0]
+    assert join(second, first, tmp_path, noted) and versions(workers) == [900, 1, 1]
+    publisher.connect([first.address, second.address])
+    publisher.push(tensors(2.0), 2)
+    assert versions(workers) == [900, 2, 2]
+
+
+def test_without_anybody_who_has_the_weights_a_worker_waits(
+    workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
+) -> None:
+    noted = PushNote(1, "0" * 32)
+    assert not join(workers[0], None, tmp_path, noted) and join(workers[0], None, tmp_path)
+    publisher.connect([workers[0].address])
+    publisher.push(tensors(1.0), 1)
+    assert join(workers[0], None, tmp_path, noted), "a trainer that notes nothing has pushed it"
+
+
+def test_what_keeps_weights_from_being_handed_over_is_raised(
+    workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
+) -> None:
+    first, second, third = workers
+    publisher.connect([first.address])
+    publisher.push(tensors(1.0), 1)
+    folder = tmp_path / "weights"
+    folder.write_text("")
+    with pytest.raises(PushError, match="weights_folder: cannot make .*Not a directory"):
+        join(second, first, folder)
+    folder.unlink()
+    first.refuse["save_weights"] = PushError("disk: expected to write it, found No space left on device")
+    with pytest.raises(PushError, match="No space left"):
+        join(second, first, folder)
+    second.refuse["begin_push"] = PushError("disk: expected the folder of a push that this worker may read")
+    with pytest.raises(PushError, match="that this worker may read"):
+        join(second, first, folder)
+    assert list((folder / "joins").iterdir()) == [] and versions(workers) == [1, 0, 0]
+    with WeightPublisher("disk", folder=folder) as by_disk:
+        by_disk.connect([third.address])
+        push = by_disk.push(tensors(2.0), 2)
+    second.engine.weights.dtype = "bfloat16"
+    with pytest.raises(ConfigError, match="weights in bfloat16"):
+        join(second, None, folder, PushNote(2, push.push_id))
+    (manifest,) = folder.glob(f"version-2-*/{MANIFEST_FILE}")
+    manifest.write_text("[" * 100_000)
+    with pytest.raises(PushError, match="expected a manifest"):
+        join(second, None, folder, PushNote(2, push.push_id))
+
+
+class Attempts:
+    """What attempts to hand weights over come to, one after the other; the last one again and again."""
+
+    def __init__(self, *outcomes: bool | TruerollError) -> None:
+        self.outcomes = list(outcomes)
+        self.count = 0
+
+    async def __call__(self) -> bool:
+        outcome = self.outcomes[min(self.count, len(self.outcomes) - 1)]
+        self.count += 1
+        if isinstance(outcome, TruerollError):
+            raise outcome
+        return outcome
+
+
+def outcomes(joining: Joining, attempts: Attempts, target: object = "a", count: int = 100) -> list[str]:
+    async def run() -> list[str]:
+        return [await joining.attempt(target, attempts) for _ in range(count)]
+
+    return asyncio.run(run())
+
+
+def test_attempts_to_hand_weights_over_are_bounded_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(joining_module, "FIRST_PAUSE", 0.0)
+    refusal, joining = PushError("disk: no space"), Joining("worker-1")
+    refused = Attempts(refusal)
+    assert outcomes(joining, refused) == ["failed"] * 100
+    assert refused.count == joining.num_failures == 3 and joining.trouble == "disk: no space"
+    assert isinstance(joining.error, PushError)
+    assert str(joining.error).startswith("worker-1: the weights of the fleet cannot be handed over, after 3 attempts")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR"]
+    assert outcomes(joining, refused, "b") and refused.count == 6, "other weights are tried again"
+    joining.retry()
+    assert outcomes(joining, Attempts(refusal, True), "b", 2) == ["failed", "done"]
+    assert (joining.error, joining.trouble, joining.num_failures) == (None, "", 7)
+    for error, count in ((ConfigError("dtype"), 1), (WorkerLostError("gone"), 20), (_lost(), 20)):
+        joining, attempts = Joining("worker-1"), Attempts(error)
+        outcomes(joining, attempts)
+        assert attempts.count == count and type(joining.error) is type(error)
+    assert outcomes(Joining("worker-1"), Attempts(False)) == ["waiting"] * 100
+
+
+def _lost() -> PushError:
+    error = PushError("at begin, a worker failed")
+    error.lost = ("ipc:///somewhere",)
+    return error
+
+
+def test_attempts_are_further_apart_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    joining, attempts, found = Joining("worker-1"), Attempts(WorkerLostError("gone")), []
+    while joining.error is None:
+        before = attempts.count
+        with suppress(StopIteration):
+            joining.attempt("a", attempts).send(None)
+        found += [now[0]] * (attempts.count - before)
+        now[0] += 0.25
+    gaps = [after - before for before, after in pairwise(found)]
+    assert gaps[:7] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0] and {*gaps[7:]} == {30.0} and len(found) == 20

@@ -21,7 +21,7 @@ from trueroll.engine.engine import Engine
 from trueroll.errors import OtherBaseError, TruerollError
 from trueroll.kernels.training import align, merged_weights
 from trueroll.rollout import AsyncRolloutClient, FleetClient, WeightPublisher, audit
-from trueroll.rollout.client.membership import Member
+from trueroll.rollout.client.membership import Member, PushNote
 from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
 
 
@@ -44,8 +44,8 @@ class Pair:
         engine = self.stacks[index].enter_context(serving(self.model, self.addresses[index], dtype="bfloat16"))
         self.engines[index] = engine
 
-    def join(self, index: int, folder: Path, peer: int | None = None) -> bool:
-        """Bring a worker to the weights of `peer`, or to those in the folder."""
+    def join(self, index: int, folder: Path, peer: int | None = None, noted: PushNote | None = None) -> bool:
+        """Bring a worker to the weights of `peer`, or to those of the push in the folder that was noted."""
 
         async def run() -> bool:
             async with AsyncExitStack() as stack:
@@ -53,7 +53,7 @@ class Pair:
                 for client in clients:
                     await stack.enter_async_context(client)
                 other = None if peer is None else clients[1]
-                return await hand_over(clients[0], other, 1, WeightFolder(folder), self, (None, None))
+                return await hand_over(clients[0], other, noted, WeightFolder(folder), self, (None, None))
 
         return asyncio.run(run())
 
@@ -143,16 +143,22 @@ def test_a_worker_that_joins_by_disk_gets_the_weights_before_the_adapters(pair: 
     with WeightPublisher("disk", folder=tmp_path / "pushes") as publisher:
         publisher.connect_fleet(pair)
         publisher.push(trained, 1)
-        publisher.push(trained, 2, adapters=True)
+        noted = PushNote(2, publisher.push(trained, 2, adapters=True).push_id)
         for index, peer in ((1, 0), (0, None)):
             pair.start(index)
-            assert pair.join(index, tmp_path / "pushes", peer)
+            assert pair.join(index, tmp_path / "pushes", peer, noted)
             assert pair.engines[index].weights.base.kept and not (tmp_path / "pushes" / "joins").exists()
         pair.assert_serves(merged(trained))
         [whole] = (tmp_path / "pushes").glob("version-1-*")
         whole.rename(tmp_path / "gone")
+        with WeightPublisher("disk", folder=tmp_path / "earlier") as earlier:
+            earlier.connect([pair.addresses[1]])
+            earlier.push(merged(adapt(pair.model, seed=7)), 900)
+        [other] = (tmp_path / "earlier").glob("version-900-*")
+        other.rename(tmp_path / "pushes" / other.name)
         pair.start(0)
-        assert not pair.join(0, tmp_path / "pushes"), "it waits for a push"
+        assert not pair.join(0, tmp_path / "pushes", noted=noted), "it waits for a push"
+        assert pair.engines[0].weight_version == 0, "what was handed over is not from an earlier run"
 
 
 def test_checksums_and_an_audit_are_of_all_workers(pair: Pair) -> None:

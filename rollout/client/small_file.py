@@ -1,0 +1,46 @@
+"""Files of a few bytes that somebody else may have put there: read only if they are regular, and up to a limit."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. Never waits, as opening a pipe would.
+
+    Raise OSError if it cannot be opened, ValueError if it is a pipe, a device or a folder.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        yield file
+
+
+def read_text(file: BinaryIO, max_bytes: int) -> str:
+    """The text of a file, in UTF-8. Raise ValueError if it has more than `max_bytes`, or is no UTF-8."""
+    content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return content.decode("utf-8")
+
+
+def check_printable(value: object) -> None:
+    """Raise ValueError if a string in a value read from JSON or TOML, or a key, has a character that is not printable.
+
+    `value`: of any depth.
+    """
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, str) and not found.isprintable():
+            raise ValueError(f"control characters are not allowed (got {found[:80]!r})")
+        if isinstance(found, dict):
+            left += [*found.keys(), *found.values()]
+        elif isinstance(found, list):
+            left += found

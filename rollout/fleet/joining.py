@@ -1,0 +1,97 @@
+"""The attempts to bring a worker to the weights of its fleet.
+
+Owns: how many failed, when the next one is due, and whether they were given up. Does not own how weights travel
+(`hand_over`). Promises: each failure is logged and told; attempts for the same weights are bounded in number, and
+further apart each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal, TypeAlias
+
+from trueroll.errors import (
+    ConfigError,
+    DeadlineError,
+    IllegalStateError,
+    PushError,
+    TruerollError,
+    UnavailableError,
+    WorkerFailedError,
+    WorkerLostError,
+    said,
+)
+
+Outcome: TypeAlias = Literal["done", "waiting", "failed"]
+
+MOST_REFUSALS = 3
+"""How often weights are refused before they are offered no more: because of the folder, its space, or what it holds."""
+MOST_FAILURES = 20
+"""How often something is in the way that may pass, such as a worker that was lost, or sleeps."""
+FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
+_PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
+
+log = logging.getLogger(__name__)
+
+
+class Joining:
+    """Attempts for the worker `name`, and for those that take its place.
+
+    `num_failures`: of all of them. `trouble`: why the last one failed, empty if none has since the worker had the
+    weights. `error`: why attempts were given up; None while they go on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.num_failures = 0
+        self.trouble = ""
+        self.error: TruerollError | None = None
+        self._name = name
+        self._target: object = None
+        self.retry()
+
+    def retry(self) -> None:
+        """Begin to count anew, and make the next attempt at once."""
+        self.error = None
+        self._num_refusals = self._num_passing = 0
+        self._pause, self._due = FIRST_PAUSE, 0.0
+
+    async def attempt(self, target: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
+        """Make an attempt, if one is due. `target`: what is handed over, and by whom; another one begins anew.
+
+        Return whether the worker has the weights (`done`), waits for a push because nothing has them (`waiting`), or
+        neither (`failed`).
+        """
+        if target != self._target:
+            self._target = target
+            self.retry()
+        if self.error is not None or time.monotonic() < self._due:
+            return "failed"
+        try:
+            is_done = await hand_over()
+        except TruerollError as error:
+            self._note(error)
+            return "failed"
+        if is_done:
+            self.trouble = ""
+            self.retry()
+        return "done" if is_done else "waiting"
+
+    def _note(self, error: TruerollError) -> None:
+        passes = isinstance(error, _PASSING) or (isinstance(error, PushError) and bool(error.lost))
+        self.num_failures += 1
+        self._num_passing += passes
+        self._num_refusals += not passes
+        self._due, self._pause = time.monotonic() + self._pause, min(2 * self._pause, MOST_PAUSE)
+        self.trouble = said(error)
+        cannot_pass = isinstance(error, ConfigError)
+        if cannot_pass or self._num_refusals >= MOST_REFUSALS or self._num_passing >= MOST_FAILURES:
+            count = self._num_refusals + self._num_passing
+            self.error = type(error)(
+                f"{self._name}: the weights of the fleet cannot be handed over, after {count} attempts: {error}. "
+                "Correct that and call scale, or push other weights"
+            )
+            log.error("fleet: %s", self.error)
+        else:
+            log.warning("fleet: %s: the weights were not handed over, next attempt later: %s", self._name, error)
