@@ -4,9 +4,9 @@ Owns: the workers, by an actor each; the task that keeps each of them running; w
 for a worker which joins are handed over in. Does not own requests: clients ask the workers themselves.
 
 Promises: a worker that ends, hangs or fails is replaced, wherever there is room, soon the first time and after pauses
-that grow if the next one does not last; it serves only once it has the weights that the others serve; one that is to
-leave finishes what it has; when this process ends, however, the workers end. A cluster that is lost is joined or
-started again.
+that grow if the next one does not last; it serves only once it has the weights that the others serve, and never those
+of an earlier run; what keeps it from them is told; one that is to leave finishes what it has; when this process ends,
+however, the workers end. A cluster that is lost is joined or started again.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Fleet:
     127.0.0.1 serves `/metrics` of all workers, but their durations, and `/healthz`; 0: any free one; None: nowhere.
 
     Raise ConfigError for an unknown setting or a wrong value; ConfigError or ModelError if a worker cannot run so;
-    WorkerFailedError if one is not ready within `startup_timeout` seconds of being placed.
+    WorkerFailedError if one is not ready within `startup_timeout` seconds of being placed; and what keeps one from the
+    weights that were pushed to others meanwhile.
     """
 
     def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
@@ -460,6 +461,7 @@ class Fleet:
         """End what is in a slot."""
         client, actor, socket = slot.client, slot.actor, slot.socket
         slot.client, slot.actor, slot.member, slot.health, slot.stats, slot.pids = None, None, None, None, None, None
+        slot.waits_since = None
         self._publish()
         if client is not None:
             with suppress(TruerollError):
