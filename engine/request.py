@@ -25,7 +25,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 4096
-MAX_TOP_LOGPROBS = 64
+MAX_TOP_LOGPROBS = 128
 _MAX_SHOWN_FAULTS = 4
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]

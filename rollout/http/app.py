@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from trueroll.errors import TruerollError
+from trueroll.errors import InvalidRequestError, TruerollError
 
 from ...engine.request import TokenId
 from .bodies import Bodies
@@ -37,6 +37,7 @@ from .watch import Watch
 from .wire import answer, error_answer, event_stream, read_json, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class Endpoints:
     def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients) -> None:
         self._served, self._samples, self._clients = served, samples, clients
 
-    def asking(self, read: Reader, has_text: bool) -> Callable[[Request], Awaitable[Response]]:
-        """The handler of requests that `read` understands."""
+    def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
+        """The handler of requests that `read` understands. `prompt_field`: which of their fields is the prompt."""
 
         async def handle(request: Request) -> Response:
             client = client_of(request.scope)
@@ -75,10 +76,13 @@ class Endpoints:
             texts = served.texts if has_text else None
             asker = Asker(served.client, texts, served.eos_token_ids, self._samples, client.user)
             body = await read_json(request)
-            task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
-            if task.is_stream:
-                return await event_stream(request.receive, asker.events(task, form))
-            return answer(await while_present(request.receive, asker.whole(task, form)))
+            try:
+                task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
+                if task.is_stream:
+                    return await event_stream(request.receive, asker.events(task, form))
+                return answer(await while_present(request.receive, asker.whole(task, form)))
+            except InvalidRequestError as error:
+                raise as_http_error(error, prompt_field) from None
 
         return handle
 
@@ -123,9 +127,9 @@ def make_app(
     endpoints = Endpoints(served, samples, clients)
     pages = Pages(served, samples, watch)
     routes = [
-        Route("/v1/completions", endpoints.asking(read_completion, has_text=True), methods=["POST"]),
-        Route("/v1/chat/completions", endpoints.asking(read_chat, has_text=True), methods=["POST"]),
-        Route("/inference/v1/generate", endpoints.asking(read_generate, has_text=False), methods=["POST"]),
+        Route("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.asking(read_chat, "messages"), methods=["POST"]),
+        Route("/inference/v1/generate", endpoints.asking(read_generate, "token_ids", has_text=False), methods=["POST"]),
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),

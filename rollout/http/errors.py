@@ -48,6 +48,8 @@ STATUSES: dict[type[TruerollError], int] = {
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _PARAM = re.compile(r"(?:prompts\[\d+\]: )?(?!prompts\[)([a-z_]\w*(?:[.\[]\w+\]?)*): ")
 
+_ABOUT_TOKENS = re.compile(r"(?:(?:prompts|sequences)\[\d+\]: )?token ids: ")
+
 
 class Gone(Exception):
     """The client has disconnected: nobody is there to be answered."""
@@ -70,16 +72,30 @@ class HttpError(TruerollError):
         self.code = code or _type_of(status)
 
 
-def as_http_error(error: Exception) -> HttpError:
-    """What a client is told of an error; nothing of one that no user should meet."""
+def given_twice(name: str) -> HttpError:
+    """The error for a name that a query gives twice, of which each parser takes another value."""
+    return HttpError(400, f"{name}: given twice in the query; give it once", param=name[:80], code="invalid_request")
+
+
+def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
+    """What a client is told of an error; nothing of one that no user should meet. `prompt_field`: the request's field
+    that the worker's errors about token ids are about.
+    """
     if isinstance(error, HttpError):
         return error
     if not isinstance(error, TruerollError):
         return HttpError(500, "server: broke down; its log says how", code="internal")
     status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else {}
-    found = _PARAM.match(str(error)) if status == 400 else None
-    return HttpError(status, str(error), param=found and found[1], code=error.code, headers=headers)
+    param = _param_of(str(error), prompt_field) if status == 400 else None
+    return HttpError(status, str(error), param=param, code=error.code, headers=headers)
+
+
+def _param_of(message: str, prompt_field: str | None) -> str | None:
+    if _ABOUT_TOKENS.match(message):
+        return prompt_field
+    found = _PARAM.match(message)
+    return found and found[1]
 
 
 def error_body(error: HttpError) -> dict[str, Any]:

@@ -130,9 +130,18 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name in [name for name in fields if name in OFF]:
         value = fields.pop(name)
-        if value not in OFF[name]:
+        if not any(is_same(value, neutral) for neutral in OFF[name]):
             raise unsupported(name, " or ".join(["null", *map(repr, OFF[name])]), value)
     return fields
+
+
+def is_same(value: Any, expected: Any) -> bool:
+    """Whether two JSON values are equal. Unlike for `==`, a boolean equals no number, at any depth."""
+    if isinstance(value, bool) != isinstance(expected, bool) or value != expected:
+        return False
+    if isinstance(expected, dict):
+        return all(is_same(value[name], each) for name, each in expected.items())
+    return not isinstance(expected, list) or all(map(is_same, value, expected))
 
 
 def unsupported(name: str, expected: str, value: Any) -> HttpError:
@@ -157,7 +166,7 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
     those of the distribution that was drawn from. Raise InvalidRequestError.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
-    if named.get("top_k") == 0:
+    if is_same(named.get("top_k"), 0):
         named["top_k"] = -1  # off, as others write it
     seed = SamplingParams(seed=fields.pop("seed", None)).seed
     return SamplingParams(**named), seed

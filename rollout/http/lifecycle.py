@@ -22,7 +22,7 @@ from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..monitoring.metrics import WorkerMetrics, exposition
 from ..network.keys import Key
-from .errors import HttpError
+from .errors import HttpError, given_twice
 from .fields import Fields, checked
 from .guard import Counters
 from .wire import answer, read_json
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 HEALTH_SECONDS = 5.0
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
+_LISTS = {"tags"}
+"""The names that a query may give several times."""
 
 log = logging.getLogger(__name__)
 
@@ -201,7 +203,9 @@ def _one_text(folder: Path) -> Iterator[None]:
 
 
 def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """The query parameters by name. Raise HttpError for one that is not known, or has another value."""
+    """The query parameters by name. Raise HttpError for one that is not known, has another value, or comes twice, but
+    for `tags`, which is a list.
+    """
     found: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():
         if value.lower() not in known.get(name, ()):
@@ -209,6 +213,8 @@ def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, l
             text = f"{name}: expected {expected} in the query, found {brief(value)}; correct it"
             raise HttpError(400, text, param=name[:80], code="invalid_request")
         found.setdefault(name, []).append(value.lower())
+        if len(found[name]) > 1 and name not in _LISTS:
+            raise given_twice(name)
     return found
 
 

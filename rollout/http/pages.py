@@ -18,7 +18,7 @@ from trueroll.errors import brief
 
 from ...engine.request import SamplingParams
 from .clients import client_of
-from .errors import HttpError
+from .errors import HttpError, given_twice
 from .fields import Fields, checked
 from .logprobs import numbers
 from .model import ServedModel
@@ -204,7 +204,10 @@ def _whole(request: Request, name: str) -> int:
 
 def _number(request: Request, name: str) -> float:
     """A query parameter; 0 if it is not there."""
-    text = request.query_params.get(name, "0")
+    found = request.query_params.getlist(name)
+    if len(found) > 1:
+        raise given_twice(name)
+    text = found[0] if found else "0"
     try:
         number = float(text)
         if not 0 <= number < 2**53:

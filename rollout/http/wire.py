@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
@@ -35,7 +36,7 @@ async def read_json(request: Request) -> dict[str, Any]:
         return {}
     try:
         text = body.decode()
-        content = json.loads(text, parse_constant=_refuse_constant)
+        content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         if "\\u" in text:
             json.dumps(content, ensure_ascii=False).encode()  # half a character, which no tokenizer takes
     except (ValueError, RecursionError) as error:
@@ -48,6 +49,15 @@ async def read_json(request: Request) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name}, which is no JSON")
+
+
+def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's members. Raise ValueError for a name that comes twice, of which each parser takes another value."""
+    found = dict(members)
+    if len(found) != len(members):
+        name = next(name for name, count in Counter(name for name, _ in members).items() if count > 1)
+        raise ValueError(f"the name {brief(name)} twice in one object")
+    return found
 
 
 def encoded(content: Any) -> bytes:

@@ -76,7 +76,7 @@ def test_top_logprobs_hold_what_is_drawn_and_change_nothing(tiny_llama: Path, ba
     engine, prompt = make_engine(tiny_llama, backend=backend), tokens(20)
     cases = [{}, FILTERS, FILTERS | dict(logprobs="raw"), dict(temperature=0.0), dict(min_tokens=5, stop_token_ids=[7])]
     plain = run(engine, [generate(str(i), prompt, n=2, **case) for i, case in enumerate(cases)])
-    asked = [generate(str(i), prompt, n=2, top_logprobs=3 * i, **case) for i, case in enumerate(cases)]
+    asked = [generate(str(i), prompt, n=2, top_logprobs=32 * i, **case) for i, case in enumerate(cases)]
     together = run(engine, asked + [generate("plain", prompt, seed=8)])
     alone = {key: sample for request in asked for key, sample in run(engine, [request]).items()}
     listed = 0
@@ -114,7 +114,7 @@ def test_top_logprobs_of_a_sample_without_tokens(tiny_llama: Path) -> None:
 
 
 def test_top_logprobs_that_cannot_be_served(tmp_path: Path, tiny_llama: Path) -> None:
-    for params in (dict(top_logprobs=65), dict(top_logprobs=-1), dict(top_logprobs=2, logprobs=None)):
+    for params in (dict(top_logprobs=129), dict(top_logprobs=-1), dict(top_logprobs=2, logprobs=None)):
         with pytest.raises(InvalidRequestError, match="top_logprobs: .*found"):
             generate("r", tokens(5), **params)
     from tiny import make_tiny_model

@@ -173,6 +173,7 @@ def test_long_texts_come_in_parts_that_fit_together(front: Front, monkeypatch: p
         ("/ui/group?group=-1", 400, "group"),
         ("/ui/live?since=nan", 400, "since"),
         ("/ui/live?after=x", 400, "after"),
+        ("/ui/live?after=1&after=1", 400, "after"),
     ],
 )
 def test_what_is_not_there_is_refused(front: Front, path: str, status: int, param: str) -> None:
