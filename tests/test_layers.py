@@ -79,7 +79,7 @@ ENGINE = {
     "config": {"request"},
     "outputs.tops": set(),
     "outputs.routes": set(),
-    "outputs.stop_strings": set(),
+    "outputs.stop_strings": {"models"},
     "outputs.draw_records": {"request"},
     "outputs.open_requests": OUTPUTS,
     "cache.memory": set(),

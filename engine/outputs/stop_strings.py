@@ -13,7 +13,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError, ModelError
+
+from ..models.tokenizer import load_tokenizer
 
 # The last bytes of a text may belong to a character that is not complete: at most three, in as many tokens.
 _MOST_INCOMPLETE = 3
@@ -129,10 +131,12 @@ def load_vocabulary(folder: Path) -> Vocabulary:
     if not path.is_file():
         raise InvalidRequestError(f"stop: expected {path}, found no such file; use stop_token_ids instead")
     try:
-        return Vocabulary(Tokenizer.from_file(str(path)))
+        return Vocabulary(load_tokenizer(path))
+    except ModelError as error:
+        raise InvalidRequestError(f"stop: {error}, or use stop_token_ids") from error
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # of no narrower class
         raise InvalidRequestError(
-            f"stop: expected a tokenizer in {path}, found a fault: {error}; save it again, or use stop_token_ids"
+            f"stop: the tokenizer in {path} fails: {error}; save it again, or use stop_token_ids"
         ) from error

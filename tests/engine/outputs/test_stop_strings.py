@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from trueroll.engine.outputs import stop_strings
+from trueroll.engine.models import tokenizer as tokenizer_module
 from trueroll.engine.outputs.stop_strings import StopStrings, Vocabulary, load_vocabulary
 from trueroll.errors import InvalidRequestError
 
@@ -251,7 +251,7 @@ def test_stops_in_real_tokens_are_found_where_the_whole_text_has_them(smollm2: P
 
 def test_a_tokenizer_that_cannot_be_read_fails_its_request_only(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidRequestError, match="tokenizer.json, found a fault"):
+    with pytest.raises(InvalidRequestError, match="tokenizer.json: the tokenizer cannot be loaded"):
         load_vocabulary(tmp_path)
 
 
@@ -272,10 +272,14 @@ class Stand:
     def __init__(self, faults: dict[int, BaseException]) -> None:
         self.faults = faults
         self.num_loads = 0
+        self.decoder = None
 
     def from_file(self, path: str) -> Stand:
         self.num_loads += 1
         return self
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}
 
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
         return {}
@@ -307,7 +311,7 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(
     bad = next(
         id for id in token_ids[3:] if all(id not in expected[k].token_ids for k in [("a", 0), ("a", 2), ("b", 0)])
     )
-    monkeypatch.setattr(stop_strings, "Tokenizer", Stand({bad: error}))
+    monkeypatch.setattr(tokenizer_module, "Tokenizer", Stand({bad: error}))
     load_vocabulary.cache_clear()
     engine = make_engine(own_llama)
     watched = [generate(id, tokens(20), **params, stop=["z"]) for id, params in requests.items() if id != "free"]
@@ -328,7 +332,7 @@ def test_a_tokenizer_that_fails_ends_its_sample_alone(
 def test_what_ends_the_process_is_no_fault_of_a_sample(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    monkeypatch.setattr(stop_strings, "Tokenizer", Stand(dict.fromkeys(range(512), error)))
+    monkeypatch.setattr(tokenizer_module, "Tokenizer", Stand(dict.fromkeys(range(512), error)))
     engine = make_engine(own_llama)
     with pytest.raises(type(error)):
         run(engine, [generate("r", tokens(20), stop=["z"])])
@@ -346,14 +350,14 @@ def test_a_folder_whose_tokenizer_is_of_no_use_serves_requests_without_stop(
     if fault == "panics when asked":
         monkeypatch.setattr(stand, "get_added_tokens_decoder", fail(Panic("boom")))
     if fault.startswith("panics"):
-        monkeypatch.setattr(stop_strings, "Tokenizer", stand)
+        monkeypatch.setattr(tokenizer_module, "Tokenizer", stand)
     if fault == "is broken":
         (own_llama / "tokenizer.json").write_text("{}")
     if fault == "is missing":
         (own_llama / "tokenizer.json").unlink()
     engine = make_engine(own_llama)
     for _ in range(2):
-        with pytest.raises(InvalidRequestError, match=r"stop: expected .*tokenizer.json.* found .* use stop_token_ids"):
+        with pytest.raises(InvalidRequestError, match=r"stop: .*tokenizer.json.* use stop_token_ids"):
             engine.add(generate("bad", tokens(20), stop=["z"]))
     assert not engine.has_unfinished
     assert bits(run(engine, [generate("r", tokens(20))])["r", 0]) == bits(expected["r", 0])
@@ -361,7 +365,7 @@ def test_a_folder_whose_tokenizer_is_of_no_use_serves_requests_without_stop(
 
 def test_no_request_loads_a_tokenizer(own_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand({})
-    monkeypatch.setattr(stop_strings, "Tokenizer", stand)
+    monkeypatch.setattr(tokenizer_module, "Tokenizer", stand)
     engine = make_engine(own_llama)
     assert stand.num_loads == 1, "while the engine was made"
     samples = run(engine, [generate(id, tokens(20), stop=["z"]) for id in ("a", "b")])

@@ -1,0 +1,113 @@
+"""Work on files that anyone may have made, tried in a child process first, which has little time and memory.
+
+Promises that a trial ends within its limits, whatever the work does, and that nothing of it stays: neither memory nor a
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+from trueroll.errors import ModelError, said
+
+_MAX_TEXT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a child process: `cpu_seconds` of processor time, `seconds` in all, and `more_bytes` of address space beyond
+    this process's.
+    """
+
+    cpu_seconds: int = 30
+    seconds: int = 120
+    more_bytes: int = 2**31
+
+    def __str__(self) -> str:
+        return f"{self.cpu_seconds} s of processor time and {self.more_bytes >> 20} MiB of memory"
+
+
+class TrialError(Exception):
+    """The work failed: the text says how."""
+
+
+def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
+    """Do `work` in a forked child process, whose memory is then forgotten. Raise TrialError if it raises or exceeds the
+    limits.
+    """
+    limits = limits or Limits()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _try(work, limits, writer)
+    os.close(writer)
+    try:
+        told = _read(reader, time.monotonic() + limits.seconds)
+    finally:
+        os.close(reader)
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if told != b"+":
+        raise TrialError(told[1:].decode(errors="replace") or f"it needs more than {limits}, or crashes")
+
+
+def _try(work: Callable[[], object], limits: Limits, writer: int) -> NoReturn:
+    """In the child, which does not return."""
+    told = b"-"
+    try:
+        close_all_but(writer)
+        limit_memory(limits.more_bytes)
+        limit_cpu(limits.cpu_seconds)
+        work()
+        told = b"+"
+    except MemoryError:
+        pass
+    except BaseException as error:  # a panic of a library is no Exception
+        cause = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        told += said(cause).encode()[:_MAX_TEXT_BYTES]
+    finally:
+        os.write(writer, told)
+        os._exit(0)
+
+
+def _read(reader: int, deadline: float) -> bytes:
+    """What the child says; empty if it was killed or takes too long."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    is_there = poll.poll(max(0, deadline - time.monotonic()) * 1000)
+    return os.read(reader, _MAX_TEXT_BYTES + 1) if is_there else b""
+
+
+def close_all_but(descriptor: int) -> None:
+    """Close what a child process got from its parent, whose connections must end when the parent ends them."""
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process have so much address space beyond what it has, and write no core when it ends over that."""
+    with open("/proc/self/statm") as file:
+        num_pages = int(file.read().split()[0])
+    _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + more_bytes)
+    _limit(resource.RLIMIT_CORE, 0)
+
+
+def limit_cpu(seconds: int) -> None:
+    """Let the kernel end this process after so much more processor time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, hard))
