@@ -1,57 +1,54 @@
 """Text in and out of token ids, for the tools and the HTTP front end. The service itself speaks token ids only.
 
-Promises that a model's folder runs no code of its own here: a tokenizer is loaded without it, and a chat template,
-which is a program, is rendered in a child process with little time and memory. Imports transformers when a tokenizer
-is loaded, not before.
+Promises that a model's folder runs no code of its own here: a tokenizer is loaded without it, in a child process with
+limits first, and a chat template, which is a program, is rendered in a child process, which also encodes. Short texts
+and long ones have a process each. Imports transformers when a tokenizer is loaded, not before.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import resource
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from trueroll.errors import ConfigError, ModelError, brief, said
 
+from ..engine.models.trials import TrialError, attempt
 from . import protocol
+from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, never
 
+ANY = 2**31
+"""For any number of tokens."""
+LONG_CHARS = 2**15
+"""What has more is a long text: only long ones wait for it."""
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
-# Of the child that renders a chat template.
-_MAX_CPU_SECONDS = 10
-_MAX_SECONDS = 60
-_MAX_MORE_BYTES = 2**30  # of memory, beyond this process's
-_MAX_CHARS = 2**22
 
 
 class TextModel:
     """The tokenizer and the chat template of a model. Raise ModelError if the model has no tokenizer that can be used
     without running code of the model's own, as the methods do where it fails. Any thread may use it.
+
+    `longest_token`: in characters. `is_abandoned` of a method: called while it waits, which it gives up with ModelError
+    once that is true. `most`: raise TooMany for more tokens.
     """
 
     def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer, PreTrainedTokenizerBase
+        import transformers  # noqa: F401, before the child process is made that needs it
 
         from ..engine.models.loader import resolve_model
+        from ..engine.models.tokenizer import longest_token
 
         self._folder = resolve_model(model)
         _check_files(self._folder)
         with self._explained("beside the model, found none"):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                self._folder, trust_remote_code=False, local_files_only=True
-            )
-            if not isinstance(self._tokenizer, PreTrainedTokenizerBase):
-                raise TypeError(f"{type(self._tokenizer).__name__} is another thing")
-        self._renderer = _Renderer(self._tokenizer)
+            attempt(partial(_load, self._folder))
+            self._tokenizer = _load(self._folder)
+        self.longest_token = longest_token(self._tokenizer.get_vocab())
+        self._children = {is_long: TextChild(self._tokenizer) for is_long in (False, True)}
 
     @property
     def chat_template(self) -> str | None:
@@ -59,10 +56,13 @@ class TextModel:
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, most: int = ANY, is_abandoned: IsAbandoned = never
+    ) -> list[int]:
         """The token ids of plain text, by default with what the tokenizer puts around every text."""
         with self._explained("that encodes text, found that it does not"):
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            child = self._children[is_long(len(text))]
+            return child.encode(text, add_special_tokens, most, is_abandoned).tolist()
 
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         """The token ids of a conversation in which the user has said `text` and the assistant is to answer."""
@@ -71,32 +71,98 @@ class TextModel:
             [*messages, {"role": "user", "content": text}], dict(add_generation_prompt=True)
         )
 
-    def encode_conversation(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
-        """The token ids of a conversation in the model's chat template, which gets `arguments` such as `tools`."""
+    def encode_conversation(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        most_chars: int = MAX_CHARS,
+        most: int = ANY,
+        is_abandoned: IsAbandoned = never,
+    ) -> list[int]:
+        """The token ids of a conversation in the model's chat template, which gets `arguments` such as `tools`. Raise
+        TooMany also for a text of more than `most_chars` characters.
+        """
         if not self._tokenizer.chat_template:
             raise ModelError("chat: expected a model with a chat template, found one without; use plain prompts")
-        rendered = self._renderer.render(messages, arguments)
-        return self.encode(rendered, add_special_tokens=False)
+        child = self._children[is_long(num_chars((messages, arguments)))]
+        with self._explained("that encodes text, found that it does not"):
+            try:
+                return child.encode_conversation(messages, arguments, most_chars, most, is_abandoned).tolist()
+            except EncodingError:
+                raise
+            except ChildError as error:
+                raise ModelError(
+                    f"chat: expected a chat template that renders within {LIMITS.cpu_seconds} s and "
+                    f"{LIMITS.more_bytes} bytes, found {str(error) or 'that it does not'}; check the model's chat "
+                    "template, or use plain prompts"
+                ) from None
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
-        """The text of token ids, by default without special tokens."""
+        """The text of token ids, by default without special tokens. In this process: `check_tokenizer` bounds it."""
         with self._explained("that decodes tokens, found that it does not"):
             return self._tokenizer.decode(
                 list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
 
+    def decode_long(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never
+    ) -> str:
+        """As `decode`, of so many that nothing else should wait for it, in the child process for long texts."""
+        with self._explained("that decodes tokens, found that it does not"):
+            return self._children[True].decode(token_ids, skip_special_tokens, is_abandoned)
+
     def close(self) -> None:
-        """End the process that renders conversations."""
-        self._renderer.close()
+        """End the processes that encode."""
+        for child in self._children.values():
+            child.close()
 
     @contextmanager
     def _explained(self, expected: str) -> Iterator[None]:
         """Raises ModelError for whatever a tokenizer raises, of which its files decide."""
         try:
             yield
+        except (ModelError, TooMany):
+            raise
         except Exception as error:
-            cause = said(f"{type(error).__name__}: {error}")
+            if isinstance(error, ChildError | TrialError):
+                cause = str(error) or f"it needs more than {LIMITS}, or crashes"
+            else:
+                cause = said(f"{type(error).__name__}: {error}")
             raise ModelError(f"{self._folder}: expected a tokenizer {expected}: {cause}; check its files") from None
+
+
+def _load(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    from ..engine.models.tokenizer import check_tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(f"{type(tokenizer).__name__} is another thing")
+    if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        check_tokenizer(backend)
+    return tokenizer
+
+
+def is_long(num_chars: int) -> bool:
+    """Whether a text is encoded where only long ones wait for it."""
+    return num_chars > LONG_CHARS
+
+
+def num_chars(value: Any) -> int:
+    """The characters of all strings in a JSON value."""
+    count, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            count += len(each)
+        elif isinstance(each, dict):
+            waiting += each.keys()
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+    return count
 
 
 def model_served_here(health: protocol.Health) -> str:
@@ -133,95 +199,3 @@ def _check_files(folder: Path) -> None:
     for path in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
         if path.suffix in _TOKENIZER_FILES:
             check_file(path, MAX_TOKENIZER_BYTES)
-
-
-class _Renderer:
-    """Renders conversations, one at a time, in a child process that is made when it is needed, and anew after one that
-    did not do what was asked.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._child: _Child | None = None
-
-    def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        with self._lock:
-            child = self._child or _Child(self._tokenizer)
-            reply = child.ask((messages, arguments))
-            self._child = child if reply[:1] == b"+" else None
-        if reply[:1] != b"+":
-            child.end()
-            raise ModelError(
-                f"chat: expected a chat template that renders within {_MAX_CPU_SECONDS} s and {_MAX_MORE_BYTES} bytes, "
-                f"found {reply[1:].decode() or 'that it does not'}; check the model's chat template, or use plain "
-                "prompts"
-            )
-        return reply[1:].decode()
-
-    def close(self) -> None:
-        if (child := self._child) is not None:
-            child.end()
-
-
-class _Child:
-    """A process that renders, until this object is gone or this process has ended."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_render_in_child, args=(other, tokenizer), daemon=True)
-        self._process.start()
-        other.close()
-        self.end = weakref.finalize(self, _end, self._process, self._pipe)
-
-    def ask(self, conversation: tuple[list[dict[str, Any]], dict[str, Any]]) -> bytes:
-        """`+` and the text, or `-` and what is wrong; empty if the child was killed or takes too long."""
-        try:
-            self._pipe.send(conversation)
-            return self._pipe.recv_bytes() if self._pipe.poll(_MAX_SECONDS) else b""
-        except (EOFError, OSError):
-            return b""
-        except RecursionError:  # of what is to be sent
-            return b"-a conversation nested too deeply"
-
-
-def _end(process: Any, pipe: Connection) -> None:
-    process.kill()
-    process.join()
-    pipe.close()
-
-
-def _render_in_child(pipe: Connection, tokenizer: Any) -> None:
-    """Answers each conversation by `+` and the text, or by `-` and what is wrong."""
-    _close_all_but(pipe)
-    _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + _MAX_MORE_BYTES)
-    with suppress(EOFError):
-        while True:
-            messages, arguments = pipe.recv()
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + _MAX_CPU_SECONDS)
-            pipe.send_bytes(_rendered(tokenizer, messages, arguments))
-
-
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bytes:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
-        if len(text) > _MAX_CHARS:
-            raise ValueError(f"{len(text)} characters, more than {_MAX_CHARS}")
-        return b"+" + text.encode()
-    except Exception as error:  # of any kind, as the template is a program
-        return b"-" + said(f"{type(error).__name__}: {error}").encode()
-
-
-def _close_all_but(pipe: Connection) -> None:
-    """The parent's connections must end when the parent ends them."""
-    os.closerange(3, pipe.fileno())
-    os.closerange(pipe.fileno() + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
-
-
-def _limit(kind: int, most: int) -> None:
-    """The kernel ends a process that reaches its limit of processor time."""
-    _, hard = resource.getrlimit(kind)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(kind, (most, hard))

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from trueroll.errors import InvalidRequestError, TruerollError
 
 from ...engine.request import TokenId
+from .answers import Rows, Turns
 from .bodies import Bodies
 from .chat import ConversationFields, read_chat, token_ids_of
 from .clients import Clients, client_of
@@ -34,7 +35,7 @@ from .pages import FILES, Pages
 from .pieces import Asker, Form, Task
 from .samples import SampleLog
 from .watch import Watch
-from .wire import answer, error_answer, event_stream, read_json, while_present
+from .wire import answer, error_answer, event_stream, long_answer, read_json, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -64,8 +65,10 @@ class DetokenizeFields(Fields):
 class Endpoints:
     """The paths that concern the model."""
 
-    def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients) -> None:
+    def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients, max_body_elements: int) -> None:
         self._served, self._samples, self._clients = served, samples, clients
+        self._max_body_elements = max_body_elements
+        self._turns = Turns()
 
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
         """The handler of requests that `read` understands. `prompt_field`: which of their fields is the prompt."""
@@ -74,17 +77,20 @@ class Endpoints:
             client = client_of(request.scope)
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
-            asker = Asker(served.client, texts, served.eos_token_ids, self._samples, client.user)
-            body = await read_json(request)
+            asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
+            body = await self._body(request)
             try:
                 task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
                 if task.is_stream:
                     return await event_stream(request.receive, asker.events(task, form))
-                return answer(await while_present(request.receive, asker.whole(task, form)))
+                return await while_present(request.receive, self._whole(asker, task, form))
             except InvalidRequestError as error:
                 raise as_http_error(error, prompt_field) from None
 
         return handle
+
+    async def _whole(self, asker: Asker, task: Task, form: Form) -> Response:
+        return await long_answer(await asker.whole(task, form), self._turns)
 
     async def models(self, request: Request) -> Response:
         return answer({"object": "list", "data": [self._card()]})
@@ -94,7 +100,10 @@ class Endpoints:
         return answer(self._card())
 
     async def tokenize(self, request: Request) -> Response:
-        fields = given(await read_json(request))
+        fields = given(await self._body(request))
+        return await while_present(request.receive, self._tokenized(fields))
+
+    async def _tokenized(self, fields: dict[str, Any]) -> Response:
         if "messages" in fields:
             own = checked(TokenizeChatFields, fields)
             self._served.check_name(own.model)
@@ -102,16 +111,21 @@ class Endpoints:
         else:
             own = checked(TokenizeTextFields, fields)
             self._served.check_name(own.model)
+            self._served.check_texts([own.prompt], fits_context=False)
             tokens = await self._served.texts.encode(own.prompt, own.add_special_tokens)
         told = {"count": len(tokens), "max_model_len": self._served.max_model_len, "tokens": tokens}
         if own.return_token_strs:
-            told["token_strs"] = await self._served.texts.tokens(tokens)
-        return answer(told)
+            told["token_strs"] = Rows(map(self._served.texts.token, tokens))
+        return await long_answer(told, self._turns)
 
     async def detokenize(self, request: Request) -> Response:
-        own = checked(DetokenizeFields, given(await read_json(request)))
+        own = checked(DetokenizeFields, given(await self._body(request)))
         self._served.check_name(own.model)
-        return answer({"prompt": await self._served.texts.decode_long(own.tokens, skip_special_tokens=False)})
+        decoding = self._served.texts.decode_long(own.tokens, skip_special_tokens=False)
+        return answer({"prompt": await while_present(request.receive, decoding)})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, self._max_body_elements)
 
     def _card(self) -> dict[str, Any]:
         served = self._served
@@ -124,7 +138,7 @@ def make_app(
 ) -> ASGIApp:
     """The application."""
     samples = SampleLog()
-    endpoints = Endpoints(served, samples, clients)
+    endpoints = Endpoints(served, samples, clients, config.max_body_elements)
     pages = Pages(served, samples, watch)
     routes = [
         Route("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
@@ -150,7 +164,12 @@ def make_app(
         Route("/ui/tokens", pages.tokens),
         Route("/ui/score", pages.score, methods=["POST"]),
     ]
-    handlers = {TruerollError: _tell, Gone: _note_gone, HTTPException: _tell_http, Exception: _tell_fault}
+    handlers = {
+        TruerollError: partial(_tell, counters),
+        Gone: _note_gone,
+        HTTPException: _tell_http,
+        Exception: _tell_fault,
+    }
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False  # to whatever name a request gives in `Host`
     bodies = Bodies(config)
@@ -158,8 +177,10 @@ def make_app(
     return Guard(app, clients, config.max_open_requests, counters, bodies, {route.path for route in routes})
 
 
-async def _tell(request: Request, error: Exception) -> Response:
+async def _tell(counters: Counters, request: Request, error: Exception) -> Response:
     told = as_http_error(error)
+    if told.limit is not None:
+        counters.over_limit[told.limit] += 1
     if told.status == 500:
         log.error("a request failed", exc_info=error)
     return error_answer(told)

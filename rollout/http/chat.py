@@ -10,8 +10,9 @@ from pydantic import ConfigDict, Field
 
 from trueroll.errors import InvalidRequestError, brief
 
+from .answers import Rows, TokenBytes
 from .fields import Fields, NumTop, TextFields, checked, given, recording, take_sampling, unsupported
-from .logprobs import TokenName, chat_logprobs, name_by_id
+from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 from .tools import BEGIN, ToolText
@@ -61,7 +62,7 @@ class ChatForm:
     _texts: dict[int, ToolText] = field(default_factory=dict)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        told = self._envelope("chat.completion", [self._whole_choice(piece) for piece in pieces])
+        told = self._envelope("chat.completion", Rows(map(self._whole_choice, pieces), None))
         told["usage"] = usage.told()
         return told | ({"prompt_token_ids": self.prompt} if self.fields.return_token_ids else {})
 
@@ -76,7 +77,7 @@ class ChatForm:
     def last_event(self, usage: Usage) -> dict[str, Any]:
         return self._envelope("chat.completion.chunk", []) | {"usage": usage.told()}
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str, choices: list[dict[str, Any]] | Rows) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
@@ -122,8 +123,10 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     served.check_name(own.model)
     if own.top_logprobs is not None and not own.logprobs:
         raise InvalidRequestError("top_logprobs: expected logprobs to be true with it, found false; set it")
-    prompt = await token_ids_of(own, served)
+    prompt = await token_ids_of(own, served, served.max_model_len)
     served.check_lengths([prompt], params.max_tokens)
+    if not own.stream:
+        served.check_answer([prompt], params, _token_bytes(own))
     form = ChatForm(
         id=served.new_id("chatcmpl"),
         created=served.now(),
@@ -145,8 +148,13 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     return task, form
 
 
-async def token_ids_of(own: ConversationFields, served: ServedModel) -> list[int]:
-    """The prompt that a conversation becomes. Raise InvalidRequestError, HttpError."""
+def _token_bytes(own: ChatFields) -> TokenBytes:
+    told = TokenBytes.TEXT + chat_logprobs_bytes((own.top_logprobs or 0) if own.logprobs else None)
+    return TokenBytes(told + TokenBytes.ID * own.return_token_ids, TokenBytes.ID * own.return_token_ids)
+
+
+async def token_ids_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> list[int]:
+    """The prompt that a conversation becomes, of at most `most` tokens. Raise InvalidRequestError, HttpError."""
     if own.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)
     messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
@@ -156,7 +164,7 @@ async def token_ids_of(own: ConversationFields, served: ServedModel) -> list[int
     arguments = own.chat_template_kwargs | dict(
         tools=_tools(own) or None, add_generation_prompt=own.add_generation_prompt
     )
-    return await served.texts.encode_conversation(messages, arguments)
+    return await served.encode_conversation(messages, arguments, most)
 
 
 def _tools(own: ConversationFields) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Annotated, Any
@@ -9,11 +10,19 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ...engine.request import ScoreOutput, TokenId
+from .answers import Rows, TokenBytes
 from .fields import NumTop, TextFields, TokenIds, checked, given, recording, take_sampling, unsupported
-from .logprobs import TokenName, completion_logprobs, name_by_id, numbers, piece_columns, top_rows
+from .logprobs import (
+    TokenName,
+    completion_logprobs,
+    completion_logprobs_bytes,
+    name_by_id,
+    numbers,
+    piece_columns,
+    top_rows,
+)
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
-from .texts import Texts
 
 DEFAULT_MAX_TOKENS = 16
 """As everywhere else, for want of a better one."""
@@ -47,7 +56,7 @@ class CompletionForm:
     _offsets: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        return self._envelope([self._choice(piece) for piece in pieces]) | {"usage": usage.told()}
+        return self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
 
     def event(self, piece: Piece) -> dict[str, Any]:
         return self._envelope([self._choice(piece)]) | self._no_usage()
@@ -55,7 +64,7 @@ class CompletionForm:
     def last_event(self, usage: Usage) -> dict[str, Any]:
         return self._envelope([]) | {"usage": usage.told()}
 
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, choices: list[dict[str, Any]] | Rows) -> dict[str, Any]:
         head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
         return head | {"choices": choices}
 
@@ -82,10 +91,10 @@ class CompletionForm:
         offset = self._offsets.get(key, 0)
         if "token_ids" in prefix:
             token_ids, logprobs = prefix["token_ids"] + token_ids, prefix["logprobs"] + logprobs
-            tops = None if tops is None else prefix["tops"] + tops
-        told = completion_logprobs(token_ids, logprobs, tops, self.name, offset)
-        self._offsets[key] = offset + sum(map(len, told["tokens"]))
-        return told
+            tops = None if tops is None else chain(_prompt_tops(prefix["score"]), tops)
+        if piece.ended is None:  # of a stream
+            self._offsets[key] = offset + sum(len(self.name(token_id)) for token_id in token_ids)
+        return completion_logprobs(token_ids, logprobs, tops, self.name, offset, piece.num_entries_by_token)
 
 
 async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Task, CompletionForm]:
@@ -96,10 +105,13 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     served.check_name(own.model)
     given_prompts = _prompts(own.prompt)
     served.check_count(len(given_prompts))
-    prompts = [await _token_ids(each, own, served.texts) for each in given_prompts]
+    served.check_texts([each for each in given_prompts if isinstance(each, str)])
+    prompts = [await _token_ids(each, own, served) for each in given_prompts]
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
         raise unsupported("echo", "false in a stream", own.echo)
+    if not own.stream:
+        served.check_answer(prompts, params, _token_bytes(own))
     params = served.salted(recording(params, own.logprobs))
     form = CompletionForm(
         id=served.new_id("cmpl"),
@@ -130,8 +142,14 @@ def _prompts(prompt: str | list[str] | list[TokenId] | list[list[TokenId]]) -> l
     return list(prompt)  # type: ignore[arg-type]
 
 
-async def _token_ids(prompt: str | list[int], own: CompletionFields, texts: Texts) -> list[int]:
-    return await texts.encode(prompt, own.add_special_tokens) if isinstance(prompt, str) else prompt
+async def _token_ids(prompt: str | list[int], own: CompletionFields, served: ServedModel) -> list[int]:
+    return await served.encode(prompt, own.add_special_tokens) if isinstance(prompt, str) else prompt
+
+
+def _token_bytes(own: CompletionFields) -> TokenBytes:
+    told = TokenBytes.TEXT + completion_logprobs_bytes(own.logprobs)
+    ids = TokenBytes.ID * own.return_token_ids
+    return TokenBytes(told + ids, told * own.echo + ids)
 
 
 async def _prefixes(
@@ -153,5 +171,10 @@ async def _prefixes(
 
 def _prompt_columns(prompt: list[int], score: ScoreOutput | None) -> dict[str, Any]:
     logprobs = [] if score is None else numbers(score.logprobs)
+    return {"token_ids": prompt, "logprobs": [None, *logprobs], "score": score}
+
+
+def _prompt_tops(score: ScoreOutput | None) -> Iterator[list[tuple[int, float]] | None]:
+    """For each token of a prompt the most probable ones; None for the first."""
     rows = None if score is None else top_rows(score.top_token_ids, score.top_logprobs)
-    return {"token_ids": prompt, "logprobs": [None, *logprobs], "tops": [None, *chain(rows or [])]}
+    return chain([None], rows or [])

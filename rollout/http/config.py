@@ -21,6 +21,8 @@ class HttpConfig(BaseModel):
     clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set. `clients_file`: a file
     with a role, a user and a key for each client, in place of the one key. `max_body_bytes`: of a request, which may
     take `body_seconds`; all unfinished bodies hold at most `max_unfinished_bytes`, None: 8 times `max_body_bytes`.
+    `max_body_elements`: what the elements of a body may cost, see `elements.WEIGHTS`. `max_text_chars`: of all texts
+    of a request. `max_answer_bytes`: that the answer to a request which is no stream may take, as planned.
     `max_open_requests`: how many requests for tokens or text may be open at a time. `drain_seconds`:
     how long open requests may go on after SIGTERM or Ctrl-C.
     `max_connections`: at a time; None: half of the descriptors that the process may open, at most 2048. A head has at
@@ -49,6 +51,9 @@ class HttpConfig(BaseModel):
     keep_alive_seconds: float = Field(75.0, gt=0.0)
     write_seconds: float = Field(30.0, gt=0.0)
     linger_seconds: float = Field(2.0, gt=0.0)
+    max_body_elements: int = Field(2**19, ge=1024)
+    max_text_chars: int = Field(2**22, ge=1024)
+    max_answer_bytes: int = Field(2**29, ge=2**16)
     max_open_requests: int = Field(4096, ge=1)
     drain_seconds: int = Field(30, ge=0)
 

@@ -56,7 +56,9 @@ class Gone(Exception):
 
 
 class HttpError(TruerollError):
-    """A request that is answered by `status`. `param`: the field that is wrong. `code`: a word for programs."""
+    """A request that is answered by `status`. `param`: the field that is wrong. `code`: a word for programs. `limit`:
+    the setting that it exceeds, by which refusals are counted.
+    """
 
     def __init__(
         self,
@@ -66,9 +68,10 @@ class HttpError(TruerollError):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        limit: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.headers = status, param, dict(headers or {})
+        self.status, self.param, self.headers, self.limit = status, param, dict(headers or {}), limit
         self.code = code or _type_of(status)
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.request import CacheSalt
+from .answers import Rows, TokenBytes
 from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, recording, take_sampling
-from .logprobs import chat_logprobs, name_by_id
+from .logprobs import chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 
@@ -39,7 +40,7 @@ class GenerateForm:
     eos_token_ids: frozenset[int]
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        return self._envelope([self._choice(piece) for piece in pieces]) | {"usage": usage.told()}
+        return self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
 
     def event(self, piece: Piece) -> dict[str, Any]:
         return self._envelope([self._choice(piece)])
@@ -47,7 +48,7 @@ class GenerateForm:
     def last_event(self, usage: Usage) -> dict[str, Any]:
         return self._envelope([]) | {"usage": usage.told()}
 
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, choices: list[dict[str, Any]] | Rows) -> dict[str, Any]:
         return {"request_id": self.request_id, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
@@ -68,6 +69,9 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     params, seed = take_sampling(fields, None)
     wanted = checked(SamplingFields, fields)
     served.check_lengths([own.token_ids], params.max_tokens)
+    if not own.stream:
+        token_bytes = TokenBytes(TokenBytes.ID + chat_logprobs_bytes(wanted.logprobs, has_bytes=False))
+        served.check_answer([own.token_ids], params, token_bytes)
     task = Task(
         prompts=[own.token_ids],
         params=served.salted(recording(params, wanted.logprobs)),

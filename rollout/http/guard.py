@@ -35,13 +35,14 @@ CLIENT_LEFT = 499
 
 class Counters:
     """`requests`: by path and status; a path that is not served counts as `other`, a client that left as 499. `open`:
-    requests for tokens or text that are under way.
+    requests for tokens or text that are under way. `over_limit`: refused ones by the setting that they exceed.
     """
 
     def __init__(self) -> None:
         self._others: list[Callable[[], Iterator[Metric]]] = []
         self.requests: Counter[tuple[str, int]] = Counter()
         self.open = 0
+        self.over_limit: Counter[str] = Counter()
 
     def include(self, collect: Callable[[], Iterator[Metric]]) -> None:
         """Tell these metrics, too."""
@@ -54,6 +55,10 @@ class Counters:
             family.add_metric([path, str(status)], count)
         yield family
         yield GaugeMetricFamily("trueroll_http_open_requests", "For tokens or text.", value=self.open)
+        refused = CounterMetricFamily("trueroll_http_over_limit", "Refused.", labels=["limit"])
+        for limit, count in self.over_limit.items():
+            refused.add_metric([limit], count)
+        yield refused
         for collect in self._others:
             yield from collect()
 

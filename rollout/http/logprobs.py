@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from .answers import Rows, TokenBytes
 from .pieces import Piece
 
 TokenName: TypeAlias = Callable[[int], str]
@@ -23,59 +25,71 @@ def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict
     """As in chat completions: for each token its log-prob and those of the most probable ones."""
     if piece.logprobs is None:
         return None
-    tops = _tops(piece)
-    content = []
-    for i, (token_id, logprob) in enumerate(zip(piece.token_ids, numbers(piece.logprobs), strict=True)):
+    return {"content": Rows(_chat_entries(piece, name, has_bytes), piece.num_entries_by_token)}
+
+
+def _chat_entries(piece: Piece, name: TokenName, has_bytes: bool) -> Iterator[dict[str, Any]]:
+    assert piece.logprobs is not None
+    tops = _tops(piece) or ([] for _ in piece.token_ids)
+    for token_id, logprob, best in zip(piece.token_ids, numbers(piece.logprobs), tops, strict=True):
         entry = _entry(name(token_id), logprob, has_bytes)
-        entry["top_logprobs"] = [_entry(name(top), value, has_bytes) for top, value in tops[i]] if tops else []
-        content.append(entry)
-    return {"content": content}
+        entry["top_logprobs"] = [_entry(name(top), value, has_bytes) for top, value in best]
+        yield entry
 
 
 def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[float | None],
-    tops: Sequence[list[tuple[int, float]] | None] | None,
+    tops: Iterable[list[tuple[int, float]] | None] | None,
     name: TokenName,
     first_offset: int,
+    width: int,
 ) -> dict[str, Any]:
     """As in completions: columns of tokens, log-probs, the most probable tokens with the one that was drawn, and where
-    each token begins if their names follow one another.
+    each token begins if their names follow one another. `width`: how many entries a token has.
     """
-    names = [name(token_id) for token_id in token_ids]
-    offsets = [first_offset]
-    for each in names:
-        offsets.append(offsets[-1] + len(each))
-    columns = zip(tops or [None] * len(names), token_ids, logprobs, strict=True)
+    lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
+    told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
     return {
-        "tokens": names,
+        "tokens": Rows(map(name, token_ids)),
         "token_logprobs": list(logprobs),
-        "top_logprobs": None if tops is None else [_by_name(*each, name) for each in columns],
-        "text_offset": offsets[:-1],
+        "top_logprobs": None if told is None else Rows(told, width),
+        "text_offset": Rows(islice(lens, len(token_ids))),
     }
 
 
-def piece_columns(piece: Piece) -> tuple[list[float], list[list[tuple[int, float]]] | None]:
+def piece_columns(piece: Piece) -> tuple[list[float], Iterator[list[tuple[int, float]]] | None]:
     """The log-probs of a piece, and of each token the most probable ones."""
     return [] if piece.logprobs is None else numbers(piece.logprobs), _tops(piece)
 
 
-def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> list[list[tuple[int, float]]] | None:
+def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> Iterator[list[tuple[int, float]]] | None:
     """For each token the most probable ones, best first; None if none were asked for."""
     if token_ids is None or logprobs is None or token_ids.shape[1] == 0:
         return None
-    return [
-        list(zip(ids, row, strict=True)) for ids, row in zip(token_ids.tolist(), map(numbers, logprobs), strict=True)
-    ]
+    rows = zip(token_ids, logprobs, strict=True)
+    return (list(zip(ids.tolist(), numbers(row), strict=True)) for ids, row in rows)
 
 
-def _tops(piece: Piece) -> list[list[tuple[int, float]]] | None:
+def _tops(piece: Piece) -> Iterator[list[tuple[int, float]]] | None:
     return top_rows(piece.top_token_ids, piece.top_logprobs)
 
 
 def numbers(logprobs: np.ndarray) -> list[float]:
     """Log-probs as JSON says them."""
     return np.where(np.isneginf(logprobs), np.float32(NEVER), logprobs).tolist()
+
+
+def chat_logprobs_bytes(num_top: int | None, has_bytes: bool = True) -> int:
+    """What `chat_logprobs` takes for a token, as planned. `num_top`: None: nothing is told."""
+    entry = 36 + TokenBytes.TEXT + TokenBytes.NUMBER + (2 * TokenBytes.TEXT if has_bytes else 4)
+    return 0 if num_top is None else 20 + (1 + num_top) * entry
+
+
+def completion_logprobs_bytes(num_top: int | None) -> int:
+    """What `completion_logprobs` takes for a token, as planned. `num_top`: None: nothing is told."""
+    entry = TokenBytes.TEXT + TokenBytes.NUMBER + 4
+    return 0 if num_top is None else entry + TokenBytes.ID + (num_top + 1) * entry * (num_top > 0)
 
 
 def _entry(name: str, logprob: float, has_bytes: bool) -> dict[str, Any]:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trueroll.errors import InvalidRequestError, brief
 
 from ...engine.request import SamplingParams, ScoreOutput
 from ..client.client import AsyncRolloutClient
 from ..protocol import new_id
+from ..text import ANY, TooMany, num_chars
+from .answers import TokenBytes, check_answer
 from .errors import HttpError
 from .texts import Texts
+
+_LEAST_LONGEST_TOKEN = 16
+"""Tokenizers leave out spaces or join characters, which the longest token does not tell."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """`name`: what clients call it. `created`: when this front end began to serve it, in seconds since 1970.
-    `max_prompts`: of a request, as many as the worker would queue. `salted`: the parameters that a request is computed
-    with, for those that it asks for.
+    `max_prompts`: of a request, as many as the worker would queue. `max_text_chars`, `max_answer_bytes`: see
+    `HttpConfig`. `salted`: the parameters that a request is computed with, for those that it asks for.
     """
 
     client: AsyncRolloutClient
@@ -29,7 +35,14 @@ class ServedModel:
     max_prompts: int
     eos_token_ids: frozenset[int]
     created: int
+    max_text_chars: int
+    max_answer_bytes: int
     salted: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
+
+    @property
+    def max_prompt_chars(self) -> int:
+        """No text of more characters fits the context, even if it consists of the longest tokens."""
+        return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
     def check_name(self, name: str | None) -> None:
         """Raise HttpError if a request names another model."""
@@ -62,6 +75,59 @@ class ServedModel:
                 param="prompt",
                 code="context_length_exceeded",
             )
+
+    def check_texts(self, texts: Sequence[str], fits_context: bool = True) -> None:
+        """Raise HttpError for texts that are too long together, and for one that cannot fit the context."""
+        self._check_chars("prompt", sum(map(len, texts)), max(map(len, texts), default=0) if fits_context else 0)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a prompt. Raise HttpError if it is longer than the context."""
+        try:
+            return await self.texts.encode(text, add_special_tokens, self.max_model_len)
+        except TooMany as error:
+            raise self._too_long("prompt", error) from None
+
+    async def encode_conversation(
+        self, messages: list[dict[str, Any]], arguments: dict[str, Any], most: int | None
+    ) -> list[int]:
+        """The tokens of a conversation. Raise HttpError for more than `most`, before it is rendered where its
+        characters tell.
+        """
+        count = num_chars((messages, arguments))
+        self._check_chars("messages", count, 0 if most is None else count)
+        most_chars = self.max_text_chars if most is None else min(self.max_text_chars, self.max_prompt_chars)
+        try:
+            return await self.texts.encode_conversation(messages, arguments, count, most_chars, most or ANY)
+        except TooMany as error:
+            raise self._too_long("messages", error) from None
+
+    def _check_chars(self, field: str, total: int, longest: int) -> None:
+        """`total`: of all texts; `longest`: of the longest of those that must fit the context."""
+        if longest > self.max_prompt_chars:
+            raise self._too_long(field, TooMany("characters", longest))
+        if total > self.max_text_chars:
+            raise HttpError(
+                400,
+                f"{field}: {total} characters are more than {self.max_text_chars}; send several requests, or raise "
+                "--max-text-chars",
+                param=field,
+                code="text_too_long",
+                limit="max_text_chars",
+            )
+
+    def _too_long(self, field: str, found: TooMany) -> HttpError:
+        return HttpError(
+            400,
+            f"{field}: {found.count} {found.what} are more than fit {self.max_model_len} tokens, the model's maximum "
+            f"context length, which hold at most {self.max_prompt_chars} characters; shorten it",
+            param=field,
+            code="context_length_exceeded",
+            limit="max_model_len",
+        )
+
+    def check_answer(self, prompts: list[list[int]], params: SamplingParams, token_bytes: TokenBytes) -> None:
+        """Raise HttpError if the answer to a request that is no stream may be too long."""
+        check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
 
     async def score(self, sequences: list[list[int]], params: SamplingParams) -> list[ScoreOutput]:
         """Log-probs of given tokens, of the distribution that `params` draws from."""

@@ -5,7 +5,7 @@ An endpoint says what it wants by a `Task` and how it is written by a `Form`; th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,9 +16,13 @@ from trueroll.errors import WorkerLostError
 
 from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan
 from ..client.client import AsyncRolloutClient
+from .answers import STEP_ENTRIES, Turns
 from .errors import HttpError
 from .samples import SampleLog
 from .texts import GrowingText, Texts
+
+DECODED_TOKENS = 4096
+"""So many tokens become text in one step: about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class Piece:
     top_token_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
     ended: SampleOutput | None
+
+    @property
+    def num_entries_by_token(self) -> int:
+        """How many log-probs a token has."""
+        return 1 if self.top_token_ids is None else 1 + self.top_token_ids.shape[1]
 
 
 @dataclass
@@ -103,10 +112,11 @@ class Asker:
         texts: Texts | None,
         eos_token_ids: frozenset[int],
         samples: SampleLog,
+        turns: Turns,
         user: str | None = None,
     ) -> None:
         self._client, self._texts, self._eos_token_ids, self._samples = client, texts, eos_token_ids, samples
-        self._user = user
+        self._turns, self._user = turns, user
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
         """The answer to a task that is no stream."""
@@ -114,7 +124,13 @@ class Asker:
         for prompt, group in zip(task.prompts, groups, strict=True):
             self._samples.add(prompt, task.params, task.seed, group.samples, self._user)
         usage = Usage(sum(map(len, task.prompts)))
-        pieces = [self._choice(task, i, sample, usage) for i, group in enumerate(groups) for sample in group.samples]
+        pieces: list[Piece] = []
+        num_waiting = 0
+        for position, sample in ((i, sample) for i, group in enumerate(groups) for sample in group.samples):
+            pieces.append(self._choice(task, position, sample, usage))
+            if (num_waiting := num_waiting + len(sample.token_ids)) >= DECODED_TOKENS:
+                num_waiting = 0
+                await self._turns.next()
         return form.whole(pieces, usage)
 
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
@@ -130,9 +146,13 @@ class Asker:
                 text = texts.setdefault(choice, self._text(task))
                 before = told.setdefault(choice, _Told())
                 if isinstance(got, SampleDelta):
-                    if (rest := before.rest_of(got)) is not None:
-                        new = text.add(rest.token_ids) if text else ""
-                        yield form.event(_piece(position, rest, new, rest.start, None))
+                    if (rest := before.rest_of(got)) is None:
+                        continue
+                    for i, part in enumerate(parts_of(rest)):
+                        if i:
+                            await self._turns.next()
+                        new = text.add(part.token_ids) if text else ""
+                        yield form.event(_piece(position, part, new, part.start, None))
                 else:
                     finished[position].append(got)
                     if len(finished[position]) == task.params.n:
@@ -164,6 +184,21 @@ def check_sample(sample: SampleOutput) -> None:
         raise HttpError(500, f"sample {sample.index}: {sample.error}", code="sample_failed")
 
 
+def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
+    """The same in several deltas, each of as many log-probs as are written in one step."""
+    width = 1 if delta.top_token_ids is None else 1 + delta.top_token_ids.shape[1]
+    size = max(1, STEP_ENTRIES // width)
+    for start in range(0, max(1, len(delta.token_ids)), size):
+        yield delta if start == 0 and len(delta.token_ids) <= size else _cut(delta, start, start + size)
+
+
+def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
+    """Its tokens [start, end)."""
+    columns = {name: getattr(delta, name) for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs")}
+    columns = {name: None if column is None else column[start:end] for name, column in columns.items()}
+    return replace(delta, start=delta.start + start, token_ids=delta.token_ids[start:end], **columns)
+
+
 class _Told:
     """What a stream has told of a choice. A sample that is begun anew, as by another worker of a fleet after the first
     was lost, goes on from there if its tokens and log-probs are those that were told, as they are by the same weights.
@@ -183,9 +218,7 @@ class _Told:
         self._logprobs += logprobs[again:]
         if again == 0:
             return delta
-        parts = {name: getattr(delta, name) for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs")}
-        parts = {name: None if part is None else part[again:] for name, part in parts.items()}
-        return replace(delta, start=delta.start + again, token_ids=tokens[again:], **parts) if tokens[again:] else None
+        return _cut(delta, again, len(tokens)) if tokens[again:] else None
 
     def check_whole(self, sample: SampleOutput) -> None:
         """Raise WorkerLostError if what was told is not the sample."""

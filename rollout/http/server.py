@@ -140,6 +140,8 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         max_prompts=health.limits["max_queued_requests"],
         eos_token_ids=frozenset(engine["eos_token_ids"]),
         created=int(time.time()),
+        max_text_chars=config.max_text_chars,
+        max_answer_bytes=config.max_answer_bytes,
     )
 
 

@@ -1,22 +1,22 @@
-"""Text of the front end: tokenizing on a thread of its own, and the text of samples as they grow.
+"""Text of the front end: tokenizing in processes of its own, and the text of samples as they grow.
 
-Promises that a long text or a slow chat template keeps no other request waiting but those that need one themselves.
+Promises that only long texts wait for long texts, and that a text whose client has gone is not read, or given up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any, ParamSpec, TypeVar
+from functools import lru_cache, partial
+from typing import Any, TypeVar
 
 from trueroll.errors import InvalidRequestError, ModelError
 
 from ...engine.request import SampleOutput
-from ..text import TextModel
+from ..text import ANY, TextModel, is_long
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
 _MOST_PENDING = 8
@@ -24,14 +24,17 @@ _MOST_PENDING = 8
 _MOST_BYTES_LEFT = 3
 """Of a character that has begun, but for its end."""
 _KNOWN_TOKENS = 2**16
+_MANY_TOKENS = 2**12
+"""More of them become text in another process."""
 
 
 class Texts:
-    """A model's tokenizer and chat template."""
+    """A model's tokenizer and chat template. `longest_token`: in characters."""
 
     def __init__(self, model: TextModel) -> None:
         self._model = model
-        self._thread = ThreadPoolExecutor(1, "texts")
+        self.longest_token = model.longest_token
+        self._threads = {False: ThreadPoolExecutor(1, "texts"), True: ThreadPoolExecutor(1, "long-texts")}
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
 
     @property
@@ -39,38 +42,41 @@ class Texts:
         """Its text; empty if the model has none, or several."""
         return self._model.chat_template or ""
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text."""
-        return await self._run(self._model.encode, text, add_special_tokens)
+    async def encode(self, text: str, add_special_tokens: bool, most: int = ANY) -> list[int]:
+        """The token ids of a text. Raise TooMany for more than `most`."""
+        return await self._run(is_long(len(text)), partial(self._model.encode, text, add_special_tokens, most))
 
-    async def encode_conversation(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
-        """The token ids of a conversation, with `arguments` of the chat template. Raise InvalidRequestError if that
-        does not take it.
+    async def encode_conversation(
+        self, messages: list[dict[str, Any]], arguments: dict[str, Any], num_chars: int, most_chars: int, most: int
+    ) -> list[int]:
+        """The token ids of a conversation of `num_chars` characters, with `arguments` of the chat template. Raise
+        InvalidRequestError if that does not take it, TooMany for a text of more than `most_chars` characters or `most`
+        tokens.
         """
+        work = partial(self._model.encode_conversation, messages, arguments, most_chars, most)
         try:
-            return await self._run(self._model.encode_conversation, messages, arguments)
+            return await self._run(is_long(num_chars), work)
         except ModelError as error:
             raise InvalidRequestError(f"messages: {error}") from None
 
     async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens, however many."""
-        return await self._run(self.decode, token_ids, skip_special_tokens)
+        if len(token_ids) > _MANY_TOKENS:
+            return await self._run(True, partial(self._model.decode_long, token_ids, skip_special_tokens))
+        return self.decode(token_ids, skip_special_tokens)
 
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds: nothing for one within a character, whose last one brings all of it."""
-        return await self._run(self._by_token, token_ids)
+        return await self._run(False, lambda is_abandoned: self._by_token(token_ids))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of some tokens."""
         return self._model.decode(token_ids, skip_special_tokens)
 
-    async def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token, however many."""
-        return await self._run(lambda: [self.token(token_id) for token_id in token_ids])
-
     def close(self) -> None:
-        """Let the thread end, and the process of the chat template."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let the threads end, and the processes."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
         self._model.close()
 
     def _by_token(self, token_ids: Sequence[int]) -> list[str]:
@@ -80,8 +86,16 @@ class Texts:
     def _token(self, token_id: int) -> str:
         return self._model.decode([token_id], skip_special_tokens=False)
 
-    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+    async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
+        """What `work` returns, which is called with `is_abandoned` on the thread for long texts or on the other one. If
+        this is cancelled, it is not begun, or given up.
+        """
+        abandoned = threading.Event()
+        try:
+            running = self._threads[is_long].submit(work, is_abandoned=abandoned.is_set)
+            return await asyncio.wrap_future(running)
+        finally:
+            abandoned.set()
 
 
 class GrowingText:

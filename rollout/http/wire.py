@@ -20,25 +20,38 @@ from starlette.types import Receive, Scope, Send
 
 from trueroll.errors import brief
 
+from .answers import Turns, encoded, encoded_in_parts
 from .bodies import take_body
+from .elements import check_elements
 from .errors import Gone, HttpError, as_http_error, error_body
 
 T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 
+MAX_ELEMENTS = 2**12
+"""What the elements of a body that has only some fields may cost."""
+_WHOLE_BYTES = 2**20
+"""What is longer is not kept until its length is known."""
+
 log = logging.getLogger(__name__)
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body; {} for an empty one. Raise HttpError."""
+async def read_json(request: Request, max_elements: int = MAX_ELEMENTS) -> dict[str, Any]:
+    """The JSON object in a request's body; {} for an empty one. Raise HttpError. Everything else has a turn between
+    steps, none of which takes long, as `check_elements` promises.
+    """
     body = take_body(request.scope)
     if not body:
         return {}
+    await check_elements(body, max_elements)
     try:
         text = body.decode()
+        await asyncio.sleep(0)
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
-        if "\\u" in text:
+        await asyncio.sleep(0)
+        if "\\ud" in text or "\\uD" in text:
             json.dumps(content, ensure_ascii=False).encode()  # half a character, which no tokenizer takes
+            await asyncio.sleep(0)
     except (ValueError, RecursionError) as error:
         cause = "it nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
         raise HttpError(400, f"body: expected JSON in UTF-8, found {cause}; correct it", code="invalid_json") from None
@@ -60,16 +73,46 @@ def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def encoded(content: Any) -> bytes:
-    """A value as JSON. A float is written by the shortest digits that give it again; a character beyond ASCII by its
-    number, as some clients take U+2028 and its like for the end of an event's line.
-    """
-    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-
-
 def answer(content: Any, status: int = 200) -> Response:
     """A response with JSON."""
     return Response(encoded(content), status, media_type="application/json")
+
+
+async def long_answer(content: Any, turns: Turns) -> Response:
+    """A response with JSON that may be long: with a length if it is short after all, otherwise in parts, which are made
+    when the client has taken those before.
+    """
+    parts = encoded_in_parts(content, turns)
+    begun, num_bytes = [], 0
+    async for part in parts:
+        begun.append(part)
+        if (num_bytes := num_bytes + len(part)) > _WHOLE_BYTES:
+            return _InParts(begun, parts)
+    return Response(b"".join(begun), media_type="application/json")
+
+
+class _InParts(Response):
+    """The parts `begun`, and then those that follow."""
+
+    media_type = "application/json"
+
+    def __init__(self, begun: list[bytes], parts: AsyncGenerator[bytes, None]) -> None:
+        super().__init__()
+        del self.headers["Content-Length"]
+        self._begun, self._parts = begun, parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with suppress(Gone):
+                await while_present(receive, self._send_parts(send))
+
+    async def _send_parts(self, send: Send) -> None:
+        while self._begun:
+            await send(_body(self._begun.pop(0)))
+        async for part in self._parts:
+            await send(_body(part))
+        await send({"type": "http.response.body", "body": b""})
 
 
 def error_answer(error: HttpError) -> Response:
@@ -125,18 +168,22 @@ class _EventStream(Response):
                 await while_present(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
-        await send(_body(encoded(self._first)))
+        await send(_event(encoded(self._first)))
         try:
             async for event in self._events:
-                await send(_body(encoded(event)))
-            await send(_body(b"[DONE]"))
+                await send(_event(encoded(event)))
+            await send(_event(b"[DONE]"))
         except Exception as error:
             told = as_http_error(error)
             if told.status == 500:
                 log.error("a stream broke off", exc_info=error)
-            await send(_body(encoded(error_body(told))))
+            await send(_event(encoded(error_body(told))))
         await send({"type": "http.response.body", "body": b""})
 
 
+def _event(data: bytes) -> dict[str, Any]:
+    return _body(b"data: " + data + b"\n\n")
+
+
 def _body(data: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
+    return {"type": "http.response.body", "body": data, "more_body": True}

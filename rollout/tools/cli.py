@@ -285,6 +285,15 @@ def http(
     linger_seconds: Annotated[
         float, typer.Option(help="How long a refused connection drops what its client still sends.")
     ] = HTTP["linger_seconds"],
+    max_body_elements: Annotated[int, typer.Option(help="Most elements of a request, weighted.")] = HTTP[
+        "max_body_elements"
+    ],
+    max_text_chars: Annotated[int, typer.Option(help="Most characters of all texts of a request.")] = HTTP[
+        "max_text_chars"
+    ],
+    max_answer_bytes: Annotated[int, typer.Option(help="Longest answer that is no stream, as planned.")] = HTTP[
+        "max_answer_bytes"
+    ],
     max_open_requests: Annotated[int, typer.Option(help="Most requests at a time.")] = HTTP["max_open_requests"],
     drain_seconds: Annotated[
         int, typer.Option(help="How long open requests may go on after SIGTERM or Ctrl-C.")

@@ -9,18 +9,20 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from trueroll.engine.models import loader
 from trueroll.engine.request import SamplingParams
 from trueroll.errors import ConfigError, ModelError
-from trueroll.rollout import text
-from trueroll.rollout.text import TextModel
+from trueroll.rollout import text, text_child
+from trueroll.rollout.text import TextModel, TooMany
 from trueroll.rollout.tools import text as printing
 from trueroll.rollout.tools.text import print_completions
 
@@ -74,7 +76,8 @@ def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
 def test_what_a_template_cannot_do_is_said(
     folder: Path, template: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text, "_MAX_CPU_SECONDS", 1)
+    for module in (text, text_child):
+        monkeypatch.setattr(module, "LIMITS", replace(text_child.LIMITS, cpu_seconds=1))
     model = with_template(folder, template)
     message = f"chat template that renders within 1 s and 1073741824 bytes, found .*{found}.*; check the model's chat"
     with pytest.raises(ModelError, match=message) as caught:
@@ -97,6 +100,63 @@ def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path, monke
     assert not marker.exists()
     AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     assert marker.exists(), "this is what it would have done"
+
+
+def pid_of(model: TextModel) -> int:
+    process = model._children[False]._process
+    assert process is not None
+    return process._process.pid or 0
+
+
+def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
+    template = "{% if messages[0].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    model = with_template(folder, template + "{% if messages[0].content == 'huge' %}{{ 'x' * (2**33) }}{% endif %}ok")
+    assert model.decode(model.encode_chat("good")) == "ok"
+    first = pid_of(model)
+    for _ in range(3):
+        with pytest.raises(ModelError, match="TemplateError: no"):
+            model.encode_chat("bad")
+    assert model.decode(model.encode_chat("good")) == "ok" and pid_of(model) == first
+    with pytest.raises(ModelError, match="MemoryError"):
+        model.encode_chat("huge")
+    assert model.decode(model.encode_chat("good")) == "ok" and pid_of(model) != first
+
+
+def test_a_child_whose_call_is_abandoned_ends(folder: Path) -> None:
+    model = with_template(folder, ENDLESS)
+    asked: list[int] = []
+
+    def is_abandoned() -> bool:
+        asked.append(pid_of(model))
+        return True
+
+    with pytest.raises(ModelError, match="that it does not"):
+        model.encode_conversation([{"role": "user"}], {}, is_abandoned=is_abandoned)
+    assert len(asked) == 1 and not psutil.pid_exists(asked[0])
+    assert model.decode(model.encode("still")) == "still"
+
+
+def test_what_does_not_fit_is_counted_and_not_sent_back(folder: Path) -> None:
+    model = with_template(folder, CHAT)
+    with pytest.raises(TooMany, match="^100000 tokens$"):
+        model.encode("x" * 100_000, add_special_tokens=False, most=10)
+    with pytest.raises(TooMany, match="^1009 characters$"):
+        model.encode_conversation([{"role": "user", "content": "x" * 1000}], {}, most_chars=1000)
+
+
+def test_long_texts_are_decoded_as_short_ones(folder: Path) -> None:
+    model = TextModel(str(folder))
+    token_ids = model.encode("Grüße, 世界 👋🏽! " * 3000)
+    assert model.decode_long(token_ids) == model.decode(token_ids)
+
+
+def test_a_decoder_that_doubles_a_letter_30_times_is_refused(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    decoder = {"type": "Sequence", "decoders": [double] * 30}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": decoder}))
+    with pytest.raises(ModelError, match="the decoder can make a text more than 16 times as long, by Replace"):
+        TextModel(str(folder))
 
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/a.jinja")

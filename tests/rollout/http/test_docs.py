@@ -47,5 +47,5 @@ def test_every_code_and_metric_is_described() -> None:
     parts = guard.Counters(), Bodies(config), Connections(app.Starlette(), config)
     families: list[Metric] = [family for part in parts for family in part.collect()]
     names = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    assert len(names) == 7 and names - WORDS == set()
+    assert len(names) == 8 and names - WORDS == set()
     assert f"after {server.WORKER_SECONDS:.0f} s" in PAGE

@@ -1,0 +1,144 @@
+"""How many bytes an answer may take, planned before it is accepted, and how it is written without holding up others.
+
+An answer is JSON whose long lists are `Rows`, which are made while they are written. Promises that a step of writing
+makes about `STEP_ENTRIES` entries, that everything else has a turn between two steps of long answers, however many
+there are, and that only a part of a long answer is in memory as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ...engine.request import SamplingParams
+from .errors import HttpError
+
+STEP_ENTRIES = 512
+"""Tokens, or tokens among the most probable ones, that are written in one step: about a millisecond."""
+PART_BYTES = 2**16
+_CHOICE_BYTES = 512
+"""Of a choice beside its tokens."""
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """What a token takes in an answer, in bytes of JSON. Each number is more than most tokens take, but not more than
+    any may: few tokens have longer texts. `new`: one that is generated. `prompt`: one of the prompt, in each choice.
+    """
+
+    new: int
+    prompt: int = 0
+
+    ID = 11
+    """Of a token id and what parts it from the next."""
+    TEXT = 32
+    """Of a token's text: so many letters, or five characters beyond ASCII."""
+    NUMBER = 24
+
+    def of_choice(self, prompt_len: int, num_new: int) -> int:
+        """The bytes of a choice."""
+        return _CHOICE_BYTES + num_new * self.new + prompt_len * self.prompt
+
+
+def check_answer(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, token_bytes: TokenBytes, most: int
+) -> None:
+    """Raise HttpError if the answer to these prompts may take more than `most` bytes."""
+    lens = [(len(prompt), params.max_tokens or max(1, max_model_len - len(prompt))) for prompt in prompts]
+    planned = params.n * sum(token_bytes.of_choice(*each) for each in lens)
+    if planned > most:
+        raise HttpError(
+            400,
+            f"max_tokens: the answer may take {planned} bytes, more than {most}: {params.n * len(prompts)} samples of "
+            f"up to {max(new for _, new in lens)} tokens, {token_bytes.new} bytes each with what is asked for; lower "
+            "max_tokens, n or the number of log-probs, ask for a stream, or raise --max-answer-bytes",
+            param="max_tokens",
+            code="answer_too_large",
+            limit="max_answer_bytes",
+        )
+
+
+class Rows:
+    """A list that is made while it is written, once. `width`: how many entries one of its elements is; None: an element
+    is an object with Rows of its own.
+    """
+
+    def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
+        self.elements, self.width = iter(elements), width
+
+
+class Turns:
+    """Lets long answers go on one at a time, in turn, and everything else in between."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> None:
+        """Wait until everything else had a turn, and all that wait here already."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
+def encoded(content: Any) -> bytes:
+    """A value as JSON. A float is written by the shortest digits that give it again; a character beyond ASCII by its
+    number, as some clients take U+2028 and its like for the end of an event's line.
+    """
+    return _dumps(content).encode()
+
+
+async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, None]:
+    """What `encoded` gives, in parts of about `PART_BYTES`, with a turn for everything else between two steps."""
+    held, size = [], 0
+    for step in _steps(content):
+        held.append(step)
+        size += len(step)
+        if len(step) >= STEP_ENTRIES:
+            await turns.next()
+        if size >= PART_BYTES:
+            yield "".join(held).encode()
+            held, size = [], 0
+    yield "".join(held).encode()
+
+
+def _steps(value: Any) -> Iterator[str]:
+    """The JSON of a value, cut where a step ends."""
+    if isinstance(value, dict):
+        yield "{"
+        for i, (name, member) in enumerate(value.items()):
+            yield f"{',' * bool(i)}{_dumps(name)}:"
+            yield from _steps(member)
+        yield "}"
+    elif isinstance(value, Rows) and value.width is None:
+        yield "["
+        for i, element in enumerate(value.elements):
+            yield "," * bool(i)
+            yield from _steps(element)
+        yield "]"
+    elif isinstance(value, Rows) or isinstance(value, list) and len(value) > STEP_ENTRIES:
+        yield "["
+        for i, step in enumerate(_lists(value)):
+            yield "," * bool(i) + _dumps(step)[1:-1]
+        yield "]"
+    else:
+        yield _dumps(value)
+
+
+def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
+    """The elements, so many together as make a step."""
+    elements, width = (value.elements, value.width) if isinstance(value, Rows) else (iter(value), 1)
+    while step := list(islice(elements, max(1, STEP_ENTRIES // (width or 1)))):
+        yield step
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_all_of)
+
+
+def _all_of(value: Any) -> list[Any]:
+    if not isinstance(value, Rows):
+        raise TypeError(f"{type(value).__name__} is no JSON")
+    return list(value.elements)

@@ -1,0 +1,55 @@
+"""What a body costs to parse, counted before it is parsed.
+
+Parsing JSON and checking it against a model of its fields holds up everything else, for a time that grows with its
+elements and hardly with their length. Promises that counting goes on in short steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from .errors import HttpError
+
+WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16}
+"""What an element costs, by the character that stands for it: about 0.1 µs for each 1."""
+_STEP_BYTES = 2**18
+_BY_BYTE = np.zeros(256, np.uint8)
+for _character, _weight in WEIGHTS.items():
+    _BY_BYTE[ord(_character)] = _weight
+_QUOTE = ord('"')
+
+
+async def check_elements(body: bytes, most: int) -> None:
+    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements."""
+    if sum(weight * body.count(character) for character, weight in WEIGHTS.items()) <= most:
+        return
+    cost, in_string, at = 0, False, 0
+    while at < len(body):
+        step = _without_half_an_escape(body[at : at + _STEP_BYTES])
+        at += len(step)
+        added, in_string = _cost(step, in_string)
+        if (cost := cost + added) > most:
+            raise HttpError(
+                413,
+                f"body: its elements cost more than {most} (a comma counts 1, a member of an object and an array 4, an "
+                "object 16); send several requests, or raise --max-body-elements",
+                code="too_many_elements",
+                limit="max_body_elements",
+            )
+        await asyncio.sleep(0)
+
+
+def _without_half_an_escape(step: bytes) -> bytes:
+    """Without a backslash at the end that escapes what follows, unless nothing else is there."""
+    num_backslashes = len(step) - len(step.rstrip(b"\\"))
+    return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
+
+
+def _cost(step: bytes, in_string: bool) -> tuple[int, bool]:
+    """What a part of a body costs, and whether it ends within a string. `in_string`: whether it begins in one."""
+    characters = np.frombuffer(step.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    within = np.logical_xor.accumulate(characters == _QUOTE) ^ in_string
+    cost = int(_BY_BYTE[characters[~within]].sum(dtype=np.int64))
+    return cost, bool(within[-1]) if len(within) else in_string

@@ -1,0 +1,248 @@
+"""A child process that tokenizes and renders conversations, of which the files of a model decide: in little time and
+memory.
+
+Owns the process. Promises that a call returns or raises within the limits, also if a chat template takes over the
+process: what comes back is bytes, of bounded length, and nothing in it is run. A child that refuses a text goes on; one
+that died, hung, was abandoned or used up its limits is replaced when it is needed again.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import pickle
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from trueroll.errors import said
+
+from ..engine.models.trials import Limits, close_all_but, limit_cpu, limit_memory
+
+LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
+"""Of one call; the memory beyond this process's."""
+MAX_CHARS = 2**22
+"""Of a rendered conversation."""
+_MAX_REPLY_BYTES = 2**26
+_LOOK_SECONDS = 0.05
+_HEAD = struct.Struct("<Q")
+
+Call: TypeAlias = tuple[str, tuple[Any, ...]]
+IsAbandoned: TypeAlias = Callable[[], bool]
+
+
+class ChildError(Exception):
+    """There is no answer: the text says why; it is empty if the child was killed, hung or was abandoned."""
+
+
+class EncodingError(ChildError):
+    """It is the tokenizer that failed."""
+
+
+class _Unencodable(Exception):
+    """In the child: the tokenizer failed."""
+
+
+class TooMany(Exception):
+    """There is more than was asked for: `count` tokens, or characters."""
+
+    def __init__(self, what: str, count: int) -> None:
+        super().__init__(f"{count} {what}")
+        self.what, self.count = what, count
+
+
+def never() -> bool:
+    """For a call that nobody abandons."""
+    return False
+
+
+class TextChild:
+    """Calls into one child process, one at a time, made when it is needed. Any thread may use it."""
+
+    def __init__(self, tokenizer: Any, limits: Limits | None = None) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
+        """The tokens of a text, int32. Raise TooMany, ChildError."""
+        reply = self._ask(("encode", (text, add_special_tokens, most)), is_abandoned)
+        return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
+
+    def encode_conversation(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        most_chars: int,
+        most: int,
+        is_abandoned: IsAbandoned = never,
+    ) -> np.ndarray:
+        """The tokens of a conversation in the chat template, int32. Raise TooMany, ChildError."""
+        reply = self._ask(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
+        return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
+        """The text of tokens. Raise ChildError."""
+        tokens = np.asarray(token_ids, np.int32)
+        return self._ask(("decode", (tokens, skip_special_tokens)), is_abandoned).decode(errors="replace")
+
+    def close(self) -> None:
+        """End the process."""
+        if (process := self._process) is not None:
+            process.end()
+
+    def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
+        try:
+            message = pickle.dumps(call)
+        except RecursionError:
+            raise ChildError("a conversation nested too deeply") from None
+        with self._lock:
+            if self._process is None:
+                self._process = _Process(self._tokenizer, self._limits or LIMITS)
+            reply = self._process.ask(message, is_abandoned)
+            if reply[:1] not in (b"+", b"-", b"!", b">"):
+                self._process.end()
+                self._process = None
+        return _read_reply(reply)
+
+
+def _read_reply(reply: bytes) -> bytes:
+    kind, rest = reply[:1], reply[1:]
+    if kind == b"+":
+        return rest
+    if kind == b">":
+        what, _, count = rest[:64].decode(errors="replace").partition(" ")
+        raise TooMany(what, int(count) if count.isdecimal() else 0)
+    raise (EncodingError if kind == b"!" else ChildError)(said(rest.decode(errors="replace")))
+
+
+class _Process:
+    """A process that answers, until this object is gone or this process has ended."""
+
+    def __init__(self, tokenizer: Any, limits: Limits) -> None:
+        self._seconds = limits.seconds
+        self._socket, other = socket.socketpair()
+        self._socket.setblocking(False)
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_run, args=(other, tokenizer, limits), daemon=True)
+        self._process.start()
+        other.close()
+        self.end = weakref.finalize(self, _end, self._process, self._socket)
+
+    def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
+        """`+` and the answer, `-` and what is wrong, `!` and what is wrong with the tokenizer, `>` and how much there
+        is, `x` and which limit was used up; empty if the child was killed, takes too long, or is not waited for any
+        more.
+        """
+        deadline = time.monotonic() + self._seconds
+
+        def wait(events: int) -> None:
+            poll = select.poll()
+            poll.register(self._socket, events)
+            while not poll.poll(_LOOK_SECONDS * 1000):
+                if time.monotonic() > deadline or is_abandoned():
+                    raise TimeoutError
+
+        try:
+            self._send(_HEAD.pack(len(message)) + message, wait)
+            [size] = _HEAD.unpack(self._receive(_HEAD.size, wait))
+            return self._receive(size, wait) if size <= _MAX_REPLY_BYTES else b""
+        except OSError:  # a TimeoutError is one
+            return b""
+
+    def _send(self, message: bytes, wait: Callable[[int], None]) -> None:
+        left = memoryview(message)
+        while left:
+            wait(select.POLLOUT)
+            left = left[self._socket.send(left) :]
+
+    def _receive(self, size: int, wait: Callable[[int], None]) -> bytes:
+        parts = []
+        while size:
+            wait(select.POLLIN)
+            parts.append(self._socket.recv(min(size, 2**20)))
+            size -= len(parts[-1])
+            if not parts[-1]:
+                raise ConnectionError
+        return b"".join(parts)
+
+
+def _end(process: Any, ours: socket.socket) -> None:
+    process.kill()
+    process.join()
+    ours.close()
+
+
+def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
+    """In the child: answers each call, until the parent ends."""
+    close_all_but(pipe.fileno())
+    gc.freeze()
+    limit_memory(limits.more_bytes)
+    with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
+        while head := file.read(_HEAD.size):
+            call = pickle.loads(file.read(_HEAD.unpack(head)[0]))
+            limit_cpu(limits.cpu_seconds)
+            reply = _answer(tokenizer, call)
+            file.write(_HEAD.pack(len(reply)) + reply)
+            file.flush()
+
+
+def _answer(tokenizer: Any, call: Call) -> bytes:
+    kind, arguments = call
+    try:
+        return b"+" + _ANSWERS[kind](tokenizer, *arguments)
+    except TooMany as error:
+        return f">{error.what} {error.count}".encode()
+    except _Unencodable as error:
+        return f"!{error}".encode()
+    except BaseException as error:  # of any kind: a template is a program, and a panic of a library is no Exception
+        return (b"x" if isinstance(error, MemoryError) else b"-") + _said(error).encode()
+
+
+def _said(error: BaseException) -> str:
+    return said(f"{type(error).__name__}: {error}")
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool, most: int) -> bytes:
+    try:
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except MemoryError:
+        raise
+    except BaseException as error:
+        raise _Unencodable(_said(error)) from None
+    if len(token_ids) > most:
+        raise TooMany("tokens", len(token_ids))
+    return np.array(token_ids, np.int32).tobytes()
+
+
+def _encode_conversation(
+    tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], most_chars: int, most: int
+) -> bytes:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"{len(text)} characters, more than {MAX_CHARS}")
+    if len(text) > most_chars:
+        raise TooMany("characters", len(text))
+    return _encode(tokenizer, text, False, most)
+
+
+def _decode(tokenizer: Any, token_ids: np.ndarray, skip_special_tokens: bool) -> bytes:
+    text = tokenizer.decode(
+        token_ids.tolist(), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+    return text.encode()
+
+
+_ANSWERS: dict[str, Callable[..., bytes]] = {
+    "encode": _encode,
+    "conversation": _encode_conversation,
+    "decode": _decode,
+}

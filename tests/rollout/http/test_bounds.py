@@ -1,0 +1,351 @@
+"""What one request may cost the others: each bound refuses before the work is done, and long work is done in steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from http_fronts import Front, error_of, events, front_end
+from serving import serving
+
+from trueroll.engine.request import SampleDelta, SamplingParams
+from trueroll.rollout.http import elements
+from trueroll.rollout.http.answers import STEP_ENTRIES, Rows, TokenBytes, Turns, check_answer, encoded, encoded_in_parts
+from trueroll.rollout.http.chat import ChatFields, _token_bytes
+from trueroll.rollout.http.config import HttpConfig
+from trueroll.rollout.http.elements import WEIGHTS, check_elements
+from trueroll.rollout.http.errors import HttpError
+from trueroll.rollout.http.pieces import parts_of
+from trueroll.rollout.http.texts import Texts
+from trueroll.rollout.http.wire import long_answer
+from trueroll.rollout.text import LONG_CHARS
+from trueroll.rollout.text_child import TextChild
+
+DEFAULTS = HttpConfig(address="ipc://x")
+
+
+@pytest.fixture(scope="module")
+def front(chat_model: Path) -> Iterator[Front]:
+    limits = dict(max_body_elements=5000, max_text_chars=20_000, max_answer_bytes=2**16)
+    with serving(FakeEngine()) as running, front_end(running.address, tokenizer=str(chat_model), **limits) as front:
+        yield front
+
+
+def over_limit(front: Front, limit: str) -> float:
+    name = f'trueroll_http_over_limit_total{{limit="{limit}"}}'
+    return front.metric(name) if name in front.get("/metrics").text else 0
+
+
+def refused(front: Front, path: str, body: Any, limit: str) -> dict[str, Any]:
+    """The error of a request that is beyond a limit, which counts it."""
+    before = over_limit(front, limit)
+    error = error_of(front.post(path, body))
+    assert over_limit(front, limit) == before + 1, error
+    return error
+
+
+def cost_of(body: bytes) -> int:
+    """What a body's elements cost, read one character after the other."""
+    cost, in_string, characters = 0, False, iter(range(len(body)))
+    for at in characters:
+        character = body[at : at + 1]
+        if character == b'"':
+            in_string = not in_string
+        elif in_string and character == b"\\":
+            next(characters, None)
+        elif not in_string:
+            cost += WEIGHTS.get(character, 0)
+    return cost
+
+
+def value(generator: random.Random, depth: int = 0) -> Any:
+    kind = generator.random()
+    if kind < 0.4:
+        return "".join(generator.choices('a,:[{"\\é\n', k=generator.randint(0, 9)))
+    if kind < 0.6 or depth > 3:
+        return 3
+    values = [value(generator, depth + 1) for _ in range(generator.randint(0, 3))]
+    return values if kind < 0.8 else {f'{i}"': each for i, each in enumerate(values)}
+
+
+@pytest.mark.parametrize("step_bytes", [2, 7, 2**18])
+def test_elements_are_counted_outside_of_strings(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elements, "_STEP_BYTES", step_bytes)
+    for seed in range(200):
+        body = json.dumps(value(random.Random(seed))).encode()
+        cost = cost_of(body)
+        asyncio.run(check_elements(body, cost))
+        if cost:
+            with pytest.raises(HttpError, match=f"more than {cost - 1} "):
+                asyncio.run(check_elements(body, cost - 1))
+
+
+def test_elements_are_counted_before_they_are_parsed(front: Front) -> None:
+    broken = b'{"prompt": [' + b"1," * 6000 + b"]"
+    response = httpx2.post(f"{front.url}/v1/completions", content=broken, headers={"Authorization": "Bearer none"})
+    assert response.status_code == 413 and error_of(response)["code"] == "too_many_elements"
+    assert "--max-body-elements" in error_of(response)["message"]
+    assert httpx2.post(f"{front.url}/v1/completions", content=broken[:50]).status_code == 400, "it is no JSON"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["x"] * 6000}),
+        ("/v1/completions", {"prompt": [[1]] * 1500}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 300}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {str(i): 1 for i in range(1300)}}),
+        ("/detokenize", {"tokens": [1] * 6000}),
+    ],
+)
+def test_many_elements_are_refused(front: Front, path: str, body: Any) -> None:
+    assert refused(front, path, body, "max_body_elements")["code"] == "too_many_elements"
+
+
+def test_by_default_half_a_million_token_ids_are_taken() -> None:
+    asyncio.run(check_elements(json.dumps({"prompt": [[12345] * 8192] * 63}).encode(), DEFAULTS.max_body_elements))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the child processes are asked for."""
+    calls: list[str] = []
+    ask = TextChild._ask
+
+    def noting(self: TextChild, call: Any, is_abandoned: Callable[[], bool]) -> bytes:
+        calls.append(call[0])
+        return ask(self, call, is_abandoned)
+
+    monkeypatch.setattr(TextChild, "_ask", noting)
+    return calls
+
+
+CONVERSATION = [{"role": "user", "content": "x" * 10_000}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x" * 10_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["x", "x" * 10_000]}, "prompt"),
+        ("/v1/chat/completions", {"messages": CONVERSATION}, "messages"),
+        ("/v1/chat/completions", {"messages": CONVERSATION, "stream": True}, "messages"),
+    ],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read(
+    front: Front, asked: list[str], path: str, body: Any, param: str
+) -> None:
+    error = refused(front, path, body, "max_model_len")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param) and asked == []
+    assert re.search(r"100\d\d characters", error["message"]) and "maximum context length" in error["message"]
+    assert front.post(path, {**body, param: "x" if param == "prompt" else [{"role": "user"}]}).status_code == 200
+    assert len(asked) == 1
+
+
+def test_a_text_that_turns_out_too_long_is_refused_with_its_tokens(front: Front, asked: list[str]) -> None:
+    error = refused(front, "/v1/completions", {"prompt": "x" * 600}, "max_model_len")
+    assert "600 tokens" in error["message"] and asked == ["encode"]
+
+
+def test_all_texts_together_are_bounded(front: Front, asked: list[str]) -> None:
+    for path, body in [
+        ("/v1/completions", {"prompt": ["x" * 7000] * 3}),
+        ("/tokenize", {"prompt": "x" * 20_001}),
+        ("/tokenize", {"messages": CONVERSATION * 2, "tools": [{"x": "y"}]}),
+    ]:
+        error = refused(front, path, body, "max_text_chars")
+        assert error["code"] == "text_too_long" and "--max-text-chars" in error["message"]
+    assert asked == []
+    assert front.post("/tokenize", {"prompt": "x" * 20_000}).json()["count"] == 20_000, "it need not fit the context"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1], "n": 100, "max_tokens": 400}),
+        ("/v1/completions", {"prompt": [1], "logprobs": 100, "max_tokens": 400}),
+        ("/v1/completions", {"prompt": [1] * 400, "echo": True, "n": 100, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "logprobs": True, "top_logprobs": 20}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 64, "logprobs": 1}}),
+    ],
+)
+def test_an_answer_is_planned_before_it_is_accepted(front: Front, path: str, body: Any) -> None:
+    error = refused(front, path, body, "max_answer_bytes")
+    assert error["code"] == "answer_too_large" and "more than 65536: " in error["message"]
+    assert "lower max_tokens, n or the number of log-probs" in error["message"]
+
+
+def test_a_stream_is_not_planned(front: Front) -> None:
+    body = {"prompt": [1], "n": 100, "max_tokens": 400, "stream": True, "logprobs": 1}
+    assert events(front.post("/v1/completions", body))[-1] == "[DONE]"
+
+
+def test_by_default_64_samples_of_4096_tokens_with_ids_and_log_probs_are_accepted() -> None:
+    fields = ChatFields.model_validate(dict(messages=[{"role": "user"}], logprobs=True, return_token_ids=True))
+    params = SamplingParams(n=64, max_tokens=4096)
+    check_answer([[1] * 4096], params, 8192, _token_bytes(fields), DEFAULTS.max_answer_bytes)
+    with pytest.raises(HttpError, match="64 samples of up to 4096 tokens, "):
+        check_answer([[1] * 4096], params, 8192, _token_bytes(fields), 2**24)
+
+
+def test_more_is_planned_than_an_answer_takes(front: Front) -> None:
+    """In each form."""
+    prompt, words = [5, 6, 7], dict(n=3, max_tokens=20, seed=1)
+    for path, body in [
+        ("/v1/completions", {"prompt": prompt, **words, "logprobs": 5, "return_token_ids": True, "echo": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], **words, "logprobs": True, "top_logprobs": 5}),
+        ("/inference/v1/generate", {"token_ids": prompt, "sampling_params": words | {"logprobs": 5}}),
+    ]:
+        whole = len(front.post(path, body).content)
+        few = {**body, "max_tokens": 400} if "prompt" in body or "messages" in body else None
+        few = few or {**body, "sampling_params": {**body["sampling_params"], "max_tokens": 400}}
+        planned = int(error_of(front.post(path, few))["message"].split("may take ")[1].split(" ")[0])
+        assert planned > whole * (3 * 400) / (3 * 20 + 9), path
+
+
+def contents() -> Iterator[tuple[Any, Any]]:
+    """A value with Rows, and the same with lists."""
+    for size in (0, 1, 2, STEP_ENTRIES, STEP_ENTRIES + 1, 5000):
+        numbers, text = list(range(size)), "é" * size
+        choice = {"index": 1, "text": text, "none": None, "ids": numbers, "rows": Rows(iter(numbers), 100)}
+        plain = {**choice, "rows": numbers}
+        yield Rows(numbers), numbers
+        yield (
+            {"choices": Rows(iter([choice, {}, {"a": 1.5}]), None), "": []},
+            {"choices": [plain, {}, {"a": 1.5}], "": []},
+        )
+
+
+def test_an_answer_in_parts_is_the_answer() -> None:
+    async def joined(content: Any) -> bytes:
+        return b"".join([part async for part in encoded_in_parts(content, Turns())])
+
+    for (in_parts, plain), (at_once, _) in zip(contents(), contents(), strict=True):
+        expected = json.dumps(plain, separators=(",", ":")).encode()
+        assert asyncio.run(joined(in_parts)) == encoded(at_once) == expected
+
+
+async def taken(parts: AsyncGenerator[bytes, None]) -> int:
+    return sum([len(part) async for part in parts])
+
+
+def test_everything_else_has_a_turn_between_two_steps_of_all_long_answers() -> None:
+    steps: list[int] = []
+
+    def entries() -> Iterator[str]:
+        for _ in range(20 * STEP_ENTRIES):
+            steps[-1] += 1
+            yield "entry"
+
+    async def look() -> None:
+        while True:
+            steps.append(0)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        looking, turns = asyncio.ensure_future(look()), Turns()
+        await asyncio.sleep(0)
+        await asyncio.gather(*[taken(encoded_in_parts(Rows(entries()), turns)) for _ in range(10)])
+        looking.cancel()
+
+    asyncio.run(run())
+    first, *others = sorted(steps, reverse=True)
+    assert first <= 10 * STEP_ENTRIES, "all begin at once"
+    assert max(others[9:]) <= STEP_ENTRIES and sum(steps) == 200 * STEP_ENTRIES
+
+
+def test_a_long_answer_is_made_while_it_is_read() -> None:
+    made = 0
+
+    def entries() -> Iterator[str]:
+        nonlocal made
+        for _ in range(100_000):
+            made += 1
+            yield "x" * 97
+
+    async def run() -> None:
+        response = await long_answer({"rows": Rows(entries())}, Turns())
+        assert made < 20_000 and "Content-Length" not in response.headers
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        await response({"type": "http"}, receive, send)
+        body = b"".join(message["body"] for message in sent[1:])
+        assert made == 100_000 and len(json.loads(body)["rows"]) == made and not sent[-1].get("more_body")
+        short = await long_answer({"rows": Rows(range(10))}, Turns())
+        assert short.headers["Content-Length"] == str(len(short.body))
+
+    asyncio.run(run())
+
+
+def test_a_long_delta_is_told_in_several_events() -> None:
+    tokens = list(range(1000))
+    columns = np.arange(1000, dtype=np.float32)
+    tops = np.arange(7000, dtype=np.int32).reshape(1000, 7)
+    delta = SampleDelta("r", 0, 50, tokens, columns, columns, tops, tops.astype(np.float32))
+    parts = list(parts_of(delta))
+    assert len(parts) > 10 and all(len(part.token_ids) * 8 <= STEP_ENTRIES for part in parts)
+    assert sum((part.token_ids for part in parts), []) == tokens
+    assert [part.start for part in parts] == [50 + part.token_ids[0] for part in parts]
+    for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(delta, name))
+    one = SampleDelta("r", 0, 0, [], None)
+    assert list(parts_of(one)) == [one]
+
+
+class SlowModel:
+    """Encodes texts, but long ones not before it is told to, or nobody waits any more."""
+
+    longest_token = 1
+
+    def __init__(self) -> None:
+        self.begun, self.flow, self.gone = threading.Event(), threading.Event(), threading.Event()
+
+    def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: Callable[[], bool]) -> list[int]:
+        self.begun.set()
+        while len(text) > LONG_CHARS and not self.flow.wait(0.01):
+            if is_abandoned():
+                self.gone.set()
+                break
+        return [len(text)]
+
+
+def test_short_texts_do_not_wait_for_long_ones_and_nobody_for_the_abandoned() -> None:
+    model: Any = SlowModel()
+    texts = Texts(model)
+    size = LONG_CHARS + 1
+
+    async def run() -> None:
+        first, second = (asyncio.ensure_future(texts.encode("x" * (size + i), True)) for i in range(2))
+        await asyncio.to_thread(model.begun.wait, 30)
+        assert await texts.encode("short", True) == [5] and not first.done()
+        for abandoned in (second, first):
+            abandoned.cancel()
+            with suppress(asyncio.CancelledError):
+                await abandoned
+        assert await asyncio.to_thread(model.gone.wait, 30)
+        model.flow.set()
+        assert await texts.encode("x" * size, True) == [size]
+
+    asyncio.run(run())
+
+
+def test_bytes_of_a_choice_grow_with_its_tokens() -> None:
+    token_bytes = TokenBytes(new=10, prompt=3)
+    assert token_bytes.of_choice(100, 50) - token_bytes.of_choice(0, 0) == 800
