@@ -5,41 +5,114 @@ Reads a configuration alone: no weights. The worker plans with the same code, `e
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
 from rich.console import Console
 from rich.table import Table
 
 from trueroll.errors import ConfigError
 
 from ...engine.config import EngineConfig
+from ...engine.models.decoder import Decoder
 from ...engine.running.loading import find_max_model_len, outline
 from ...engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory, scratch_bytes
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 _BLOCKS = [2**i for i in range(12)]
+_MOST_GIB, _MOST_RANKS = 2**14, 64
 
 
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, console: Console) -> None:
     """Prints the buckets of `memory` bytes on each of `ranks` devices. `kv_bytes`: of an element of keys and values; 1
-    takes 4 more for each head and token, a float16 scale and zero. Raise ConfigError for what does not fit, ModelError
-    for a model that is not served.
+    takes 4 more for each head and token, a float16 scale and zero. Raise ConfigError for what does not fit, which says
+    what would, ModelError for a model that is not served.
     """
     model = outline(config)
-    dtype = model.dtype
-    storage = Storage(
-        kv=kv_bytes or dtype.itemsize, tail=dtype.itemsize, kv_head=4 if kv_bytes == 1 else 0, ranks=ranks
-    )
-    sizes = Sizes.of(model.spec, storage, config.block_size)
-    weights, scratch = model.num_bytes // ranks, scratch_bytes(model.spec, dtype, config) // ranks
-    available = memory - weights - scratch
-    if available <= 0:
-        raise ConfigError(
-            f"memory: expected more than the {weights} bytes of weights and {scratch} of the largest step on each of "
-            f"{ranks} ranks, found {memory}; raise it, or use more ranks or a smaller model"
-        )
-    found = plan_memory(config, sizes, find_max_model_len(config, model.spec), available)
-    console.print(_buckets(found, weights, scratch, memory))
+    asked = _Asked(config, model, find_max_model_len(config, model.spec), memory, kv_bytes, ranks)
+    sizes = asked.sizes  # an error here is not about memory
+    try:
+        found = asked.plan()
+    except ConfigError:
+        raise ConfigError(_what_would_fit(asked)) from None
+    console.print(_buckets(found, asked.weights, asked.scratch, memory))
     if sizes.state:
         console.print(_intervals(found))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be planned."""
+
+    config: EngineConfig
+    model: Decoder
+    max_model_len: int
+    memory: int
+    kv_bytes: int | None
+    ranks: int
+
+    @property
+    def sizes(self) -> Sizes:
+        """Raise ConfigError for ranks that cannot have as many heads each."""
+        itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
+        storage = Storage(kv=self.kv_bytes or itemsize, tail=itemsize, kv_head=kv_head, ranks=self.ranks)
+        return Sizes.of(self.model.spec, storage, self.config.block_size)
+
+    @property
+    def weights(self) -> int:
+        return self.model.num_bytes // self.ranks
+
+    @property
+    def scratch(self) -> int:
+        return scratch_bytes(self.model.spec, self.model.dtype, self.config) // self.ranks
+
+    def plan(self) -> MemoryPlan:
+        """Raise ConfigError if it does not fit."""
+        available = self.memory - self.weights - self.scratch
+        if available <= 0:
+            raise ConfigError(f"memory: the weights and the largest step need more than {self.memory} bytes")
+        return plan_memory(self.config, self.sizes, self.max_model_len, available)
+
+    @property
+    def holds_a_sample(self) -> bool:
+        """Whether it fits, with blocks for at least one sample of the greatest length."""
+        try:
+            return self.plan().num_blocks * self.config.block_size >= self.max_model_len
+        except ConfigError:
+            return False
+
+    def with_seqs(self, count: int) -> _Asked:
+        return replace(self, config=self.config.model_copy(update={"max_num_seqs": count}))
+
+
+def _what_would_fit(asked: _Asked) -> str:
+    parts = f"{asked.weights / GIB:.1f} of weights, {asked.scratch / GIB:.1f} of the largest step"
+    if asked.sizes.state:
+        parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
+    proposals = " or ".join(_proposals(asked)) or f"a smaller model, as nothing up to {_MOST_GIB} GiB does"
+    return (
+        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks hold too little beside, in GiB, {parts}; "
+        f"with room for a sample of {asked.max_model_len} tokens these fit, each alone: {proposals}"
+    )
+
+
+def _proposals(asked: _Asked) -> Iterator[str]:
+    """Options of the command with which it fits: the most samples, the fewest ranks, the least memory."""
+    seqs = asked.config.max_num_seqs
+    if fewer := seqs - _first(seqs, lambda left_out: asked.with_seqs(seqs - left_out).holds_a_sample):
+        yield f"--max-num-seqs {fewer}"
+    ranks = (replace(asked, ranks=ranks) for ranks in range(asked.ranks + 1, _MOST_RANKS + 1))
+    if (found := next((each.ranks for each in ranks if each.holds_a_sample), None)) is not None:
+        yield f"--ranks {found}"
+    gib = _first(_MOST_GIB + 1, lambda gib: replace(asked, memory=gib * GIB).holds_a_sample)
+    if gib <= _MOST_GIB:
+        yield f"--memory {gib}"
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """The first of `count` numbers from 0 on from which on it holds; `count` if there is none."""
+    return bisect_left(range(count), True, key=holds)
 
 
 def _buckets(plan: MemoryPlan, weights: int, scratch: int, memory: int) -> Table:

@@ -62,3 +62,15 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str,
     with pytest.raises(ConfigError, match="ranks: expected a number that divides the 2 heads of keys .* found 3"):
         arguments = ["plan", str(hybrid_models["qwen3_5"]), "--ranks", "3"]
         CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    asked = "qwen3.5-0.15b", "--memory", "0.5", "--max-num-seqs", "256"
+    with pytest.raises(ConfigError, match=r"^memory: 0\.5 GiB on each of 1 ranks hold too little") as caught:
+        CliRunner().invoke(cli.app, ["plan", *asked], catch_exceptions=False)
+    text = str(caught.value)
+    assert "kv_memory" not in text and "state_budget" not in text, "which the command does not have"
+    proposed = dict(re.findall(r"(--[a-z-]+) (\d+)", text))
+    assert proposed == {"--max-num-seqs": "10", "--memory": "2"}
+    for option, value in proposed.items():
+        assert int(rows(*asked, option, value)["KV blocks"][0].replace(",", "")) * 16 >= 8192, option
