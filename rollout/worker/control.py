@@ -6,8 +6,8 @@ as a command, and what takes long (staging a push) runs on the push's own thread
 
 Promises: one operation at a time, in the order of the calls; every call gets exactly one reply, also when the worker
 ends or fails; a push is committed as a whole or not at all, and one that breaks off leaves the weights as they were
-(or `dirty`, if it wrote in place); a push whose thread hangs is given up `MARGIN_SECONDS` after its timeout, and while
-`MOST_ABANDONED` threads that were given up go on, no other push begins.
+(or `dirty`, if it was to write in place and its source was open); a push whose thread hangs is given up
+`MARGIN_SECONDS` after its timeout, and while `MOST_ABANDONED` threads that were given up go on, no other push begins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trueroll.errors import (
 
 from ...engine.request import InFlight, Output
 from ...weight_sync.transports.policy import PushPolicy
-from ...weight_sync.worker.events import Broken, PushEvent, Reached
+from ...weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from .. import protocol
 from ..monitoring.timings import Timings
 from ..protocol import State
@@ -86,10 +86,11 @@ class Host(Protocol):
 class _Operation:
     """A call that changes what the engine does.
 
-    With `in_flight` `drain` it waits until the engine has nothing unfinished, for at most `timeout` seconds. Then the
-    push under way ends with `breaks_push`, if that is given, and `action` runs between two steps. `busy` is the state
-    until then, `then` the standing afterwards. `error`: what kept the action from its end, if it may fail. `checksums`:
-    what it has computed, if that is its purpose.
+    If it begins a `push` in place, the source of that is opened first (`is_opening`). With `in_flight` `drain` it then
+    waits until the engine has nothing unfinished, for at most `timeout` seconds. Then the push under way ends with
+    `breaks_push`, if that is given, and `action` runs between two steps. `busy` is the state until then, `then` the
+    standing afterwards. `error`: what kept the action from its end, if it may fail. `checksums`: what it has computed,
+    if that is its purpose.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -103,9 +104,13 @@ class _Operation:
     run: Run | None = None
     error: TruerollError | None = None
     checksums: dict[str, int] = field(default_factory=dict)
+    push: _Push | None = None
+    is_opening: bool = False
 
     @property
     def deadline(self) -> float:
+        if self.is_opening:
+            return float("inf") if self.push is None else self.push.deadline
         return self.started + self.timeout
 
 
@@ -329,6 +334,11 @@ class Control:
         operation = self._operation
         if operation is None or operation.run is not None:
             return
+        if operation.is_opening:
+            if time.monotonic() >= operation.deadline:
+                assert operation.push is not None
+                self._cancel_operation(_hangs(operation.push.begin))
+            return
         if operation.in_flight != "drain" or self._host.num_unfinished == 0:
             if operation.breaks_push is not None:
                 self._break_push(operation.breaks_push)
@@ -347,11 +357,19 @@ class Control:
 
     def _cancel_operation(self, error: TruerollError) -> None:
         assert self._operation is not None
-        call, self._operation = self._operation.call, None
+        operation, self._operation = self._operation, None
+        call = operation.call
+        self._close_opened(operation)
         self.lifecycle.end(self.lifecycle.standing)
         self._calls.refuse(call.id, error)
         if isinstance(call, protocol.CommitPush):
             self._break_push(error)
+
+    def _close_opened(self, operation: _Operation) -> None:
+        """Let go of the source of a push in place that will not begin. It may hang, if it is not open yet."""
+        if operation.push is not None:
+            self._abandoned += [operation.push.receiver] * operation.is_opening
+            operation.push.receiver.close()
 
     def handle_ran(self, event: Ran) -> None:
         """The engine has done what the operation under way asked of it."""
@@ -361,8 +379,8 @@ class Control:
         if operation.then.is_dirty:
             self._served_push = None
         match operation.call:
-            case protocol.BeginPush() as call:
-                self._receive(call)
+            case protocol.BeginPush():
+                self._begin_overwriting(operation)
             case protocol.CommitPush() as call:
                 self._finish_commit(call, event.seconds)
             case protocol.SaveWeights() as call if operation.error is not None:
@@ -466,9 +484,34 @@ class Control:
             return engine.interrupt(in_flight)
 
         then = self.lifecycle.standing.overwritten(is_whole=False)
-        self._begin(
-            _Operation(call, "updating", then, interrupt, call.in_flight, call.drain_timeout, breaks_push=superseded)
-        )
+        operation = _Operation(call, "updating", then, interrupt, call.in_flight, call.drain_timeout)
+        operation.breaks_push, operation.is_opening = superseded, True
+        self._begin(operation)
+        try:
+            operation.push = self._new_push(call)
+        except PushError as error:
+            self._cancel_operation(error)
+
+    def _handle_opening(self, operation: _Operation, event: PushEvent) -> None:
+        """Interrupt the engine for a push in place if its source is open; else nothing has changed."""
+        match event:
+            case Broken(error):
+                self._cancel_operation(error)
+            case Opened():
+                operation.is_opening, operation.started = False, time.monotonic()
+                self._follow_operation()
+
+    def _begin_overwriting(self, operation: _Operation) -> None:
+        """The engine has let go of its weights, for a push in place."""
+        push = operation.push
+        assert push is not None
+        if self.lifecycle.is_ending:
+            self._close_opened(operation)
+            self._calls.refuse(push.begin.id, _ending())
+            return
+        push.expect(push.begin.id, push.begin.timeout)
+        self._push = push
+        push.receiver.proceed()
 
     def _check_begin(self, call: protocol.BeginPush) -> None:
         """Raise PushError for what can be seen before anything is interrupted."""
@@ -523,11 +566,18 @@ class Control:
             )
 
     def _receive(self, call: protocol.BeginPush) -> None:
-        from ...weight_sync.worker.receiver import Receiver, begin_seconds
-
         if self.lifecycle.is_ending:
             self._calls.refuse(call.id, _ending())
             return
+        try:
+            self._push = self._new_push(call)
+        except PushError as error:
+            self._calls.refuse(call.id, error)
+
+    def _new_push(self, call: protocol.BeginPush) -> _Push:
+        """Start a thread that receives it. Raise PushError if there is none."""
+        from ...weight_sync.worker.receiver import Receiver, begin_seconds
+
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
         receiver = Receiver(
             call,
@@ -540,10 +590,9 @@ class Control:
         try:
             receiver.start()
         except RuntimeError:
-            self._calls.refuse(call.id, _no_thread())
-            return
+            raise _no_thread() from None
         push.expect(call.id, begin_seconds(call))
-        self._push = push
+        return push
 
     def _pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
         push = self._find_push(call.push_id)
@@ -632,15 +681,14 @@ class Control:
     def _follow_push(self) -> None:
         push = self._push
         if push is not None and time.monotonic() >= push.deadline:
-            self._break_push(
-                DeadlineError(
-                    f"push {push.begin.push_id}: expected the worker to get on within the timeout of "
-                    f"{push.begin.timeout:g} s, found that it hangs; see whether its file system answers, push again"
-                )
-            )
+            self._break_push(_hangs(push.begin))
 
     def handle_push_news(self, news: PushNews) -> None:
         """The thread of a push has come to an end of something."""
+        operation = self._operation
+        if operation is not None and operation.is_opening and news.push is operation.push:
+            self._handle_opening(operation, news.event)
+            return
         if self._push is None or news.push is not self._push or self._is_committing:
             return  # it is over or as good as that, and whoever waited was told
         match news.event:
@@ -689,6 +737,7 @@ class Control:
     def fail_calls(self, error: TruerollError) -> None:
         """Answer every call with `error`."""
         if self._operation is not None:
+            self._close_opened(self._operation)
             self._calls.refuse(self._operation.call.id, error)
             self._operation = None
         self._refuse_waiting(error)
@@ -702,6 +751,13 @@ class Control:
 
 def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
     return isinstance(call, protocol.BeginPush | protocol.CommitPush) and call.push_id == push_id
+
+
+def _hangs(begin: protocol.BeginPush) -> DeadlineError:
+    return DeadlineError(
+        f"push {begin.push_id}: expected the worker to get on within the timeout of {begin.timeout:g} s, found that it "
+        "hangs; see whether its file system answers, push again"
+    )
 
 
 def _aborted() -> PushError:

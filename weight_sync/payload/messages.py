@@ -40,10 +40,10 @@ class BeginPush(Message):
     `base`: the push whose weights the changed elements of this one refer to; None for a push that brings every tensor
     whole. `adapters`: what is added to the weights that it brings or, for a push of adapters alone, to those that the
     worker had before adapters. `allow_older`: also if the version is not later than the one that is served.
-    `in_place`: write into the live weights, for want of memory: nothing is generated from now until the commit, and
-    `in_flight` says what becomes of running requests; `drain` takes at most `drain_timeout` seconds. `lends`: put the
-    weights where workers of the same kin can map them, too. `timeout`: seconds that each other wait of this push may
-    take.
+    `in_place`: write into the live weights, for want of memory: once the source is open, nothing is generated until the
+    commit, and `in_flight` says what becomes of running requests; `drain` takes at most `drain_timeout` seconds.
+    `lends`: put the weights where workers of the same kin can map them, too. `timeout`: seconds that each other wait of
+    this push may take.
     """
 
     type: Literal["begin_push"] = "begin_push"

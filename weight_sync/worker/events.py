@@ -23,13 +23,18 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """The source of a push in place is open. Nothing was written, and nothing will be before `Receiver.proceed`."""
+
+
+@dataclass(frozen=True)
 class Broken:
     """The push is over without a result; `error` is the answer to every call that waits."""
 
     error: PushError | DeadlineError
 
 
-PushEvent: TypeAlias = Reached | Broken
+PushEvent: TypeAlias = Opened | Reached | Broken
 
 
 @dataclass(frozen=True)

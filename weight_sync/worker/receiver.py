@@ -1,10 +1,10 @@
 """The worker's side of a push: one thread that takes it from begin to its end.
 
 Owns: the transport's reading end (group, mapped memory), and the staging until somebody else takes it. Does not own:
-the live weights, the commit, the socket. Promises: never blocks who calls it for longer than it takes to write one
-piece, or to merge one weight with its adapter; publishes `Reached` for each call, or `Broken` and then nothing more;
-ends by itself when nothing was asked of it for `begin.timeout` seconds (while other workers drain, for so much longer),
-and when closed writes nothing more.
+the live weights, the commit, the socket. Promises: writes into live weights only once its source is open and it was
+told to proceed; never blocks who calls it for longer than it takes to write one piece, or to merge one weight with its
+adapter; publishes `Reached` for each call, or `Broken` and then nothing more; ends by itself when nothing was asked of
+it for `begin.timeout` seconds (while other workers drain, for so much longer), and when closed writes nothing more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..transports.policy import PushPolicy
 from ..transports.shared import SharedReader
 from .adapting import begin_adapters, merge_adapters
 from .assembly import Assembly, Destination, LendableArea, StagingArea, content_of
-from .events import Broken, Progress, PushEvent, Reached
+from .events import Broken, Opened, Progress, PushEvent, Reached
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Receiver(threading.Thread):
         self._early: StageBucket | None = None
         self._patience = begin_seconds(begin)
         self._writing = threading.Lock()
+        self._may_overwrite = threading.Event()
         self._is_closed = False
         self._num_buckets = 0
         self._is_verified = False
@@ -86,11 +87,16 @@ class Receiver(threading.Thread):
         """Do this after what was taken before; `Reached` follows."""
         self._calls.put(call)
 
+    def proceed(self) -> None:
+        """Write into the live weights from now on, as nothing reads them any more. Follows `Opened`, in place alone."""
+        self._may_overwrite.set()
+
     def close(self) -> None:
         """End soon, and free what this holds. Waits while a piece is being written, or a weight merged, and for nothing
         else; when it returns nothing more is written. An event that is on its way may still come.
         """
         self._is_closed = True
+        self._may_overwrite.set()
         with self._writing:
             self._calls.put(None)
 
@@ -127,6 +133,8 @@ class Receiver(threading.Thread):
         lendable: LendableArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
+            if begin.in_place:
+                self._wait_to_overwrite()
             self.staging = lendable or self._weights.new_staging(begin.in_place)
             if begin.adapters is not None:
                 begin_adapters(begin.adapters, self._weights, self.staging, self._guarded)
@@ -147,6 +155,14 @@ class Receiver(threading.Thread):
             if lendable is not None:
                 lendable.withdraw()  # who gives up must not be borrowed from
             reader.close()
+
+    def _wait_to_overwrite(self) -> None:
+        """Whoever made this ends the wait, with `proceed` or `close`."""
+        self._publish(Opened())
+        self._may_overwrite.wait()
+        if self._is_closed:
+            raise _Closed
+        self.progress = replace(self.progress, started=time.monotonic())
 
     def _new_lendable(self) -> LendableArea:
         begin = self._begin

@@ -20,6 +20,7 @@ from trueroll.rollout import RolloutClient
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker import control
 from trueroll.weight_sync.transports.disk import read_manifest
+from trueroll.weight_sync.worker import receiver as receiver_module
 from trueroll.weight_sync.worker.assembly import Assembly
 from trueroll.weight_sync.worker.receiver import Receiver
 
@@ -649,6 +650,62 @@ def test_a_begin_in_place_that_cannot_go_well_interrupts_nothing(
     assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
 
 
+@pytest.mark.parametrize("is_folder", [True, False], ids=["disk", "shared"])
+def test_a_source_that_is_refused_in_place_interrupts_nothing(
+    raw: RawClient, engine: FakeEngine, tmp_path: Path, is_folder: bool
+) -> None:
+    gone = {"kind": "shared", "name": f"trueroll-{'0' * 32}", "slot_bytes": 4096, "num_slots": 2}
+    source = {"kind": "disk", "folder": str(tmp_path)} if is_folder else gone
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as before, HandPush(raw, NEW, version=6) as push:
+        before.up_to_verify()
+        reply = push.begin(in_place=True, in_flight="abort", source=source)
+        assert reply["code"] == "push_failed" and source["kind"] in reply["message"]
+        assert raw.health()["state"] == "ready" and engine.actions == []
+        assert before.commit()["phase"] == "committed", "the push under way goes on"
+    engine.flow.set()
+    assert raw.receive_until("done")[-1]["finish_reasons"] == {"length": 1}
+    assert_serves(engine, NEW)
+
+
+@pytest.mark.parametrize("end", ["abort", "timeout", "shutdown"])
+def test_in_place_a_source_that_hangs_interrupts_nothing(
+    worker: WorkerOnThread, raw: RawClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    entered, go_on, open_source = threading.Event(), threading.Event(), receiver_module._open_source
+
+    def hang(*args: Any) -> Any:
+        entered.set()
+        assert go_on.wait(20)
+        return open_source(*args)
+
+    monkeypatch.setattr(receiver_module, "_open_source", hang)
+    monkeypatch.setattr(control, "MARGIN_SECONDS", 0.0)
+    engine.flow.clear()
+    raw.generate("a")
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
+        fields = push.begin_fields(in_place=True, timeout=0.05 if end == "timeout" else 20.0)
+        other.send("begin_push", id="begin", push_id=push.push_id, **fields)
+        assert entered.wait(20)
+        if end == "abort":
+            assert push.abort()["phase"] == "aborted"
+        elif end == "shutdown":
+            worker.worker.drain()
+        error = other.receive()
+        codes = {"abort": "push_failed", "timeout": "deadline_exceeded", "shutdown": "unavailable"}
+        assert (error["id"], error["code"]) == ("begin", codes[end]) and engine.actions == []
+        [abandoned] = worker.worker._control._abandoned
+        go_on.set()
+        abandoned.join(20)
+        assert not abandoned.is_alive()
+        if end != "shutdown":
+            assert raw.health()["state"] == "ready"
+            assert push.begin(in_place=True)["phase"] == "begun" and raw.health()["state"] == "dirty"
+
+
 def test_a_begin_in_place_that_drains_can_be_aborted(
     worker: WorkerOnThread, raw: RawClient, engine: FakeEngine
 ) -> None:
@@ -696,6 +753,7 @@ def test_an_abort_that_comes_too_late_tells_how_it_ended(
         else:
             other.send("commit_push", id="late", push_id=push.push_id)
         wait_for(raw, "updating")
+        wait_until(lambda: (under_way := worker.worker._control._operation) is not None and under_way.run is not None)
         raw.send("abort_push", id="abort", push_id=push.push_id)
         raw.health()
         engine.gate.set()

@@ -36,7 +36,7 @@ from trueroll.weight_sync.payload.tensors import raw_bytes, word_sum
 from trueroll.weight_sync.transports.policy import PushPolicy
 from trueroll.weight_sync.transports.shared import SharedReader, SharedSlots
 from trueroll.weight_sync.worker import assembly as assembly_module
-from trueroll.weight_sync.worker.events import Broken, PushEvent, Reached
+from trueroll.weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from trueroll.weight_sync.worker.receiver import Receiver
 
 SHAPES = {"embed.weight": (48, 8), "layer.weight": (32, 4, 2), "norm.weight": (24,)}
@@ -66,6 +66,11 @@ class Feed:
 
     def next(self) -> PushEvent:
         return self.events.get(timeout=SECONDS)
+
+    def begin_in_place(self) -> PushEvent:
+        assert self.next() == Opened()
+        self.receiver.proceed()
+        return self.next()
 
     def rows(self, name: str, tensor: torch.Tensor, start: int = 0, length: int | None = None, at: int = 0) -> Rows:
         """Put rows of a tensor into the next bucket's slot."""
@@ -166,13 +171,32 @@ def test_what_was_sent_is_in_the_staging(feed: Feed) -> None:
 
 def test_in_place_the_live_weights_are_written() -> None:
     feed = Feed(in_place=True)
-    assert feed.next() == BEGUN
+    assert feed.begin_in_place() == BEGUN
     sent = random_tensors()
     for name in SHAPES:
         assert feed.stage(feed.rows(name, sent[name])) == STAGED
     assert feed.verify() == VERIFIED
     assert all(torch.equal(feed.weights.live[name], tensor) for name, tensor in sent.items())
     feed.close()
+
+
+def test_in_place_nothing_is_staged_before_the_receiver_is_told_to_proceed() -> None:
+    feed = Feed(in_place=True)
+    assert feed.next() == Opened()
+    feed.receiver.take(protocol.VerifyPush(id="v", push_id=PUSH_ID, num_buckets=0))
+    feed.close()
+    assert feed.events.empty() and feed.receiver.staging is None
+
+
+def test_in_place_a_source_that_is_not_there_is_not_opened(tmp_path: Path) -> None:
+    for source in (
+        SharedSource(name=f"trueroll-{'0' * 32}", slot_bytes=4096, num_slots=2),
+        DiskSource(folder=str(tmp_path)),
+    ):
+        feed = Feed(in_place=True, source=source)
+        assert isinstance(feed.next(), Broken)
+        feed.close()
+        assert feed.events.empty()
 
 
 def test_a_bucket_may_overtake_the_one_before_it(feed: Feed) -> None:
@@ -568,7 +592,7 @@ def test_a_receiver_closed_while_a_piece_is_copied_writes_no_more() -> None:
             return Slow(self.live, in_place)
 
     feed = Feed(SlowWeights(SHAPES), in_place=True)
-    assert feed.next() == BEGUN
+    assert feed.begin_in_place() == BEGUN
     sent = random_tensors()
     pieces = feed.rows("norm.weight", sent["norm.weight"]), feed.rows("embed.weight", sent["embed.weight"], at=1024)
     end = pieces[1].offset + pieces[1].num_bytes
