@@ -11,12 +11,13 @@ another bit.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,8 @@ CHUNK = 50
 """Messages between two looks at the worker."""
 RSS_GROWTH_BYTES = 64 * 2**20
 """What the allocator may keep of the largest messages, and the bound of kept results."""
+POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
+"""Of asyncio's pool in a front end, which starts them as they are needed and keeps them."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +294,7 @@ class Campaign:
         self._count()
         for name, before, after in (
             ("worker", self.numbers.before, self.numbers.after),
-            ("front end", self.numbers.front_before, self.numbers.front_after),
+            ("front end", _with_pool(self.numbers.front_before), self.numbers.front_after),
         ):
             if before is not None and after is not None:
                 _check_size(name, before, after)
@@ -306,7 +309,7 @@ class Campaign:
         front = None
         if self._front is not None:
             self._front.check_idle(self._plan.patience)
-            front = self._measure(psutil.Process(self._front.pid), numbers.front_before)
+            front = self._measure(psutil.Process(self._front.pid), _with_pool(numbers.front_before))
         if numbers.before is None and numbers.messages >= self._plan.warm_up:
             numbers.before, numbers.front_before = size, front
         numbers.after, numbers.front_after = size, front
@@ -337,6 +340,11 @@ class Campaign:
 
 def _size(process: psutil.Process) -> Size:
     return Size(process.num_threads(), process.num_fds(), process.memory_info().rss)
+
+
+def _with_pool(size: Size | None) -> Size | None:
+    """The size of a front end whose pool has all of its threads."""
+    return None if size is None else replace(size, threads=size.threads + POOL_THREADS)
 
 
 def _is_back(size: Size, before: Size | None) -> bool:
