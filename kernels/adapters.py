@@ -8,13 +8,14 @@ it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trueroll.errors import AlignmentError
+from trueroll.errors import AlignmentError, brief
+from trueroll.versions import untested
 
 from .contract import Backend
 from .wrappers import plain_class, reshard, within
@@ -24,6 +25,16 @@ _OF_PEFT = (_LINEAR, _WRAPPER)
 # What a LoraConfig has where it computes what `Backend.merge` does; other fields that change that are empty there.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
+# Fields that say which modules are adapted, how A, B and the scale begin, or how the adapter is stored; and those of
+# kinds of LoRA that PEFT computes in classes or variants of its own, which `adapter_of` finds in the modules.
+_UNDERSTOOD = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying"),
+    *("megatron_config", "megatron_core", "alora_invocation_tokens", "use_qalora", "qalora_group_size"),
+    *("velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"),
+}
 
 
 class Adapter(NamedTuple):
@@ -58,20 +69,40 @@ class AdaptedTensors:
 
 def check_adapters(model: Any) -> None:
     """Raise AlignmentError for a model of PEFT that computes anything but W + scale * B A, or copies of modules."""
-    active = list(model.active_adapters)
+    active = list(_read(model, "active_adapters"))
     if len(active) != 1:
         raise AlignmentError(
             f"adapters: expected one that is active, found {', '.join(active) or 'none'}; call set_adapter with one"
         )
-    config = model.peft_config[active[0]]
+    config = _read(model, "peft_config")[active[0]]
     for field in (*_PLAIN, *_EMPTY):
-        found, plain = getattr(config, field, None), _PLAIN.get(field)
+        found, plain = _read(config, field), _PLAIN.get(field)
         if found != plain and (plain or found):
             raise AlignmentError(
                 f"{field}: expected {plain or 'none'} of an adapter, found {getattr(found, 'value', found)!r}; train "
                 "LoRA of linear layers alone, without dropout or biases, or merge it into the weights first"
             )
+    _check_fields(config)
     check_modules(model.get_base_model())
+
+
+def _check_fields(config: Any) -> None:
+    """Raise AlignmentError for a field of a LoraConfig that is not known here and does not have its default."""
+    for field in fields(config):
+        if field.name in _UNDERSTOOD or field.name in _PLAIN or field.name in _EMPTY:
+            continue
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if (found := getattr(config, field.name)) != default:
+            what = f"{type(config).__name__} has {field.name} = {brief(found)}, which trueroll does not know"
+            raise AlignmentError(untested("peft", what))
+
+
+def _read(of_peft: Any, name: str) -> Any:
+    """An attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT does not have it."""
+    try:
+        return getattr(of_peft, name)
+    except AttributeError:
+        raise AlignmentError(untested("peft", f"{type(of_peft).__name__} has no {name}")) from None
 
 
 def check_modules(base: nn.Module) -> None:
@@ -109,20 +140,23 @@ def trained(module: nn.Module) -> Any:
     """
     module = current(module)
     _check_kind(module, "adapter")
-    return module.base_layer if _kind(module) == _LINEAR else module
+    return _read(module, "base_layer") if _kind(module) == _LINEAR else module
 
 
 def current(module: Any) -> Any:
     """The active copy of a module to save, or the module itself."""
     if _kind(module) != _WRAPPER:
         return module
-    name = _active(module, module.modules_to_save)
-    return module.original_module if name is None else module.modules_to_save[name]
+    copies = _read(module, "modules_to_save")
+    name = _active(module, copies)
+    return _read(module, "original_module") if name is None else copies[name]
 
 
 def copies_of(module: Any) -> list[nn.Module]:
     """All modules of which one is `current` at a time."""
-    return [module.original_module, *module.modules_to_save.values()] if _kind(module) == _WRAPPER else [module]
+    if _kind(module) != _WRAPPER:
+        return [module]
+    return [_read(module, "original_module"), *_read(module, "modules_to_save").values()]
 
 
 def adapter_of(module: Any, name: str = "") -> Adapter | None:
@@ -132,17 +166,18 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
     """
     if _kind(module) != _LINEAR:
         return None
-    if module.merged:
+    if _read(module, "merged"):
         raise AlignmentError(f"{name or 'adapter'}: expected one that is not merged, found one that is; unmerge it")
-    active = _active(module, module.lora_A)
+    adapters = _read(module, "lora_A")
+    active = _active(module, adapters)
     if active is None:
         return None
-    dropout = getattr(module.lora_dropout[active], "p", 0.0)
-    if active in module.lora_variant or module.lora_B[active].bias is not None or dropout != 0.0:
+    b, dropout = _read(module, "lora_B")[active], getattr(_read(module, "lora_dropout")[active], "p", 0.0)
+    if active in _read(module, "lora_variant") or b.bias is not None or dropout != 0.0:
         raise AlignmentError(
             f"{name or 'adapter'}: expected plain LoRA without dropout and bias, found another kind; train it so"
         )
-    return Adapter(module.lora_A[active].weight, module.lora_B[active].weight, module.scaling[active])
+    return Adapter(adapters[active].weight, b.weight, _read(module, "scaling")[active])
 
 
 def read_tensors(model: Any) -> AdaptedTensors:
@@ -183,8 +218,8 @@ def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
 
 def _active(module: Any, among: Any) -> str | None:
     """The active adapter of a PEFT module, if it is `among` those that it has. Raise AlignmentError for several."""
-    active = [name for name in module.active_adapters if name in among]
-    if module.disable_adapters or not active:
+    active = [name for name in _read(module, "active_adapters") if name in among]
+    if _read(module, "disable_adapters") or not active:
         return None
     if len(active) > 1:
         raise AlignmentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trueroll.errors import AlignmentError, ModelError
+from trueroll.versions import untested
 
 from .families import describe, families
 from .specs import DecoderSpec
@@ -13,7 +14,7 @@ from .wrappers import plain_class
 
 def is_decoder(model: Any) -> bool:
     """Whether it is a model of a family, and a decoder alone."""
-    return _is_of_family(model) and hasattr(model.model, "embed_tokens")
+    return _is_of_family(model) and hasattr(getattr(model, "model", None), "embed_tokens")
 
 
 def is_aligned(module: Any) -> bool:
@@ -28,6 +29,7 @@ def describe_plain(model: Any) -> DecoderSpec:
         raise AlignmentError(
             f"model: expected one of {names}, found {type(model).__name__}; unwrap it, or use another model"
         )
+    _check_layout(model)
     if not is_decoder(model):
         raise AlignmentError(
             f"model: expected a decoder alone, found {type(model).__name__}, which has more; load its text with "
@@ -43,3 +45,16 @@ def describe_plain(model: Any) -> DecoderSpec:
 
 def _is_of_family(model: Any) -> bool:
     return plain_class(type(model)).__name__ in families()
+
+
+def _check_layout(model: Any) -> None:
+    """Raise AlignmentError for a decoder of transformers whose parts have other names than those that are read here."""
+    name = plain_class(type(model)).__name__
+    if not name.endswith("ForCausalLM"):
+        return
+    decoder = getattr(model, "model", None)
+    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(decoder, part)]
+    if not hasattr(model, "lm_head"):
+        missing.append("lm_head")
+    if missing:
+        raise AlignmentError(untested("transformers", f"{name} has no {', '.join(missing)}"))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trueroll.errors import AlignmentError
+from trueroll.versions import untested
 
 from .batches import OWN_CHOICE, locate, read_routes
 from .plain_models import describe_plain
@@ -70,11 +71,9 @@ def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
             yield layer.get_submodule(path)
 
 
-def _replay(
-    route: Tensor, normed: bool, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
     """A router's (logits [N, E], gates [N, top_k], experts [N, top_k]), with other experts."""
-    logits, gates, own = output
+    logits, gates, own = _check_output(output, router)
     if len(logits) != len(route):
         raise AlignmentError(
             f"routed_experts: expected a forward pass of the {len(route)} tokens that they are of, found "
@@ -85,3 +84,13 @@ def _replay(
     wide = logits.float()
     found = wide.gather(1, experts).softmax(-1) if normed else wide.softmax(-1).gather(1, experts)
     return logits, found.to(gates.dtype), experts
+
+
+def _check_output(output: Any, router: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Raise AlignmentError unless a router of transformers returned logits, gates and experts."""
+    if isinstance(output, tuple) and len(output) == 3:
+        logits, gates, own = output
+        if gates.shape == own.shape and logits.shape[:-1] == own.shape[:-1] and not own.is_floating_point():
+            return logits, gates, own
+    what = f"{type(router).__name__} returns something other than (logits, gates, experts)"
+    raise AlignmentError(untested("transformers", what))

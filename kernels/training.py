@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trueroll.errors import AlignmentError
+from trueroll.versions import untested
 
 from .adapters import (
     adapter_of,
@@ -41,6 +42,7 @@ from .adapters import (
     trained,
     with_adapter,
 )
+from .arguments import check_call, check_signature
 from .autograd import GradientOps, Packed
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
@@ -67,9 +69,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What a decoder's forward pass may be asked for, and an aligned one cannot do.
-_REFUSED = ("past_key_values", "inputs_embeds", "output_attentions", "output_hidden_states", "output_router_logits")
-
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
 """question(ops, hidden, weight): what the head returns of hidden states [M, H], with its weight [V, H], in the place of
@@ -115,8 +114,9 @@ def align(model: Any, backend: str = "auto") -> None:
 
     `model(...)` then returns float32 logits, leaves out tokens where `attention_mask` is 0, and keeps no KV cache.
     It may be wrapped before or after, by `fully_shard` or DistributedDataParallel; by accelerate only after. Raise
-    AlignmentError for a model that is aligned already, or that the ops do not compute, and ConfigError for a backend
-    that cannot serve it.
+    AlignmentError for a model that is aligned already, that the ops do not compute, or whose forward pass takes an
+    argument that is not known here, as in a release of transformers that came later; and ConfigError for a backend that
+    cannot serve it. A call of the aligned model raises AlignmentError for an argument that it does not serve.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
@@ -271,7 +271,7 @@ def token_experts(
 def _ask(
     model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, question: _Question, **routes: Tensor | None
 ) -> Any:
-    """The head's answer on the M tokens at flat `indices`; `routes` as in `_decoder_forward`."""
+    """The head's answer on the M tokens at flat `indices`; `routes` as in `_decode`."""
     ids = input_ids.flatten()[indices].long()
     return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **routes)
 
@@ -336,36 +336,42 @@ def _model_forward(original: type) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
         if question is None:
+            check_call(original.forward, args, kwargs)
             return original.forward(self, *args, **kwargs)
         return self.lm_head(self.model(*args, **kwargs).last_hidden_state, question)
 
     return forward
 
 
-def _decoder_forward(
+@cache
+def _decoder_forward(original: type) -> Callable[..., Any]:
+    """The forward pass of a decoder of this class. `routes` and `record` as in `_decode`."""
+
+    def forward(
+        self: Any, *args: Any, routes: Tensor | None = None, record: Tensor | None = None, **kwargs: Any
+    ) -> MoeModelOutputWithPast:
+        given = check_call(original.forward, args, kwargs)
+        if given.get("input_ids") is None:
+            raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
+        if given.get("return_dict") is False:
+            raise AlignmentError("return_dict: an aligned decoder does not return tuples; leave it out")
+        return _decode(self, given["input_ids"], given.get("attention_mask"), given.get("position_ids"), routes, record)
+
+    return forward
+
+
+def _decode(
     self: Any,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    routes: Tensor | None = None,
-    record: Tensor | None = None,
-    **kwargs: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    routes: Tensor | None,
+    record: Tensor | None,
 ) -> MoeModelOutputWithPast:
     """`routes`, int32 [layers with experts, M, top_k]: the experts of the M tokens that are not padding, as
     `read_routes` gives them. `record`, in that shape: is filled with those that they went to. The output has the fields
     of a decoder with experts, and so those of one without.
     """
-    for name in _REFUSED:
-        if (value := kwargs.get(name)) is not None and value is not False:
-            raise AlignmentError(
-                f"{name}: expected none for an aligned model, found one; leave it out, or call unalign"
-            )
-    if position_ids is None and kwargs.get("cu_seq_lens_q") is not None:
-        raise AlignmentError(
-            "position_ids: expected some with cu_seq_lens_q, found none; they say where sequences begin"
-        )
-    if input_ids is None:
-        raise AlignmentError("input_ids: expected int64 [B, T], found none; give token ids")
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
@@ -445,7 +451,7 @@ def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: Sta
     if len(shape) == 2 or layout is not None:
         _check_plain(name, module, layer)
     stored = shape if layout is None else layout.shape(shape)
-    found = getattr(module, leaf)
+    found = _attribute(module, leaf, name)
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
@@ -457,7 +463,17 @@ def _parameter(layer: nn.Module, index: int, name: str, *shape: int, layout: Sta
 def _place(layer: nn.Module, index: int, name: str) -> tuple[nn.Module, str]:
     """The module of a layer that has the parameter of this name, and what the module calls it."""
     path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
-    return layer.get_submodule(path), leaf
+    try:
+        return layer.get_submodule(path), leaf
+    except AttributeError:
+        raise AlignmentError(untested("transformers", f"{type(layer).__name__} has no module for {name}")) from None
+
+
+def _attribute(module: Any, leaf: str, name: str) -> Any:
+    try:
+        return getattr(module, leaf)
+    except AttributeError:
+        raise AlignmentError(untested("transformers", f"{type(module).__name__} has no {leaf} for {name}")) from None
 
 
 def _norm_forward(self: Any, x: Tensor) -> Tensor:
@@ -476,7 +492,7 @@ def _head_forward(self: Any, hidden: Tensor, question: _Question | None = None) 
 def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
     """The modules whose forward pass is replaced: by which, and a layer's number."""
     yield model, _model_forward(type(model)), -1
-    yield model.model, _decoder_forward, -1
+    yield model.model, _decoder_forward(type(model.model)), -1
     for copy in copies_of(model.model.embed_tokens):
         yield copy, _embedding_forward, -1
     for index, layer in enumerate(model.model.layers):
@@ -551,6 +567,8 @@ def _check_aligned(model: Any) -> Any:
 def _check_model(model: Any) -> DecoderSpec:
     """What the model computes. Raise AlignmentError unless the ops compute it too."""
     spec, adapted, model = describe_plain(unwrapped(model)), adapted_inside(model), unwrapped(model)
+    for module in (model, model.model):
+        check_signature(plain_class(type(module)))
     if adapted is not None:
         check_adapters(adapted)
         check_tie(model, spec.tie_word_embeddings)

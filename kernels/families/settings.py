@@ -7,6 +7,7 @@ architectures are not used: importing one imports torch's compiler too, which ta
 
 # No `from __future__ import annotations` here: `strict` does not check types whose annotations are strings.
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
@@ -18,6 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from trueroll.errors import ModelError, brief, said
+from trueroll.versions import untested
 
 from ..specs import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, RotationSpec
 
@@ -53,6 +55,7 @@ _MOST_SCALAR = 2.0**30
 # What `Settings` understands beside its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+_ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}
 _ROPE_KEYS |= {"partial_rotary_factor", "original_max_position_embeddings"}
 
 
@@ -203,6 +206,8 @@ class Settings(PreTrainedConfig):
             )
         try:
             inv_freq, scale = self._inv_freq(kind, layer_type)
+        except ModelError:
+            raise
         except Exception as error:
             raise _broken(error) from error
         if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
@@ -214,12 +219,22 @@ class Settings(PreTrainedConfig):
     def _inv_freq(self: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
         if kind != "default":
             of_type = {} if layer_type is None else {"layer_type": layer_type}
-            inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](self, torch.device("cpu"), **of_type)
+            inv_freq, scale = _rope_function(kind)(self, torch.device("cpu"), **of_type)
             return inv_freq, math.fsum([scale])  # takes numbers alone, and none beyond a float
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def _rope_function(kind: str) -> Callable[..., Any]:
+    """transformers' function for a kind of rotation. Raise ModelError if it is not there, or not called as here."""
+    function = ROPE_INIT_FUNCTIONS.get(kind, lambda: None)
+    arguments = {*inspect.signature(function).parameters}
+    if arguments != _ROPE_ARGUMENTS:
+        what = f"the rotation {kind} takes {', '.join(sorted(arguments)) or 'nothing, as it is missing'}"
+        raise ModelError(untested("transformers", f"{what}, where trueroll knows {', '.join(sorted(_ROPE_ARGUMENTS))}"))
+    return function
 
 
 _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)

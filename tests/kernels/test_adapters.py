@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import ATTENTION, HYBRID, adapt, change
-from peft import LNTuningConfig, LoraConfig, get_peft_model
+from peft import LNTuningConfig, LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
@@ -199,9 +199,9 @@ def test_adapters_that_are_not_plain_are_refused(folders: dict[str, Path], confi
 
 
 def test_adapters_in_a_model_that_is_not_one_of_peft_are_refused_too(folders: dict[str, Path]) -> None:
-    """As transformers itself adds them."""
+    """As PEFT injects them, by whose function transformers itself adds adapters."""
     model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
-    model.add_adapter(LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]), model)
     with pytest.raises(AlignmentError, match="model.embed_tokens: expected LoRA of a linear .* peft.*Embedding"):
         align(model)
 

@@ -9,6 +9,7 @@ what fails on the thread is logged, and raised in the trainer when it runs out o
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import queue
 import threading
@@ -27,6 +28,7 @@ from ...client.client import AsyncRolloutClient
 from ...publisher.publisher import WeightPublisher
 from .common import check_samples, encode, sampling_params
 from .scoring import Group, RewardFunc, as_completion, call_reward, length_metrics, name_of, rollout_samples
+from .seams import TRANSFER, WORKER, check_protocol
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
@@ -48,7 +50,10 @@ class TruerollWeightTransfer:
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        """The trainer begins: the next push is its version 1."""
+        """The trainer begins: the next push is its version 1. Raise TrlMissingError if TRL asks for unknown methods."""
+        trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
+        check_protocol(trainer.WeightTransferProtocol, TRANSFER)
+        check_protocol(trainer.RolloutWorkerProtocol, WORKER)
         self._version = 0
 
     def pause(self) -> None:

@@ -8,11 +8,17 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from trueroll.errors import ConfigError, TruerollError
+from trueroll.versions import untested
 
 from ....engine.request import SampleOutput, SamplingParams
+from .seams import TrlMissingError
 
 Prompt: TypeAlias = str | list[dict[str, Any]]
 """Text, or the messages of a conversation."""
+
+
+_SETTINGS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length")
+"""Of all of TRL's trainers."""
 
 
 class WeightsError(TruerollError):
@@ -21,7 +27,9 @@ class WeightsError(TruerollError):
 
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
     """From the settings that all of TRL's trainers have. `generation_kwargs` override them, as in TRL."""
-    overrides = settings.get("generation_kwargs") or {}
+    if missing := [name for name in _SETTINGS if name not in settings]:
+        raise TrlMissingError(untested("trl", f"the trainer's settings no longer have {', '.join(missing)}"))
+    overrides = settings.get("generation_kwargs") or {}  # AsyncGRPOConfig has none
     if refused := [name for name in ("n", "seed", "logprobs") if name in overrides]:
         raise ConfigError(
             "generation_kwargs: expected none of n, seed and logprobs, which TRL's own settings and this adapter "

@@ -16,24 +16,19 @@ from typing import Any, TypeAlias
 
 import torch
 
-from trueroll.errors import ConfigError, TruerollError
+from trueroll.errors import ConfigError
 
 from ....engine.request import SampleOutput, SamplingParams
 from ...client.client import RolloutClient
 from ...publisher.publisher import WeightPublisher
 from .common import Prompt, check_samples, encode, logprobs, sampling_params
-
-
-class TrlMissingError(TruerollError, ImportError):
-    """TRL is not installed, or is of a version without what is plugged in here."""
-
+from .seams import TrlMissingError, check_grpo
 
 try:
     grpo_trainer: Any = importlib.import_module("trl.trainer.grpo_trainer")
-
-    grpo_trainer.VLLMGeneration  # noqa: B018
-except (ImportError, AttributeError) as error:
+except ImportError as error:
     raise TrlMissingError(f"trl: expected version 1.16, found: {error}; run `pip install 'trueroll[trl]'`") from error
+check_grpo(grpo_trainer)
 
 RolloutFunc: TypeAlias = Callable[[list[Prompt], Any], dict[str, list[Any]]]
 """From prompts and the trainer to `prompt_ids`, `completion_ids` and `logprobs`, with an entry for each prompt."""

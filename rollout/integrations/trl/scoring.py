@@ -17,6 +17,7 @@ from trueroll.errors import ConfigError
 
 from ....engine.request import SampleOutput
 from .common import Prompt, logprobs_of
+from .seams import check_sample
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import (
@@ -74,6 +75,7 @@ def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iter
     # Here, since it warns that it is experimental, which does not concern users of GRPOTrainer.
     from trl.experimental.async_grpo import async_rollout_worker
 
+    check_sample(async_rollout_worker.RolloutSample)
     unknown = np.all(np.isnan(rewards), axis=0)
     totals = np.where(unknown, np.nan, np.nansum(rewards, axis=0))
     known = totals[~unknown]

@@ -1,0 +1,83 @@
+"""The arguments of an aligned model's forward pass: which ones it serves, ignores or refuses.
+
+This is an allow-list. An argument of transformers that is not in it is refused: in a signature by `check_signature`,
+when a model is aligned, and in a call by `check_call`. So no release of transformers can give an aligned model an
+argument that it would ignore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from trueroll.errors import AlignmentError, brief
+from trueroll.versions import untested
+
+SERVED = frozenset({"input_ids", "attention_mask", "position_ids"})
+# Used by transformers' own code around the decoder, which computes the loss from our logits.
+OF_THE_HEAD = frozenset(
+    {"labels", "logits_to_keep", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels"}
+)
+# A hint about memory, and what packed sequences tell flash attention beside their `position_ids`.
+IGNORED = frozenset({"use_cache", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+BOUNDARIES = frozenset({"cu_seq_lens_q", "seq_idx"})
+CACHES = frozenset({"past_key_values", "cache"})
+# Refused unless they have the value by which they ask for nothing.
+REFUSED: Mapping[str, Any] = {
+    **dict.fromkeys(CACHES | {"inputs_embeds"}),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits"), False),
+    "is_causal": True,
+}
+KNOWN = SERVED | OF_THE_HEAD | IGNORED | BOUNDARIES | REFUSED.keys()
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_signature(original: type) -> None:
+    """Raise AlignmentError if the forward pass of this class of transformers has an argument that is not known here."""
+    unknown = [name for name in _parameters(original.forward) if name not in KNOWN]
+    if unknown:
+        what = f"{original.__name__}.forward takes {', '.join(unknown)}, whose meaning trueroll does not know"
+        raise AlignmentError(untested("transformers", what))
+
+
+def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of `forward`, an unbound method of transformers, by name.
+
+    Raise AlignmentError for one that is refused or not known and has another value than its default, or None; and for
+    boundaries of packed sequences without `position_ids`.
+    """
+    parameters = _parameters(forward)
+    if len(args) > len(parameters):
+        raise TypeError(f"forward takes at most {len(parameters)} positional arguments, got {len(args)}")
+    given = dict(zip(parameters, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise TypeError(f"forward got {', '.join(sorted(twice))} twice")
+    given.update(kwargs)
+    for name, value in given.items():
+        if value is not None and name not in KNOWN - REFUSED.keys() and value is not REFUSED.get(name):
+            raise AlignmentError(_refusal(name, value))
+    without = sorted(name for name in BOUNDARIES if given.get(name) is not None)
+    if without and given.get("position_ids") is None:
+        raise AlignmentError(
+            f"position_ids: missing beside {', '.join(without)}; give position_ids that are 0 where a sequence begins"
+        )
+    return given
+
+
+def _refusal(name: str, value: Any) -> str:
+    if name in CACHES:
+        return (
+            f"{name}: an aligned model keeps no KV cache, which `generate` needs unless use_cache=False; sample with a "
+            "worker, or call unalign"
+        )
+    kind = "does not support" if name in REFUSED else "does not know"
+    return f"{name}: an aligned model {kind} this argument (got {brief(value)}); leave it out, or call unalign"
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of an unbound method's arguments without `self`, in the order of positional ones."""
+    _, *named = inspect.signature(forward).parameters.values()
+    return tuple(parameter.name for parameter in named if parameter.kind not in _VARIADIC)
