@@ -1,5 +1,8 @@
 """Installs trueroll for make: `install.py FOLDER EXTRA`, where FOLDER gets the virtual environment.
 
+Every package has the version in LOCK, which continuous integration tests. Without a compiler the installation fails,
+unless TRUEROLL_NATIVE=0 asks for the reference kernels.
+
 `install.py FOLDER REQUIREMENTS.txt` makes one that has these packages in front of those of `.venv`, trueroll included.
 Prints a line for each stage, on a terminal with its progress; what venv and pip print goes to FOLDER/install.log. Runs
 before anything is installed, thus with the standard library only.
@@ -7,6 +10,7 @@ before anything is installed, thus with the standard library only.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,15 +19,20 @@ import time
 from pathlib import Path
 
 MODEL = Path(__file__).with_name("model.txt")
+LOCK = ".ci/constraints.txt"
+"""From the root, where make runs: pip takes a path with spaces for several."""
 SECONDS_BETWEEN_LOOKS = 0.2
 LAST_LINES = 15
 BAR_WIDTH = 20
 BEHIND = "import site, sys; site.addsitedir(sys.prefix + '/../.venv/{folders}')\n"
 """The line of a .pth file that puts the packages of `.venv` behind those of the environment that has it."""
-NO_NATIVE_KERNELS = (
-    "The native kernels were not compiled: the slower reference kernels serve instead. {log} shows why; with g++ "
-    "missing, install it, run `make clean`, and then this again."
+NO_NATIVE_KERNELS = "TRUEROLL_NATIVE=0: installed without native kernels; the much slower reference kernels serve."
+NOT_COMPILED = (
+    "The native kernels were not compiled. Install g++ and run make again, or run it with TRUEROLL_NATIVE=0 to install "
+    "without them, on the much slower reference kernels."
 )
+SAYS_SO = "the native CPU kernels of trueroll do not compile"
+"""In the log, from setup.py."""
 
 
 def install(folder: Path, extra: str) -> bool:
@@ -41,7 +50,7 @@ def install(folder: Path, extra: str) -> bool:
         stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages
     succeeded = all(run(title, command, folder, log) for title, command in stages.items())
     if succeeded and not list(Path("kernels/cpu").glob("*.so")):
-        print(NO_NATIVE_KERNELS.format(log=log))
+        print(NO_NATIVE_KERNELS)
     return succeeded
 
 
@@ -69,7 +78,9 @@ def run(title: str, command: list[str], folder: Path, log: Path) -> bool:
         print(f"{title} ...", flush=True)
     with log.open("ab") as output:
         offset = output.tell()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=locked_environment()
+        )
     with process:
         while (code := wait(process)) is None:
             if sys.stdout.isatty():
@@ -83,6 +94,12 @@ def run(title: str, command: list[str], folder: Path, log: Path) -> bool:
         return False
     print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
     return True
+
+
+def locked_environment() -> dict[str, str]:
+    """The environment of pip, in which LOCK constrains what it installs, also for building."""
+    own = os.environ.get("PIP_CONSTRAINT", "").split()
+    return os.environ | {"PIP_CONSTRAINT": " ".join([*own, *([] if LOCK in own else [LOCK])])}
 
 
 def wait(process: subprocess.Popen[bytes]) -> int | None:
@@ -117,7 +134,10 @@ def show(text: str) -> None:
 
 
 def explain(command: list[str], code: int, log: Path) -> None:
-    print(*log.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    text = log.read_text(errors="replace")
+    print(*text.splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+    if SAYS_SO in text:
+        print(NOT_COMPILED, file=sys.stderr)
     print(
         f"install: expected `{' '.join(command)}` to exit with 0, found {code}; {log} has all that it printed, "
         "the end of which is above. Put right what it names and run make again, after `make clean` to begin anew.",

@@ -15,6 +15,7 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / ".ci" / "install.py"
 MODEL = SCRIPT.with_name("model.txt")
+LOCK = ".ci/constraints.txt"
 
 
 @pytest.fixture
@@ -136,13 +137,31 @@ def test_a_failure_shows_the_end_of_the_log_and_where_it_is(root: Path) -> None:
     assert "env/install.log has all" in lines[-1] and "run make again" in lines[-1]
 
 
-def test_kernels_that_were_not_compiled_are_told_of(root: Path) -> None:
+def test_kernels_that_do_not_compile_are_an_error_with_a_way_out(root: Path) -> None:
+    said = "error: the native CPU kernels of trueroll do not compile (g++ failed); install g++"
+    fake_pip(root, f"echo '{said}'; for i in $(seq 30); do echo line $i; done; exit 1")
+    done = run("env", "demo")
+    assert done.returncode == 1
+    assert "Install g++ and run make again, or run it with TRUEROLL_NATIVE=0" in done.stderr
+
+
+def test_reference_kernels_that_were_asked_for_are_told_of(root: Path) -> None:
     (root / "kernels/cpu/_native.so").unlink()
     fake_pip(root, "")
     done = run("env", "demo")
     assert done.returncode == 0
-    note = done.stdout.splitlines()[-1]
-    assert note.startswith("The native kernels were not compiled") and "env/install.log shows why" in note
+    assert done.stdout.splitlines()[-1].startswith("TRUEROLL_NATIVE=0: installed without native kernels")
+
+
+@pytest.mark.parametrize(("own", "given"), [("", LOCK), ("mine.txt", f"mine.txt {LOCK}")])
+def test_every_package_has_the_version_that_was_tested(
+    root: Path, monkeypatch: pytest.MonkeyPatch, own: str, given: str
+) -> None:
+    monkeypatch.setenv("PIP_CONSTRAINT", own)
+    fake_pip(root, 'echo "constraints: $PIP_CONSTRAINT"')
+    assert run("env", "demo").returncode == 0
+    assert f"constraints: {given}\n" in (root / "env/install.log").read_text()
+    assert (SCRIPT.parent.parent / LOCK).is_file()
 
 
 def test_a_python_that_is_gone_is_an_error_of_one_line(root: Path) -> None:

@@ -1,6 +1,7 @@
 """What is distributed: the source archive is whole, the wheel made from it holds every module and the native library.
 
-Everything is imported from the wheel, far away from the repository. Without a C++ compiler it works all the same.
+Everything is imported from the wheel, far away from the repository. Without a C++ compiler no wheel is made, unless
+TRUEROLL_NATIVE=0 asks for one without the library.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import pytest
 from fake_engine import FakeEngine
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 from serving import serving
 from test_layers import FOLDERS, ROOT, read_sources
 
@@ -78,15 +80,19 @@ def _copy_sources(target: Path) -> Path:
     """setuptools leaves a folder `build` where it builds, and packs what an earlier build left there."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
     return target
 
 
 def build_wheel(archive: Path, folder: Path, **environment: str) -> Path:
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
-    run(sys.executable, "-m", "pip", "wheel", *options, str(archive), cwd=folder, **environment)
+    run(*wheel_command(archive, folder), cwd=folder, **environment)
     return next(folder.glob("trueroll-*.whl"))
+
+
+def wheel_command(archive: Path, folder: Path) -> list[str]:
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder)]
+    return [sys.executable, "-m", "pip", "wheel", *options, str(archive)]
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +143,20 @@ def test_the_wheel_is_native_typed_and_licensed(wheel: Path) -> None:
     assert shipped and shipped <= set(names)
 
 
-def test_without_a_compiler_the_reference_kernels_are_installed_and_say_why(archive: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(archive, tmp_path, CC="false", CXX="false")
+def test_without_a_compiler_an_installation_fails_and_names_the_way_out(archive: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"CC": "false", "CXX": "false"}
+    command = wheel_command(archive, tmp_path)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode != 0 and not [*tmp_path.glob("*.whl")]
+    assert "the native CPU kernels of trueroll do not compile" in done.stdout + done.stderr
+    assert "set TRUEROLL_NATIVE=0 to install trueroll without them" in done.stdout + done.stderr
+
+
+def test_a_variable_asks_for_the_reference_kernels_which_say_so(archive: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(archive, tmp_path, CC="false", CXX="false", TRUEROLL_NATIVE="0")
     assert native_libraries(wheel) == []
     name, note, refusal = run_unpacked(wheel, tmp_path / "unpacked", SELECT_BACKEND).splitlines()
-    assert name == "reference" and "install a C++ compiler, then trueroll again" in note
+    assert name == "reference" and "install trueroll again without TRUEROLL_NATIVE=0" in note
     assert refusal.startswith("backend: ") and refusal.endswith(note)
 
 
@@ -207,6 +222,38 @@ def test_every_dependency_says_from_which_version_on() -> None:
 
 
 EXTRAS = {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]}
+
+
+def lower_bounds() -> dict[str, Version]:
+    """Of what `make test-floors` tests: the dependencies, and what the extras of TRL, HTTP and PEFT add."""
+    bounds = {
+        canonicalize_name(each.name): Version(bound.version)
+        for each in requirements("trl", "http", "grpo")
+        for bound in each.specifier
+        if bound.operator == ">="
+    }
+    return {name: bound for name, bound in bounds.items() if name not in NOT_LOWERED}
+
+
+NOT_LOWERED = {
+    *("torch", "triton"),  # docs/gpu.md says what was run with their oldest versions
+    "trl",  # has one minor release in its range, which .venv has
+    *("setuptools", "matplotlib", "reasoning-gym"),  # not imported by trueroll
+}
+
+
+def test_the_floors_that_are_tested_are_those_of_pyproject() -> None:
+    tested = {name: Version(version) for name, version in pins("floors.txt").items()}
+    assert {name: tested.get(name) for name in lower_bounds()} == lower_bounds()
+
+
+def test_where_private_parts_are_used_the_range_ends_with_what_was_tested() -> None:
+    locked, found = pins("constraints.txt"), {each.name: each for each in requirements("trl", "http", "grpo", "ray")}
+    for name in ("torch", "transformers", "triton", "peft", "trl", "ray"):
+        major, minor = Version(locked[name]).release[:2]
+        assert not found[name].specifier.contains(f"{major}.{minor + 2}.0"), (
+            "at most the lock's and the next are tested"
+        )
 
 
 def pins(file: str) -> dict[str, str]:

@@ -101,8 +101,8 @@ def load_library() -> Library:
     path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
     if not path.exists():
         raise OSError(
-            f"{path.name} was not built, which needs a C++ compiler that knows AMX (GCC 11, Clang 12 or newer) when "
-            "trueroll is installed"
+            f"{path.name} was not built, as TRUEROLL_NATIVE=0 asked for when trueroll was installed; building it needs "
+            "a C++ compiler that knows AMX (GCC 11, Clang 12 or newer)"
         )
     library = Library(path)
     if wanted := os.environ.get(ISA_VARIABLE):
@@ -115,5 +115,5 @@ def library_obstacle() -> str:
     try:
         load_library()
     except OSError as error:
-        return f"native CPU kernels cannot be loaded: {error}; install a C++ compiler, then trueroll again"
+        return f"native CPU kernels cannot be loaded: {error}; install trueroll again without TRUEROLL_NATIVE=0"
     return ""
