@@ -8,9 +8,9 @@ BIN := .venv/bin
 # Files of tests side by side, each file in one process, of which there are more than cores, since many tests wait for others.
 # In the order of their names, where the last ones are short.
 IN_PARALLEL := --numprocesses $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
-SOURCES := pyproject.toml .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
+SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu test-integrations test-verl fuzz chaos lint docs clean
+.PHONY: demo test test-gpu test-integrations test-verl test-newest test-floors fuzz chaos lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -28,6 +28,15 @@ test-integrations: test-verl .venv-integrations/.done
 
 test-verl: .venv-verl/.done
 	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
+
+# The promises with the newest versions that pyproject.toml allows today, and with the oldest ones.
+test-newest: .venv/.dev
+	@$(BIN)/python .ci/newest.py build/newest.txt
+	@$(MAKE) --no-print-directory .venv-newest/.done
+	@.venv-newest/bin/python -P -m pytest @.ci/promises.txt
+
+test-floors: .venv-floors/.done
+	@.venv-floors/bin/python -P -m pytest @.ci/promises.txt
 
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
@@ -70,7 +79,15 @@ endef
 	@$(BIN)/python .ci/install.py $(@D) $<
 	@touch $@
 
+.venv-newest/.done: build/newest.txt | .venv/.dev
+	@$(BIN)/python .ci/install.py $(@D) $<
+	@touch $@
+
+.venv-floors/.done: .ci/floors.txt | .venv/.dev
+	@$(BIN)/python .ci/install.py $(@D) $<
+	@touch $@
+
 clean:
-	@rm -rf .venv .venv-integrations .venv-verl build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-integrations .venv-verl .venv-newest .venv-floors build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

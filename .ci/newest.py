@@ -1,0 +1,47 @@
+"""Writes the newest versions that pyproject.toml allows today, of packages that are older in .venv: `newest.py FILE`.
+
+Asks the package index for what trueroll names itself: its dependencies, and those of the extras in EXTRAS. What these
+need besides is raised only where it must be. torch and triton, which are large, are left out: .venv has the newest
+minor release of their ranges. FILE is written only if it changes, so that make installs only what changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+EXTRAS = ("demo", "grpo", "http", "ray", "trl")
+LEFT_OUT = ("torch", "triton", "trueroll[", "reasoning-gym")
+HEADER = "# The newest allowed versions that differ from those of .venv, found by .ci/newest.py.\n"
+
+
+def wanted() -> list[str]:
+    """The requirements of pyproject.toml whose newest versions are tested."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for name in EXTRAS for line in project["optional-dependencies"][name])]
+    return [line for line in lines if not line.startswith(LEFT_OUT)]
+
+
+def resolve(python: str, requirements: list[str]) -> list[str]:
+    """`name==version` of each package that `pip install --upgrade` of the requirements would install."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--upgrade", "--report", str(report)]
+        environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+        subprocess.run([*command, *requirements], check=True, env=environment, stderr=subprocess.DEVNULL)
+        found = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    return sorted(f"{each['name']}=={each['version']}" for each in found)
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    text = HEADER + "".join(f"{line}\n" for line in resolve(sys.executable, wanted()))
+    if not file.exists() or file.read_text() != text:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    print(f"newest allowed: {', '.join(text.splitlines()[1:]) or 'what .venv has'}")
