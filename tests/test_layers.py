@@ -130,7 +130,8 @@ ROLLOUT = {
     "fleet": {"config", "protocol", "network", "monitoring", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
-    "text": {"protocol"},
+    "text_child": set(),
+    "text": {"protocol", "text_child"},
     "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
     "tools": {
         "auditing",
