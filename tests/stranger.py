@@ -62,6 +62,13 @@ def connect(path: str) -> None:
         unix.connect(path)
 
 
+def ask(port: int, grpc: bool) -> str:
+    try:
+        return ask_grpc(port) if grpc else ask_http(port)
+    except OSError as error:  # such as one that listens elsewhere
+        return repr(error)
+
+
 def ask_http(port: int) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("GET", "/metrics")
@@ -112,7 +119,7 @@ def main() -> None:
             with suppress(OSError):
                 action()
                 managed.append((attempt, target))
-        answers = {port: (ask_grpc if grpc else ask_http)(int(port)) for port, grpc in targets["ports"].items()}
+        answers = {port: ask(int(port), grpc) for port, grpc in targets["ports"].items()}
     finally:
         own.kill()
     print(json.dumps(dict(pid=own.pid, managed=managed, answers=answers)))

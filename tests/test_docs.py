@@ -1,0 +1,51 @@
+"""Every promise of docs/security.md names its tests, and they are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "security.md").read_text()
+WITHOUT_PROMISES = {"What is not promised", "Reporting a problem"}
+LIMITS = ("What users can still learn and do", "A client that may connect can still", "Whoever may push weights, thus")
+"""How paragraphs begin that say what a promise does not cover, or where the ones after it come from."""
+
+
+def blocks() -> Iterator[str]:
+    """The paragraphs and the items of lists, of all sections with promises."""
+    for section in PAGE.split("\n## ")[1:]:
+        title, _, text = section.partition("\n")
+        if title not in WITHOUT_PROMISES:
+            for paragraph in re.split(r"\n\n|\n(?=- )", re.sub(r"^\[\d+\]: .*$", "", text, flags=re.M).strip()):
+                yield paragraph.strip()
+
+
+def is_promise(block: str) -> bool:
+    """A table has its tests in the paragraph before or after it, what introduces a list in the items."""
+    return bool(block) and not block.startswith(("|", *LIMITS)) and not block.endswith(":")
+
+
+def definitions() -> dict[str, tuple[Path, str]]:
+    found = re.findall(r'^\[(\d+)\]: \.\./(\S+) "(\w+)"$', PAGE, re.M)
+    assert len({number for number, _, _ in found}) == len(found)
+    return {number: (ROOT / path, test) for number, path, test in found}
+
+
+def test_every_promise_names_its_tests() -> None:
+    promises = list(filter(is_promise, blocks()))
+    assert len(promises) > 30
+    assert [block for block in promises if not re.search(r"Tests?: (\[\d+\](, )?)+\.$", block)] == []
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    tests = definitions()
+    named = {number for block in blocks() for number in re.findall(r"\[(\d+)\]", block)}
+    assert named == tests.keys()
+    missing = [
+        f"{path}::{test}"
+        for path, test in tests.values()
+        if not path.is_file() or not re.search(rf"^(async )?def {test}\(", path.read_text(), re.M)
+    ]
+    assert missing == []
