@@ -5,9 +5,10 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
 	&& echo $$candidate && break; done)
 BIN := .venv/bin
-# Files of tests side by side, each file in one process, of which there are more than cores, since many tests wait for others.
-# In the order of their names, where the last ones are short.
-IN_PARALLEL := --numprocesses $(shell expr 3 \* $$(nproc) / 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
+# Files of tests side by side, each file in one process, in the order of their names, where the last ones are short. There
+# are no more processes than cores, and tests/whole_run.py shares the cores out: threads that have to wait for a core in the
+# middle of an op make others wait for them.
+IN_PARALLEL := --numprocesses $(shell nproc) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
 .PHONY: demo test test-gpu test-integrations test-verl test-newest test-floors fuzz chaos lint docs clean

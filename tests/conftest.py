@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -29,23 +26,10 @@ from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED, make_tiny_model  # noqa: 
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
+pytest_plugins = ["whole_run"]
 triton_interpreter.install()
 hypothesis.settings.register_profile("trueroll", deadline=None)
 hypothesis.settings.load_profile("trueroll")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Makes a folder for what the processes of a run share, in the first of them; the others inherit its name.
-
-    Tests convert the embedded model anew, into that folder; set TRUEROLL_CACHE to reuse one instead.
-    """
-    if "TRUEROLL_TEST_RUN" in os.environ:
-        return
-    # A publisher's tests take what is mapped from a folder "trueroll-..." for what a push left.
-    folder = tempfile.mkdtemp(prefix="tests-of-trueroll-")
-    config.add_cleanup(partial(shutil.rmtree, folder))
-    os.environ["TRUEROLL_TEST_RUN"] = folder
-    os.environ.setdefault("TRUEROLL_CACHE", f"{folder}/cache")
 
 
 @pytest.hookimpl(wrapper=True)
