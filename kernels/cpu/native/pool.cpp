@@ -4,6 +4,7 @@
 // computes a task never changes its result.
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +22,10 @@ namespace {
 // 20 to 100 microseconds, by how long the CPU pauses: longer than the pause between two ops of a model, shorter than
 // anybody would notice.
 constexpr int SPINS = 2000;
+
+// How long a caller waits awake for the other threads' last tasks: waking it takes a twentieth of that at most.
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds AWAKE{1};
 
 void relax() {
 #if defined(__x86_64__)
@@ -42,12 +47,13 @@ class Pool {
             wake_.notify_all();
         }
         work(job);
-        for (int spins = 0; finished_.load(std::memory_order_acquire) != tasks; ++spins)
-            spins < SPINS ? relax() : std::this_thread::yield();
+        if (!finishes_soon(tasks)) sleep_until_finished(tasks);
     }
 
+    // While one thread is asked for, the others sleep: calls with different numbers of threads in turn start none anew.
     void resize(long threads) {
-        if (threads == size()) return;
+        threads_ = threads;
+        if (threads == 1 || threads == static_cast<long>(workers_.size()) + 1) return;
         stop();
         for (long i = 1; i < threads; ++i)
             workers_.emplace_back([this, seen = ticket_.load() >> 32]() mutable {
@@ -55,9 +61,26 @@ class Pool {
             });
     }
 
-    long size() const { return static_cast<long>(workers_.size()) + 1; }
+    long size() const { return threads_; }
 
   private:
+    // Waits awake, but not for long: where another process computes on this core, the first yield takes longer.
+    bool finishes_soon(long tasks) {
+        for (int spins = 0; spins < SPINS; ++spins, relax())
+            if (finished_.load() == tasks) return true;
+        for (const auto end = Clock::now() + AWAKE; Clock::now() < end; std::this_thread::yield())
+            if (finished_.load() == tasks) return true;
+        return finished_.load() == tasks;
+    }
+
+    // A thread has a long task, or lost its core in the middle of one and may need this core.
+    void sleep_until_finished(long tasks) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        caller_sleeps_.store(true);
+        done_.wait(lock, [&] { return finished_.load() == tasks; });
+        caller_sleeps_.store(false);
+    }
+
     void work(uint64_t job) {
         uint64_t ticket = ticket_.load();
         long finished = 0;
@@ -68,7 +91,13 @@ class Pool {
             ++finished;
             ticket = ticket_.load();
         }
-        if (finished > 0) finished_.fetch_add(finished, std::memory_order_release);
+        if (finished == 0) return;
+        // The caller first says that it sleeps and then looks whether all is done; this is the other order.
+        finished_.fetch_add(finished);
+        if (caller_sleeps_.load()) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            done_.notify_one();
+        }
     }
 
     // Waits for a job newer than `seen` and sets it; false if the thread shall end.
@@ -99,8 +128,10 @@ class Pool {
 
     std::vector<std::thread> workers_;
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, done_;
+    long threads_ = 1;
     std::atomic<bool> stopping_{false};
+    std::atomic<bool> caller_sleeps_{false};
     std::atomic<int> sleepers_{0};
     // The newest job's number, and below it how many of its tasks nobody has claimed yet.
     alignas(64) std::atomic<uint64_t> ticket_{0};

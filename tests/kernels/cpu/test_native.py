@@ -19,9 +19,10 @@ from trueroll.kernels.cpu import obstacle
 from trueroll.kernels.cpu.library import Library, load_library
 
 from ..inputs import EXPERTS, layer_spec
-from .native_build import build
+from .native_build import ROOT, build
 
 DRIVER = Path(__file__).parent / "native" / "driver.cpp"
+POOL_DRIVER = DRIVER.with_name("pool_driver.cpp")
 
 pytestmark = pytest.mark.timeout(900)  # compiles with sanitizers, which takes a minute of two idle cores
 
@@ -55,6 +56,20 @@ def test_no_race_between_threads(tmp_path: Path) -> None:
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["portable"]
+
+
+@pytest.fixture(scope="module")
+def pool_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pool alone, and what drives it."""
+    driver = tmp_path_factory.mktemp("pool") / "driver"
+    sources = [POOL_DRIVER, ROOT / "kernels" / "cpu" / "native" / "pool.cpp"]
+    subprocess.run(["g++", "-std=c++17", "-O1", "-pthread", *sources, "-o", driver], check=True)
+    return driver
+
+
+@pytest.mark.parametrize("promise", ["sleep", "keep"])
+def test_threads_that_wait_leave_their_cores_to_others_and_are_kept(pool_driver: Path, promise: str) -> None:
+    assert subprocess.run([pool_driver, promise]).returncode == 0
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:
