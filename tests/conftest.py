@@ -19,7 +19,8 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # Read when a Triton kernel is made: here they all run on the CPU. `make test-gpu` runs them on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import triton_interpreter  # noqa: E402, I001
+import machines  # noqa: E402, I001
+import triton_interpreter  # noqa: E402
 from conversion import convert_smollm2  # noqa: E402
 from forked import workers_are_forked  # noqa: E402
 from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED, make_tiny_model  # noqa: E402
@@ -49,10 +50,13 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says why tests were skipped, with a line for each reason."""
+    """Lists what was not run for want of another machine, with a line for each reason."""
+    write = terminalreporter.write_line
+    if missing := machines.missing_instruction_sets():
+        write(f"instruction sets that this machine lacks, whose kernels were not run: {', '.join(missing)}")
     reports = terminalreporter.stats.get("skipped", [])
     for reason, count in Counter(report.longrepr[2] for report in reports).most_common():
-        terminalreporter.write_line(f"{count} tests: {reason}")
+        write(f"{count} tests: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -12,9 +13,23 @@ import pytest
 import torch
 import whole_run
 
+TESTS = Path(__file__).parent
 FILE = "tests/test_whole_run.py"
 ORPHAN = "subprocess.run('sleep 1000 >/dev/null 2>&1 &', shell=True)"
 """Starts a process that nobody waits for, and that belongs to nobody once its shell has ended."""
+
+
+def test_only_a_missing_machine_keeps_a_test_from_running() -> None:
+    """Every other premise is forced. What is skipped or may fail is named where machines are, or needs a GPU."""
+    escapes = {"skip", "skipif", "importorskip", "xfail"}
+    found = {
+        f"{path.relative_to(TESTS)}:{node.lineno}"
+        for path in TESTS.rglob("*.py")
+        if path.name != "machines.py" and "gpu" not in path.relative_to(TESTS).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in escapes
+    }
+    assert found == set()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +73,7 @@ def test_a_file_and_a_run_that_leave_a_process_behind_fail_and_name_it(tmp_path:
         f"import subprocess, whole_run\nwhole_run.SECONDS = 0.0\ndef pytest_sessionfinish():\n    {ORPHAN}\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != whole_run.RUN}
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    environment["PYTHONPATH"] = str(TESTS)
     command = [sys.executable, "-P", "-m", "pytest", "-p", "whole_run", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout

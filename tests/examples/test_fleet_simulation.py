@@ -10,7 +10,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib")
 SIMULATION = Path(__file__).parents[2] / "examples" / "fleet_simulation.py"
 WORKERS, GROUPS = 12, 480
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from machines import lends_huge_pages
 from safetensors.torch import load_file, save_file
 
 from tiny import make_tiny_model
-from trueroll.engine.cache.lending import place_to_lend
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
 PROMPTS = [[*range(3, 90), 200 + i] for i in range(4)]
@@ -85,6 +85,7 @@ def test_after_a_push_a_worker_is_one_that_was_started_with_these_weights(
         assert after == expected and versions == {2} and cached == cold
 
 
+@lends_huge_pages
 def test_workers_of_one_machine_share_pushed_weights_and_each_outlives_the_others(
     old: Path, new: Path, expected: Bits
 ) -> None:
@@ -93,8 +94,6 @@ def test_workers_of_one_machine_share_pushed_weights_and_each_outlives_the_other
         clients = [stack.enter_context(RolloutClient(worker.address)) for worker in workers]
         publisher = stack.enter_context(WeightPublisher())
         publisher.connect([worker.address for worker in workers])
-        if place_to_lend() is None:
-            pytest.skip("the system has no huge pages that can be lent")
         for version, folder in ((1, old), (2, new)):
             publisher.push(load_file(folder / "model.safetensors"), version)
             shared = [shared_memory(worker) for worker in workers]

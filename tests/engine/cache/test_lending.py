@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from machines import lends_huge_pages
 
 from trueroll.engine.cache import lending
-from trueroll.engine.cache.lending import BorrowedArena, LendableArena, Lent, place_to_lend
+from trueroll.engine.cache.lending import BorrowedArena, LendableArena, Lent
 from trueroll.engine.cache.memory import HUGE_PAGE, HostArena
 
 SIZE = 2 * HUGE_PAGE + 5000
@@ -26,7 +27,7 @@ print(*arena.lend(), flush=True)
 input()
 """
 
-pytestmark = pytest.mark.skipif(place_to_lend() is None, reason="the system has no huge pages that can be lent")
+pytestmark = lends_huge_pages
 
 
 def lent_by(arena: LendableArena, value: int) -> Lent:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from conversion import CONVERSION_LOG, convert_smollm2
+from machines import NOBODY, give_away
 from safetensors import safe_open
 
 from trueroll.engine.models import smollm2 as module
@@ -123,26 +124,22 @@ def test_a_cache_that_others_can_write_is_refused(cache: Path, part: str, mode: 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() == 0:
-        os.chown(cache / part, 12345, -1)
-    else:
-        monkeypatch.setattr(module.os, "geteuid", lambda: 12345)
+    give_away(cache / part, monkeypatch)
     with pytest.raises(ModelError, match="belong to user .*, found owner .*; .* set TRUEROLL_CACHE to a folder"):
         smollm2_folder()
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0, reason="expected root, who gives files away; run as root to test links of others"
-)
 @pytest.mark.parametrize("part", PARTS)
-def test_a_link_of_another_user_is_refused(cache: Path, part: str, tmp_path: Path) -> None:
+def test_a_link_of_another_user_is_refused(
+    cache: Path, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever owns a link may turn it elsewhere."""
     path = cache / part
     path.rename(tmp_path / "mine")
     path.symlink_to(tmp_path / "mine")
     assert smollm2_folder().is_dir()
-    os.chown(path, 12345, -1, follow_symlinks=False)
-    with pytest.raises(ModelError, match="found owner 12345 and mode lrwx"):
+    give_away(path, monkeypatch)
+    with pytest.raises(ModelError, match=f"found owner {NOBODY} and mode lrwx"):
         smollm2_folder()
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from machines import lends_huge_pages
 
 from tiny import make_tiny_model
 from trueroll.engine.cache.memory import Arena, DeviceArena
@@ -108,12 +109,11 @@ def test_weights_that_were_never_committed_leave_no_trace(tiny_model: Path, newe
     assert engine.weight_version == 0
 
 
+@lends_huge_pages
 def test_weights_that_one_engine_lends_are_as_good_as_its_own(tiny_model: Path, newer: Path, backend: str) -> None:
     engines = [make_engine(tiny_model, backend=backend) for _ in range(3)]
     lender, *others = engines
-    if lender.weights.kin is None:
-        pytest.skip("the system has no huge pages that can be lent")
-    assert {engine.weights.kin for engine in engines} == {lender.weights.kin}
+    assert lender.weights.kin is not None and {engine.weights.kin for engine in engines} == {lender.weights.kin}
     assert make_engine(tiny_model, backend=backend, dtype="bfloat16").weights.kin != lender.weights.kin
     old, expected, places = all_bits(lender), all_bits(make_engine(newer, backend=backend)), addresses(others[0])
 
@@ -134,10 +134,9 @@ def test_weights_that_one_engine_lends_are_as_good_as_its_own(tiny_model: Path, 
     assert [all_bits(engine) for engine in engines] == [old, old, expected]
 
 
+@lends_huge_pages
 def test_lent_weights_of_another_size_are_refused(tiny_model: Path) -> None:
     engine = make_engine(tiny_model)
-    if engine.weights.kin is None:
-        pytest.skip("the system has no huge pages that can be lent")
     arena = weights.LendableArena(engine.weights.num_held - 64)
     with pytest.raises(FileNotFoundError, match=f"expected {engine.weights.num_held} bytes of weights"):
         engine.weights.borrow(arena.lend())

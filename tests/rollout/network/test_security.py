@@ -28,6 +28,7 @@ import pytest
 import torch
 import zmq
 from fake_engine import MAX_MODEL_LEN, FakeEngine
+from machines import NOBODY, give_away
 from serving import FaultyWorker, RawClient, WorkerOnThread, check_group, fake_process, serving
 from zmq.utils.monitor import recv_monitor_message
 
@@ -63,8 +64,6 @@ _READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 OPENING = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31) + bytes([4, len(_READY)]) + _READY
 """What a client without keys sends first (RFC 23 of ZMQ)."""
 KEYS = ("server_public", "server_secret", "client_public", "client_secret")
-NOBODY = 65534
-as_another_user = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process as another user")
 
 
 @pytest.fixture
@@ -111,6 +110,7 @@ def port_of(address: str) -> int:
 
 def as_nobody(code: str, *arguments: str) -> subprocess.Popen[str]:
     """Runs a script as a user without rights. Its imports come before, as that user may be unable to read Python."""
+    assert os.geteuid() == 0, "only root can start a process as another user: run this test as root"
     drop = f"import os, sys, msgpack, zmq; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
     command = [sys.executable, "-c", drop + code, *arguments]
     return subprocess.Popen(
@@ -135,7 +135,6 @@ def test_tcp_on_loopback_needs_no_typing_by_its_user_and_lets_nobody_else_in(eng
     assert [request.params.n for request in engine.requests] == [2]
 
 
-@as_another_user
 def test_another_user_of_the_machine_gets_no_answer(engine: FakeEngine, open_folder: Path) -> None:
     code = (
         "socket = zmq.Context().socket(zmq.DEALER); socket.LINGER = 0; socket.RCVTIMEO = 1000\n"
@@ -191,11 +190,10 @@ def test_the_keys_of_loopback_are_for_their_user_alone(tmp_path: Path, monkeypat
             RolloutClient("tcp://127.0.0.1:1")
 
 
-@as_another_user
 def test_the_keys_of_another_user_are_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     server_keys(WorkerConfig(address="tcp://127.0.0.1:*"))
-    os.chown(tmp_path / "trueroll", NOBODY, NOBODY)
+    give_away(tmp_path / "trueroll", monkeypatch)
     with pytest.raises(ConfigError, match=f"of user {NOBODY}"):
         RolloutClient("tcp://127.0.0.1:1")
 
@@ -224,7 +222,6 @@ def test_an_ipc_socket_is_private_and_replaces_no_file(engine: FakeEngine, tmp_p
 # Who answers.
 
 
-@as_another_user
 def test_a_client_refuses_a_worker_of_another_user(open_folder: Path) -> None:
     code = (
         "router = zmq.Context().socket(zmq.ROUTER); router.bind(sys.argv[1]); print('bound', flush=True)\n"

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from forked import ForkedPopen
+from machines import lends_huge_pages
 from safetensors.torch import load_file, save_file
 from serving import RawClient
 
@@ -37,7 +38,10 @@ TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("begin", "stage", "verify", "commit")
 SHARES = place_to_lend() is not None
 """Whether by `shared` the second worker maps what the first one has verified, and hears of the push only then."""
-STEPS = [(transport, phase) for transport in TRANSPORTS for phase in PHASES] + [("shared", "lend")] * SHARES
+STEPS = [
+    *((transport, phase) for transport in TRANSPORTS for phase in PHASES),
+    pytest.param("shared", "lend", marks=lends_huge_pages),
+]
 PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "lend": "verified", "commit": "verified"}
 PATIENT = 60.0
 """For pushes that must succeed, seconds."""
@@ -443,7 +447,7 @@ def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: 
     fleet.version = old + 2
 
 
-@pytest.mark.skipif(not SHARES, reason="the system has no huge pages that can be lent")
+@lends_huge_pages
 @pytest.mark.parametrize("phase", ["stage", "lend", "commit"])
 def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
     """In the phase `commit` it has committed, and the other one has its memory, but was not told to commit."""

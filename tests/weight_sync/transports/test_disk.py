@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import SHAPES, FakeEngine
+from machines import NOBODY, give_away, without_rights_of_root
 from pushing import ask
 from serving import RawClient, serving
 
@@ -26,9 +27,7 @@ from trueroll.weight_sync.transports.disk import FolderReader, FolderWriter, rea
 from trueroll.weight_sync.transports.policy import PushPolicy
 
 PUSH_ID = "0123456789abcdef" * 2
-NOBODY = 65534
 TENSORS = {"a": torch.arange(6.0).view(3, 2), "b": torch.ones(5), "c": torch.full((2, 1, 3), 7.0)}
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
 
 
 def write_folder(parent: Path, tensors: Mapping[str, torch.Tensor] = TENSORS) -> Path:
@@ -138,10 +137,6 @@ def to_file(folder: Path) -> None:
     folder.write_text("")
 
 
-def give(path: Path) -> None:
-    os.chown(path, NOBODY, NOBODY)
-
-
 PATH_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no folder": (lambda folder: folder.rename(folder.with_name("moved")), "No such file"),
     "a file as folder": (to_file, "Not a directory"),
@@ -163,10 +158,11 @@ OWNER_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a model of the group's": (lambda folder: (folder / MODEL_FILE).chmod(0o664), f"{MODEL_FILE} has mode 0664"),
     "a manifest of everybody's": (lambda folder: (folder / MANIFEST_FILE).chmod(0o646), "mode 0646"),
 }
-FOREIGN_FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another user's folder": (give, f"the folder belongs to uid {NOBODY}"),
-    "another user's model": (lambda folder: give(folder / MODEL_FILE), f"{MODEL_FILE} belongs to uid {NOBODY}"),
-    "another user's manifest": (lambda folder: give(folder / MANIFEST_FILE), f"{MANIFEST_FILE} belongs to uid"),
+# What belongs to another user.
+FOREIGN_FAULTS = {
+    "another user's folder": (".", f"the folder belongs to uid {NOBODY}"),
+    "another user's model": (MODEL_FILE, f"{MODEL_FILE} belongs to uid {NOBODY}"),
+    "another user's manifest": (MANIFEST_FILE, f"{MANIFEST_FILE} belongs to uid {NOBODY}"),
 }
 
 
@@ -189,7 +185,6 @@ def assert_refused(caplog: pytest.LogCaptureFixture, folder: Path | str, root: P
     [
         *((name, has_root) for name in PATH_FAULTS for has_root in (False, True)),
         *((name, False) for name in OWNER_FAULTS),
-        *(pytest.param(name, False, marks=as_root) for name in FOREIGN_FAULTS),
     ],
 )
 def test_every_fault_of_a_path_gives_one_text(
@@ -197,15 +192,25 @@ def test_every_fault_of_a_path_gives_one_text(
 ) -> None:
     root = folder.parent if has_root else None
     assert_whole(read_all(folder, root))
-    spoil, cause = (PATH_FAULTS | OWNER_FAULTS | FOREIGN_FAULTS)[name]
+    spoil, cause = (PATH_FAULTS | OWNER_FAULTS)[name]
     spoil(folder)
     assert_refused(caplog, folder, root, cause)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", FOREIGN_FAULTS)
+def test_what_belongs_to_another_user_gives_the_same_text(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert_whole(read_all(folder))
+    part, cause = FOREIGN_FAULTS[name]
+    give_away(folder / part, monkeypatch)
+    assert_refused(caplog, folder, None, cause)
+
+
 def test_a_folder_without_permission_gives_the_same_text(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / MODEL_FILE).chmod(0)
-    assert_refused(caplog, folder, None, "Permission denied")
+    with without_rights_of_root():
+        assert_refused(caplog, folder, None, "Permission denied")
 
 
 @pytest.mark.parametrize("path", ["\0", "", "/" + "a" * 300, "/proc/self/fd"])
@@ -222,9 +227,14 @@ def test_a_worker_of_another_user_does_not_read_the_folder(
     assert_whole(read_all(folder, folder.parent))
 
 
-@pytest.mark.parametrize("name", [*OWNER_FAULTS, *(pytest.param(name, marks=as_root) for name in FOREIGN_FAULTS)])
-def test_inside_the_push_folder_anybodys_pushes_are_read(folder: Path, name: str) -> None:
-    (OWNER_FAULTS | FOREIGN_FAULTS)[name][0](folder)
+@pytest.mark.parametrize("name", [*OWNER_FAULTS, *FOREIGN_FAULTS])
+def test_inside_the_push_folder_anybodys_pushes_are_read(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in OWNER_FAULTS:
+        OWNER_FAULTS[name][0](folder)
+    else:
+        give_away(folder / FOREIGN_FAULTS[name][0], monkeypatch)
     assert_whole(read_all(folder, folder.parent))
 
 

@@ -1,0 +1,68 @@
+"""What tests need that not every machine has: the only reasons to skip one, and other users' files and rights.
+
+A run ends with the list of what it did not run for want of another machine. A test that could force its premise must
+not skip: `tests/test_whole_run.py` allows `skip` here and in `tests/gpu` alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trueroll.engine.cache.lending import place_to_lend
+from trueroll.kernels.cpu.library import load_library
+
+INSTRUCTION_SETS = Path(__file__).parents[1] / "kernels" / "cpu" / "native" / "isa"
+NOBODY = 65534
+_CAPABILITY_VERSION = 0x20080522
+
+lends_huge_pages = pytest.mark.skipif(
+    place_to_lend() is None, reason="another machine: one whose system has huge pages that can be lent (Linux 6.1 on)"
+)
+
+
+def missing_instruction_sets() -> list[str]:
+    """Those whose kernels this machine cannot run. `amx_bf16` is tested with emulated tiles everywhere."""
+    return sorted({source.stem for source in INSTRUCTION_SETS.glob("*.cpp")} - {*load_library().instruction_sets()})
+
+
+def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
+    """Let a file, or a link itself, belong to user `NOBODY`; where only root may do so, for this process alone."""
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        return
+    given = os.lstat(path)
+    for name in ("stat", "lstat", "fstat"):
+        patch.setattr(os, name, _with_owner(getattr(os, name), (given.st_dev, given.st_ino)))
+
+
+def _with_owner(look: object, given: tuple[int, int]) -> object:
+    def status(*args: object, **options: object) -> os.stat_result:
+        found = look(*args, **options)  # type: ignore[operator]
+        if (found.st_dev, found.st_ino) != given:
+            return found
+        return os.stat_result((*found[:4], NOBODY, NOBODY, *found[6:]))
+
+    return status
+
+
+@contextmanager
+def without_rights_of_root() -> Iterator[None]:
+    """This thread may read and write what its user's permissions say, also if that is root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    before = ctypes.create_string_buffer(24)
+    assert libc.capget(header, before) == 0, os.strerror(ctypes.get_errno())
+    sets = list(struct.unpack("6I", before.raw))
+    sets[0] = sets[3] = 0  # what is in effect, of both halves; what is permitted stays
+    assert libc.capset(header, struct.pack("6I", *sets)) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before) == 0, os.strerror(ctypes.get_errno())
