@@ -38,6 +38,7 @@ from trueroll.rollout import (
     WorkerProcess,
 )
 from trueroll.rollout.client.membership import Member, write_members
+from trueroll.rollout.fleet.request import FleetRequest
 
 from ..test_deltas import Steps
 
@@ -309,7 +310,7 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
         client.generate([[1]], PARAMS, seed=1)
     with FleetClient(members) as client:
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
-        time.sleep(0.1)
+        wait_until(lambda: bool(client._fleet._requests))
         members.now = Members(*running.addresses).now
         thread.join()
         assert isinstance(found[0], list)
@@ -440,8 +441,19 @@ def test_calls_of_one_prompt_tell_how_long_others_should_take(running: Running) 
         running.engines[0].flow.set()
 
 
-def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(running: Running) -> None:
+def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By whether the worker that was asked first has shown some, and ends."""
+    not_shown: list[int] = []
+    take = FleetRequest._take_piece
+
+    def take_and_note(request: FleetRequest, attempt: Any, index: int | None, piece: SampleDelta) -> None:
+        take(request, attempt, index, piece)
+        if attempt is not request._lead:
+            not_shown.extend(piece.token_ids)
+
+    monkeypatch.setattr(FleetRequest, "_take_piece", take_and_note)
     members = Members(*running.addresses)
     params = SamplingParams(max_tokens=20, seed=5)
     with FleetClient(members, straggler_seconds=0.2) as client:
@@ -456,7 +468,7 @@ def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(running:
             wait_until(lambda asked=before: all(now > then for now, then in zip(running.asked(), asked, strict=True)))
             if is_lost:
                 steps[not first].take(3)
-                time.sleep(0.5)  # until they have come, and are not shown
+                wait_until(lambda: len(not_shown) >= 3)
                 members.now = [member for member in members.now if member.address != running.addresses[first]]
                 wait_until(lambda: {*client.healths()} == {members.now[0].name})
             steps[not first].take(20 - 3 * is_lost)

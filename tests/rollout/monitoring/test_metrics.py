@@ -30,6 +30,7 @@ from trueroll.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.fleet.metrics import FleetMetrics, WorkerReport
+from trueroll.rollout.monitoring import metrics
 from trueroll.rollout.monitoring.metrics import (
     MAX_CONNECTIONS,
     POLL_SECONDS,
@@ -441,17 +442,22 @@ def test_a_client_that_goes_away_is_no_warning(source: FakeSource, caplog: pytes
 
 
 def test_a_process_without_free_descriptors_does_not_spin(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, begin = [], time.monotonic()
+    calls: list[str | float] = []
 
     def refuse(_: socket.socket) -> None:
-        calls.append(None)
+        calls.append("accept")
         raise OSError(errno.EMFILE, "Too many open files")
+
+    def pause(seconds: float) -> None:
+        calls.append(seconds)
+        time.sleep(seconds)
 
     with monkeypatch.context() as patch:
         patch.setattr(socket.socket, "accept", refuse)
+        patch.setattr(metrics, "sleep", pause)
         with connections(port, 1):
-            wait_until(lambda: len(calls) >= 3)
-        assert len(calls) <= 2 + (time.monotonic() - begin) / POLL_SECONDS
+            wait_until(lambda: calls.count("accept") >= 3)
+        assert calls[:5] == ["accept", POLL_SECONDS, "accept", POLL_SECONDS, "accept"]
     assert ask(port, "/healthz")[0].status == 200
 
 
