@@ -6,6 +6,7 @@ environment names the test that started it, too.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import shutil
@@ -55,7 +56,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     result = yield
     if nextitem is None or nextitem.path != item.path:
         end_helpers()
-        if left := _kill_what_is_left(started_by(item.nodeid.split("::")[0])):
+        found = started_by(item.nodeid.split("::")[0])
+        if found:
+            gc.collect()  # what waits to be collected may hold a process, and end it
+        if left := _kill_what_is_left(found):
             pytest.fail("left behind and killed:\n" + "\n".join(left), pytrace=False)
     return result
 
