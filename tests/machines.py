@@ -28,8 +28,14 @@ lends_huge_pages = pytest.mark.skipif(
 
 
 def missing_instruction_sets() -> list[str]:
-    """Those whose kernels this machine cannot run. `amx_bf16` is tested with emulated tiles everywhere."""
-    return sorted({source.stem for source in INSTRUCTION_SETS.glob("*.cpp")} - {*load_library().instruction_sets()})
+    """Those whose kernels this machine cannot run, or all where the library is missing. `amx_bf16` is tested with
+    emulated tiles everywhere.
+    """
+    every = {source.stem for source in INSTRUCTION_SETS.glob("*.cpp")}
+    try:
+        return sorted(every - {*load_library().instruction_sets()})
+    except OSError:
+        return sorted(every)
 
 
 def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:

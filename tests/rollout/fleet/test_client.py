@@ -461,6 +461,7 @@ def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(
         steps = [Steps(engine) for engine in running.engines]
         for is_lost in (False, True):
             before = running.asked()
+            not_shown.clear()
             thread, found = in_background(lambda: list(client.stream([[1, 2]], params, deltas=True)))
             wait_until(lambda asked=before: running.asked() != asked)
             first = running.asked()[0] == before[0]
