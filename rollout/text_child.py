@@ -147,9 +147,12 @@ class _Process:
         def wait(events: int) -> None:
             poll = select.poll()
             poll.register(self._socket, events)
-            while not poll.poll(_LOOK_SECONDS * 1000):
-                if time.monotonic() > deadline or is_abandoned():
-                    raise TimeoutError
+            while True:
+                is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
+                if time.monotonic() > deadline or not is_ready and is_abandoned():
+                    raise TimeoutError  # also for a child that answers a few bytes at a time
+                if is_ready:
+                    return
 
         try:
             self._send(_HEAD.pack(len(message)) + message, wait)

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkabl
 
 from trueroll.errors import ConfigError, brief, said
 
+from ...weight_sync.payload.manifest import LAST_VERSION
 from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
@@ -186,7 +187,7 @@ def noted_push(path: Path) -> PushNote | None:
     if not isinstance(content, dict) or content.keys() != {"version", "push_id"}:
         return None
     version, push_id = content["version"], content["push_id"]
-    if type(version) is not int or not 0 <= version < 2**63 or not isinstance(push_id, str):
+    if type(version) is not int or not 0 <= version <= LAST_VERSION or not isinstance(push_id, str):
         return None
     return PushNote(version, push_id) if _PUSH_ID.fullmatch(push_id) else None
 

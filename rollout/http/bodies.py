@@ -116,7 +116,8 @@ class _Body:
         """Drop what has arrived, and end the wait for the rest."""
         self.gives_way = True
         self.content.clear()
-        self.limit.reschedule(self._began)
+        if not self.limit.expired():
+            self.limit.reschedule(self._began)
 
 
 def take_body(scope: MutableMapping[str, Any]) -> bytes:

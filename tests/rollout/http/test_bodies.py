@@ -94,6 +94,25 @@ def test_what_arrives_for_a_body_that_gave_way_is_not_taken_for_a_body() -> None
     asyncio.run(check())
 
 
+def test_a_body_whose_time_is_just_over_may_give_way() -> None:
+    """Its limit cannot be moved any more, which must not be the error of the body that needs the room."""
+
+    async def check() -> None:
+        reader = bodies()
+        late = Client(reader)
+        await late.send(KIB)
+        [body] = reader._unfinished
+        body.limit.reschedule(0.0)
+        await asyncio.sleep(0)
+        assert body.limit.expired() and not late.reading.done()
+        body.give_way()
+        reader._num_bytes -= KIB
+        assert (await late.refusal()).status == 503
+        assert held(reader) == 0
+
+    asyncio.run(check())
+
+
 def test_a_body_is_bounded_in_length_and_time() -> None:
     async def check() -> None:
         reader = bodies(body_seconds=0.05)
