@@ -67,7 +67,7 @@ def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
         ("{{ range(99999) | list * 99999 * 99999 }}", "MemoryError"),
         ("{{ 'x' * (2**33) }}", "MemoryError"),
         ("{{ 'x' * (2**22 + 1) }}", "4194305 characters, more than 4194304"),
-        ("{{ raise_exception('\x1b[2Jno' * 1000) }}", r"TemplateError: \?\[2Jno"),
+        ("{{ raise_exception('\x1b[2Jno' * 1000) }}", r"TemplateError: \\x1b\[2Jno"),
         ("{% for", "TemplateSyntaxError"),
         ("{{" + "(" * 5000 + ")" * 5000 + "}}", "RecursionError"),
         ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_counted_and_not_sent_back(folder: Path) -> None:
     model = with_template(folder, CHAT)
     with pytest.raises(TooMany, match="^100000 tokens$"):
         model.encode("x" * 100_000, add_special_tokens=False, most=10)
-    with pytest.raises(TooMany, match="^1009 characters$"):
+    with pytest.raises(TooMany, match="^1007 characters$"):
         model.encode_conversation([{"role": "user", "content": "x" * 1000}], {}, most_chars=1000)
 
 
