@@ -1,0 +1,246 @@
+"""Attacks on an HTTP front end, each on connections of its own, as a process that opens sockets by hand would make it.
+
+An attack returns how the front end ended it: the status of an answer, `closed` for a connection that it closed without
+one, or `left` where the attack itself went away, after `Target.patience` seconds at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+COMPLETIONS, CHAT, GENERATE, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize"
+MEBIBYTE = 2**20
+PIECE = 2**16
+RECEIVE_BUFFER = 4096
+"""Bytes that the kernel keeps for a client that does not read."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A front end that listens on loopback. `key`: one that opens it. `patience`: the seconds after which an attack goes
+    away. `scale`: the size of bodies and texts, 1.0 for the largest ones.
+    """
+
+    port: int
+    key: str
+    model: str
+    patience: float
+    scale: float
+
+    def size(self, most: int) -> int:
+        """How much of something to send."""
+        return max(1, round(most * self.scale))
+
+
+class Attacker:
+    """One connection. It is closed when the context is left."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    async def __aenter__(self) -> Attacker:
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", self.target.port))
+            self.reader, self.writer = await asyncio.open_connection(sock=sock, limit=PIECE)
+        except OSError:
+            sock.close()
+            raise
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.writer.transport.abort()
+
+    async def send(self, data: bytes) -> None:
+        """Write all of it. Raise ConnectionError if the front end has closed the connection."""
+        for start in range(0, len(data), PIECE):
+            self.writer.write(data[start : start + PIECE])
+            await self.writer.drain()
+            if self.reader.at_eof():
+                raise ConnectionResetError
+
+    async def head(self, path: str, *headers: str, key: bool = True) -> None:
+        """Begin a request."""
+        own = [f"Authorization: Bearer {self.target.key}"] if key else []
+        names = [header.partition(":")[0] for header in headers]
+        host = [] if "Host" in names else ["Host: localhost"]
+        await self.send("\r\n".join([f"POST {path} HTTP/1.1", *host, *own, *headers, "", ""]).encode())
+
+    async def body(self, path: str, body: bytes) -> None:
+        """A whole request."""
+        await self.head(path, f"Content-Length: {len(body)}")
+        await self.send(body)
+
+    async def status(self) -> str:
+        """How the front end answers."""
+        line = await self.reader.readline()
+        return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
+
+    async def refused_while(self, sending: Awaitable[None]) -> str:
+        """How it answers what is being sent, to the end or until it is refused."""
+        task = asyncio.ensure_future(sending)
+        try:
+            return await self.status()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def chunks_of_strangers(attacker: Attacker) -> str:
+    """Item 1: a body without end, one byte a chunk, without a key."""
+    await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked", key=False)
+    return await attacker.refused_while(_one_byte_chunks(attacker))
+
+
+async def chunks(attacker: Attacker) -> str:
+    """Item 1: the same with a key."""
+    await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked")
+    return await attacker.refused_while(_one_byte_chunks(attacker))
+
+
+async def trailers(attacker: Attacker) -> str:
+    """Item 1: trailers without end behind a body."""
+    await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked")
+    await attacker.send(b"2\r\n{}\r\n0\r\n")
+    return await attacker.refused_while(_for_ever(attacker, b"X-Trailer: y\r\n"))
+
+
+async def silent(attacker: Attacker) -> str:
+    """Item 2: a connection on which nothing comes."""
+    return await attacker.status()
+
+
+async def half_a_head(attacker: Attacker) -> str:
+    """Item 2: a head that goes on slowly."""
+    await attacker.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+    return await attacker.refused_while(_for_ever(attacker, b"X-A: b\r\n", pause=0.5))
+
+
+async def never_reads(attacker: Attacker) -> str:
+    """Item 3: a stream that is not read."""
+    wanted = dict(prompt=[1], n=16, max_tokens=256, logprobs=20, stream=True, ignore_eos=True)
+    await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
+    attacker.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await asyncio.sleep(attacker.target.patience)
+    return "left"
+
+
+async def huge_answer(attacker: Attacker) -> str:
+    """Item 4: an answer that would take hundreds of megabytes."""
+    wanted = dict(prompt=[1, 2], n=128, max_tokens=500, logprobs=64, return_token_ids=True, ignore_eos=True)
+    await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
+    return await attacker.status()
+
+
+async def small_elements(attacker: Attacker) -> str:
+    """Item 5: a body of millions of elements: prompts, token ids, sampling parameters or messages."""
+    count = attacker.target.size(2 * MEBIBYTE)
+    kind = id(attacker) // 64 % 4
+    path = (COMPLETIONS, GENERATE, GENERATE, CHAT)[kind]
+    body = (
+        b'{"prompt": [' + b"[1]," * count + b"[1]]}",
+        b'{"token_ids": [' + b"1," * 2 * count + b'1], "sampling_params": {}}',
+        b'{"token_ids": [1], "sampling_params": {' + b",".join(b'"a%x":1' % i for i in range(count // 4)) + b"}}",
+        b'{"messages": [' + b"{}," * 2 * count + b"{}]}",
+    )[kind]
+    await attacker.body(path, body)
+    return await attacker.status()
+
+
+async def unfinished_body(attacker: Attacker) -> str:
+    """Item 5: most of a large body, and then nothing for long."""
+    size = attacker.target.size(12 * MEBIBYTE)
+    await attacker.head(COMPLETIONS, f"Content-Length: {size}")
+    await attacker.send(b" " * (size - 1000))
+    return await attacker.refused_while(_for_ever(attacker, b" ", pause=1.0))
+
+
+async def long_text(attacker: Attacker) -> str:
+    """Item 6: a text of millions of characters, from a client that leaves at once."""
+    text = "x y" * attacker.target.size(4 * MEBIBYTE // 3)
+    await attacker.body(TOKENIZE if id(attacker) // 64 % 2 else COMPLETIONS, json.dumps(dict(prompt=text)).encode())
+    return "left"
+
+
+async def long_conversation(attacker: Attacker) -> str:
+    """Item 6: a conversation of millions of characters."""
+    messages = [{"role": "user", "content": "word " * attacker.target.size(400_000)}] * 4
+    await attacker.body(CHAT, json.dumps(dict(messages=messages)).encode())
+    return await attacker.status()
+
+
+async def refused_conversation(attacker: Attacker) -> str:
+    """Item 7: a conversation that the chat template refuses."""
+    await attacker.body(CHAT, json.dumps(dict(messages=[{"role": "user", "content": None}], max_tokens=1)).encode())
+    return await attacker.status()
+
+
+async def huge_head(attacker: Attacker) -> str:
+    """Item 8: headers of 32 MiB."""
+    await attacker.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+    line = b"X-Header: " + b"y" * 4000 + b"\r\n"
+    return await attacker.refused_while(_times(attacker, line, attacker.target.size(32 * MEBIBYTE) // len(line)))
+
+
+async def strange_names(attacker: Attacker) -> str:
+    """Item 10: two lengths of one body."""
+    body = b'{"prompt": [1], "prompt": [2], "n": true}'
+    await attacker.head(COMPLETIONS, f"Content-Length: {len(body)}", "Transfer-Encoding: chunked")
+    await attacker.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    return await attacker.status()
+
+
+async def escape_codes(attacker: Attacker) -> str:
+    """Item 11: a name with escape codes of a terminal."""
+    await attacker.body(COMPLETIONS, json.dumps({"prompt": [1], "model": "\x1b]0;owned\x07"}).encode())
+    return await attacker.status()
+
+
+Attack = Callable[[Attacker], Awaitable[str]]
+ATTACKS: tuple[Attack, ...] = (
+    *(chunks_of_strangers, chunks, trailers, silent, half_a_head, never_reads, huge_answer, small_elements),
+    *(unfinished_body, long_text, long_conversation, refused_conversation, huge_head, strange_names, escape_codes),
+)
+
+
+async def run_attack(attack: Attack, target: Target) -> str:
+    """How an attack ended."""
+    with suppress(OSError, asyncio.IncompleteReadError):
+        async with Attacker(target) as attacker:
+            try:
+                async with asyncio.timeout(target.patience + 1):
+                    return await attack(attacker)
+            except TimeoutError:
+                return "left"
+            except ConnectionError:
+                with suppress(ConnectionError):
+                    return await attacker.status()
+    return "closed"
+
+
+async def _one_byte_chunks(attacker: Attacker) -> None:
+    await _for_ever(attacker, b"1\r\n \r\n")
+
+
+async def _for_ever(attacker: Attacker, data: bytes, pause: float = 0.0) -> None:
+    while True:
+        await attacker.send(data)
+        await asyncio.sleep(pause)
+
+
+async def _times(attacker: Attacker, data: bytes, count: int) -> None:
+    for _ in range(count):
+        await attacker.send(data)
+
+
+def told(ended: dict[str, Any]) -> str:
+    """How attacks ended, on one line."""
+    return ", ".join(f"{count} {how}" for how, count in sorted(ended.items()))

@@ -1,0 +1,121 @@
+"""The siege by hand: `.venv/bin/python -P tests/siege/run.py --seconds 600`. Exits with 1 if a promise was broken.
+
+Starts a worker and a front end, measures good requests alone, under attack, and alone again, and prints the ratio of the
+rates, how long `/health` was silent, and how the attacks ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from siege.attacks import Target, told  # noqa: E402
+from siege.siege import Held, Plan, Seen, Siege, spread  # noqa: E402
+
+from trueroll.rollout import launch_worker  # noqa: E402
+
+KEY = "key-of-the-siege"
+FRONT = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http"]
+LEAST_RATE = 0.8
+MOST_MEMORY = 1.05
+MOST_SILENT_MS = 100.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--num-threads", type=int, help="of the worker")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the siege; alone takes a tenth, at least 10")
+    parser.add_argument("--attackers", type=int, default=192)
+    parser.add_argument("--good", type=int, default=8)
+    parser.add_argument("--pause", type=float, default=1.0)
+    parser.add_argument("--patience", type=float, default=30.0)
+    parser.add_argument("--scale", type=float, default=1.0)
+    arguments = parser.parse_args()
+    console = Console(soft_wrap=True, highlight=False)
+    with tempfile.TemporaryDirectory() as folder, launch_worker(
+        arguments.model, device="cpu", num_threads=arguments.num_threads
+    ) as worker:
+        log = Path(folder) / "front.log"
+        with log.open("wb") as stderr:
+            front = subprocess.Popen(
+                [*FRONT, worker.address, "--port", "0"],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=os.environ | {"TRUEROLL_HTTP_API_KEY": KEY},
+            )
+        try:
+            assert front.stdout is not None
+            url = front.stdout.readline().split("url=")[1].split()[0]
+            target = Target(urlsplit(url).port or 0, KEY, arguments.model, arguments.patience, arguments.scale)
+            return besiege(console, arguments, target, front.pid, worker.address, log)
+        finally:
+            front.terminate()
+            front.wait()
+
+
+def besiege(
+    console: Console, arguments: argparse.Namespace, target: Target, pid: int, address: str, log: Path
+) -> int:
+    """The exit status."""
+
+    def siege(seconds: float) -> Siege:
+        plan = Plan(seconds, arguments.attackers, arguments.good, arguments.pause)
+        return Siege(plan, target, pid, address)
+
+    short = siege(max(10.0, arguments.seconds / 10))
+    short.attacked()  # what grows once has grown then
+    before = short.wait_until_idle(short.held())
+    first = short.alone()
+    attacked = siege(arguments.seconds).attacked()
+    left = short.wait_until_idle(before)
+    last = short.alone()
+    report(console, first, attacked, last, log)
+    return judge(console, before, left, attacked.rate / max(first.rate, last.rate), max(attacked.silences) * 1e3)
+
+
+def report(console: Console, first: Seen, attacked: Seen, last: Seen, log: Path) -> None:
+    table = Table("good requests", "a second", "/health, ms: median", "99%", "longest")
+    for name, seen in (("alone", first), ("under attack", attacked), ("alone again", last)):
+        table.add_row(name, f"{seen.rate:.1f}", *spread(seen.silences))
+    console.print(table)
+    attacks = Table("attack", "how it ended")
+    for name, ended in attacked.ended.items():
+        attacks.add_row(name.replace("_", " "), told(ended))
+    console.print(attacks)
+    console.print(f"the front end's log has {log.stat().st_size:,} bytes")
+
+
+def judge(console: Console, before: Held, left: Held, rate: float, silent_ms: float) -> int:
+    """The exit status: 1 if a promise was broken."""
+    memory = left.memory / before.memory
+    console.print(f"rate {rate:.2f} of that alone; /health silent for at most {silent_ms:.0f} ms")
+    console.print(f"memory {memory:.3f} of before; before: {before}; left: {left}")
+    broken = [
+        text
+        for is_kept, text in (
+            (rate >= LEAST_RATE, "the rate of good requests"),
+            (silent_ms <= MOST_SILENT_MS, "the silence of /health"),
+            (memory <= MOST_MEMORY, "memory"),
+            (left.descriptors <= before.descriptors, "descriptors"),
+            (left.children <= max(before.children, 1), "children"),
+            (left.open_requests == 0, "open requests"),
+        )
+        if not is_kept
+    ]
+    console.print(f"FAILED: {', '.join(broken)}" if broken else "Every promise was kept.")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

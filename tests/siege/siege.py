@@ -1,0 +1,230 @@
+"""Good requests, looks at `/health`, and the attacks of `attacks.py`, all at once on one front end.
+
+A `Siege` runs against a worker and a front end that others have started. It owns three things: good requests, whose
+tokens and log-probs must be those that the worker gave before; a prober, which asks for `/health` without a pause on
+a connection of its own; and a process with the attackers, which runs at the lowest priority, since attackers on other
+machines would take no processor time from this one. It promises that all of it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from trueroll.rollout import RolloutClient, SamplingParams
+
+from .attacks import ATTACKS, COMPLETIONS, Target, run_attack
+
+PROBE_PAUSE = 0.002
+LOWEST_PRIORITY = 19
+DEADLINE = 60.0
+Bits = tuple[list[int], bytes]
+"""Token ids, and log-probs as the bytes of float32."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`seconds`: how long each of the three parts takes: good requests alone, under attack, alone again. `attackers` and
+    `good`: connections of each kind. `pause`: of an attacker between two attacks, in seconds.
+    """
+
+    seconds: float
+    attackers: int
+    good: int = 8
+    pause: float = 1.0
+    max_tokens: int = 16
+    seed: int = 0
+
+
+@dataclass
+class Seen:
+    """What was seen while good requests ran. `silences`: seconds that each look at `/health` waited for its answer."""
+
+    requests: int = 0
+    seconds: float = 0.0
+    silences: list[float] = field(default_factory=list)
+    ended: dict[str, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Good requests a second."""
+        return self.requests / self.seconds
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a front end has: memory in bytes, open descriptors, children, open requests."""
+
+    memory: int
+    descriptors: int
+    children: int
+    open_requests: float
+
+
+class Siege:
+    """A siege of the front end of process `pid`, in front of the worker at `address`."""
+
+    def __init__(self, plan: Plan, target: Target, pid: int, address: str) -> None:
+        self._plan, self._target = plan, target
+        self._front, self._address = psutil.Process(pid), address
+        prompts = [[1 + i, 2, 3 + i] for i in range(2 * plan.good)]
+        params = SamplingParams(max_tokens=plan.max_tokens, ignore_eos=True)
+        with RolloutClient(address) as client:
+            groups = [client.generate([prompt], params, seed=i)[0] for i, prompt in enumerate(prompts)]
+        self._expected = [_bits(group.samples[0].token_ids, group.samples[0].logprobs) for group in groups]
+        self._bodies = [
+            json.dumps(
+                dict(prompt=prompt, seed=i, max_tokens=plan.max_tokens, ignore_eos=True, logprobs=0)
+                | dict(return_token_ids=True)
+            ).encode()
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def held(self) -> Held:
+        """What the front end has now."""
+        return Held(
+            self._front.memory_info().rss,
+            self._front.num_fds(),
+            len(self._front.children(recursive=True)),
+            self._metric("trueroll_http_open_requests"),
+        )
+
+    def alone(self) -> Seen:
+        """Good requests without an attack."""
+        return asyncio.run(self._good_and_health())
+
+    def attacked(self) -> Seen:
+        """Good requests under attack."""
+        context = multiprocessing.get_context("spawn")
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=_attack_in_child, args=(self._plan, self._target, writer), daemon=True)
+        process.start()
+        writer.close()
+        assert reader.recv() == "ready"
+        try:
+            seen = asyncio.run(self._good_and_health())
+            assert reader.poll(DEADLINE + self._target.patience)
+            seen.ended = reader.recv()
+            process.join(DEADLINE)
+            return seen
+        finally:
+            process.kill()
+            process.join()
+
+    def wait_until_idle(self, before: Held) -> Held:
+        """What is left of it once connections, children and slots are back to what they were, or after a minute."""
+        deadline = time.monotonic() + DEADLINE
+        while True:
+            now = self.held()
+            idle = (
+                now.descriptors <= before.descriptors
+                and now.children <= max(before.children, 1)
+                and now.open_requests == 0
+            )
+            if idle or time.monotonic() > deadline:
+                return now
+            time.sleep(0.1)
+
+    async def _good_and_health(self) -> Seen:
+        seen = Seen()
+        start = time.perf_counter()
+        until = start + self._plan.seconds
+        await asyncio.gather(
+            self._probe(seen, until), *(self._ask(seen, i, until) for i in range(self._plan.good)), return_exceptions=False
+        )
+        seen.seconds = time.perf_counter() - start
+        return seen
+
+    async def _ask(self, seen: Seen, first: int, until: float) -> None:
+        """Good requests, one after the other on a connection that is kept."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port, limit=2**24)
+        number = first
+        with contextlib.closing(writer):
+            while time.perf_counter() < until:
+                which = number % len(self._bodies)
+                status, answer = await self._post(reader, writer, self._bodies[which])
+                assert status == 200, answer
+                choice = answer["choices"][0]
+                found = _bits(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+                assert found == self._expected[which], "a good request has other bits under attack"
+                seen.requests += 1
+                number += self._plan.good
+
+    async def _post(self, reader: Any, writer: Any, body: bytes) -> tuple[int, Any]:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._target.key}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return await _answer(reader)
+
+    async def _probe(self, seen: Seen, until: float) -> None:
+        """Looks at `/health`, each of which must be answered; a connection for each, as a load balancer has them."""
+        while time.perf_counter() < until:
+            start = time.perf_counter()
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port)
+            with contextlib.closing(writer):
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                status, answer = await asyncio.wait_for(_answer(reader), DEADLINE)
+                assert status == 200, answer
+            seen.silences.append(time.perf_counter() - start)
+            await asyncio.sleep(PROBE_PAUSE)
+
+    def _metric(self, name: str) -> float:
+        with socket.create_connection(("127.0.0.1", self._target.port), timeout=DEADLINE) as connection:
+            key = f"Authorization: Bearer {self._target.key}"
+            connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: localhost\r\n{key}\r\nConnection: close\r\n\r\n".encode())
+            text = b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
+        return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
+
+
+def spread(values: list[float]) -> Iterator[str]:
+    """Median, 99th percentile and maximum, in milliseconds."""
+    ordered = sorted(values)
+    for value in (statistics.median(ordered), ordered[int(0.99 * (len(ordered) - 1))], ordered[-1]):
+        yield f"{value * 1e3:.1f}"
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+    headers = dict(line.lower().split(": ", 1) for line in lines if line)
+    return int(status.split()[1]), json.loads(await reader.readexactly(int(headers["content-length"])))
+
+
+def _bits(token_ids: Any, logprobs: Any) -> Bits:
+    return list(token_ids), np.asarray(logprobs, np.float32).tobytes()
+
+
+def _attack_in_child(plan: Plan, target: Target, pipe: Any) -> None:
+    os.nice(LOWEST_PRIORITY)
+    pipe.send("ready")
+    pipe.send(asyncio.run(_attack(plan, target)))
+
+
+async def _attack(plan: Plan, target: Target) -> dict[str, Counter[str]]:
+    ended = {attack.__name__: Counter[str]() for attack in ATTACKS}
+    until = time.monotonic() + plan.seconds
+
+    async def one(number: int) -> None:
+        generator = random.Random(plan.seed * 10_000 + number)
+        await asyncio.sleep(generator.random() * plan.pause)
+        turn = number
+        while time.monotonic() < until:
+            attack = ATTACKS[turn % len(ATTACKS)]
+            ended[attack.__name__][await run_attack(attack, target)] += 1
+            turn += 1
+            await asyncio.sleep(plan.pause)
+
+    await asyncio.gather(*map(one, range(plan.attackers)))
+    return ended
