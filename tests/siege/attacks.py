@@ -23,13 +23,12 @@ RECEIVE_BUFFER = 4096
 
 @dataclass(frozen=True)
 class Target:
-    """A front end that listens on loopback. `key`: one that opens it. `patience`: the seconds after which an attack goes
-    away. `scale`: the size of bodies and texts, 1.0 for the largest ones.
+    """A front end that listens on loopback. `key`: one that opens it. `patience`: the seconds after which an attack
+    goes away. `scale`: the size of bodies and texts, 1.0 for the largest ones.
     """
 
     port: int
     key: str
-    model: str
     patience: float
     scale: float
 

@@ -1,30 +1,25 @@
 """The siege by hand: `.venv/bin/python -P tests/siege/run.py --seconds 600`. Exits with 1 if a promise was broken.
 
-Starts a worker and a front end, measures good requests alone, under attack, and alone again, and prints the ratio of the
-rates, how long `/health` was silent, and how the attacks ended.
+Starts a worker and a front end, measures good requests alone, under attack, and alone again, and prints the ratio of
+the rates, how long `/health` was silent, and how the attacks ended.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from siege.attacks import Target, told  # noqa: E402
-from siege.siege import Held, Plan, Seen, Siege, spread  # noqa: E402
+from siege.siege import KEY, Held, Plan, Seen, Siege, front_end, spread  # noqa: E402
 
 from trueroll.rollout import launch_worker  # noqa: E402
 
-KEY = "key-of-the-siege"
-FRONT = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http"]
 LEAST_RATE = 0.8
 MOST_MEMORY = 1.05
 MOST_SILENT_MS = 100.0
@@ -42,31 +37,15 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0)
     arguments = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False)
-    with tempfile.TemporaryDirectory() as folder, launch_worker(
-        arguments.model, device="cpu", num_threads=arguments.num_threads
-    ) as worker:
+    with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "front.log"
-        with log.open("wb") as stderr:
-            front = subprocess.Popen(
-                [*FRONT, worker.address, "--port", "0"],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=os.environ | {"TRUEROLL_HTTP_API_KEY": KEY},
-            )
-        try:
-            assert front.stdout is not None
-            url = front.stdout.readline().split("url=")[1].split()[0]
-            target = Target(urlsplit(url).port or 0, KEY, arguments.model, arguments.patience, arguments.scale)
-            return besiege(console, arguments, target, front.pid, worker.address, log)
-        finally:
-            front.terminate()
-            front.wait()
+        worker = launch_worker(arguments.model, device="cpu", num_threads=arguments.num_threads)
+        with worker, front_end(worker.address, log) as (port, pid):
+            target = Target(port, KEY, arguments.patience, arguments.scale)
+            return besiege(console, arguments, target, pid, worker.address, log)
 
 
-def besiege(
-    console: Console, arguments: argparse.Namespace, target: Target, pid: int, address: str, log: Path
-) -> int:
+def besiege(console: Console, arguments: argparse.Namespace, target: Target, pid: int, address: str, log: Path) -> int:
     """The exit status."""
 
     def siege(seconds: float) -> Siege:

@@ -16,11 +16,16 @@ import os
 import random
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -32,14 +37,41 @@ from .attacks import ATTACKS, COMPLETIONS, Target, run_attack
 PROBE_PAUSE = 0.002
 LOWEST_PRIORITY = 19
 DEADLINE = 60.0
+KEY = "key-of-the-siege"
+COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http")
 Bits = tuple[list[int], bytes]
 """Token ids, and log-probs as the bytes of float32."""
 
 
+@contextmanager
+def front_end(address: str, log: Path, *options: str) -> Iterator[tuple[int, int]]:
+    """The port and the process id of a front end of the worker at `address`, opened by `KEY`. It writes its log to
+    `log`, and must end well.
+    """
+    with log.open("wb") as stderr:
+        front = subprocess.Popen(
+            [*COMMAND, address, "--port", "0", *options],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=os.environ | {"TRUEROLL_HTTP_API_KEY": KEY},
+        )
+    with front:
+        try:
+            assert front.stdout is not None
+            ready = front.stdout.readline()
+            assert ready.startswith("ready"), log.read_text()
+            yield urlsplit(ready.split("url=")[1].split()[0]).port or 0, front.pid
+        finally:
+            front.terminate()
+            code = front.wait(DEADLINE)
+    assert code == 0, f"the front end ended with {code}: {log.read_text()}"
+
+
 @dataclass(frozen=True)
 class Plan:
-    """`seconds`: how long each of the three parts takes: good requests alone, under attack, alone again. `attackers` and
-    `good`: connections of each kind. `pause`: of an attacker between two attacks, in seconds.
+    """`seconds`: how long a part takes: good requests alone, or under attack. `attackers` and `good`: connections of
+    each kind. `pause`: of an attacker between two attacks, in seconds.
     """
 
     seconds: float
@@ -144,7 +176,8 @@ class Siege:
         start = time.perf_counter()
         until = start + self._plan.seconds
         await asyncio.gather(
-            self._probe(seen, until), *(self._ask(seen, i, until) for i in range(self._plan.good)), return_exceptions=False
+            self._probe(seen, until),
+            *(self._ask(seen, i, until) for i in range(self._plan.good)),
         )
         seen.seconds = time.perf_counter() - start
         return seen
@@ -184,7 +217,9 @@ class Siege:
     def _metric(self, name: str) -> float:
         with socket.create_connection(("127.0.0.1", self._target.port), timeout=DEADLINE) as connection:
             key = f"Authorization: Bearer {self._target.key}"
-            connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: localhost\r\n{key}\r\nConnection: close\r\n\r\n".encode())
+            connection.sendall(
+                f"GET /metrics HTTP/1.1\r\nHost: localhost\r\n{key}\r\nConnection: close\r\n\r\n".encode()
+            )
             text = b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
         return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
 
