@@ -11,7 +11,10 @@ BIN := .venv/bin
 IN_PARALLEL := --numprocesses $(shell nproc) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
 SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
-.PHONY: demo test test-gpu test-integrations test-verl test-newest test-floors fuzz chaos lint docs clean
+# Tests start hundreds of processes that import torch: each module is compiled once, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -42,6 +45,9 @@ test-floors: .venv-floors/.done
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
 	@$(BIN)/python -P tests/fuzz/run.py --messages 200000 --http
+
+siege: .venv/.dev
+	@$(BIN)/python -P tests/siege/run.py --seconds 600
 
 chaos: .venv/.dev
 	@$(BIN)/python -P tests/chaos/run.py --rounds 200
