@@ -27,7 +27,7 @@ def test_only_a_missing_machine_keeps_a_test_from_running() -> None:
         for path in TESTS.rglob("*.py")
         if path.name != "machines.py" and "gpu" not in path.relative_to(TESTS).parts
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in escapes
+        if isinstance(node, ast.Attribute) and node.attr in escapes and ast.unparse(node).startswith("pytest.")
     }
     assert found == set()
 
