@@ -98,7 +98,9 @@ class Connections:
 
     def open(self, accepted: socket.socket, client: Address) -> None:
         """Serve a socket that was just accepted. Close another connection if there are too many, or else this one."""
-        is_extra = len(self) - self._num_extra >= self.most and not self.make_room(is_extra=False)
+        # One that gives way may stay for a while to read why, so that more than one may be too many.
+        num_over = len(self) - self._num_extra - self.most + 1
+        is_extra = not all(self.make_room(is_extra=False) for _ in range(num_over))
         if is_extra and self._num_extra >= HEALTH_RESERVE and not self.make_room(is_extra=True):
             self.closed["limit"] += 1
             with accepted, suppress(OSError):
@@ -322,8 +324,9 @@ class Connection(asyncio.BufferedProtocol):
         return self.is_extra or self._connections.is_ending
 
     def resume_reading(self) -> None:
-        """Read on: the exchange has taken what was there."""
-        if self._transport is not None and not self._has_turn and self._http.their_state is not h11.DONE:
+        """Read on, unless the next request is there already: the exchange has taken what was there."""
+        follows = self._http.their_state is h11.DONE and bool(self._http.trailing_data[0])
+        if self._transport is not None and not self._has_turn and not follows:
             self._transport.resume_reading()
 
     def finish(self) -> None:
@@ -337,6 +340,7 @@ class Connection(asyncio.BufferedProtocol):
         self._move("idle")
         trailing, _ = self._http.trailing_data
         self._http.start_next_cycle()
+        self._is_head = False
         self._head = Head(self._config)
         self._set_deadline(self._config.keep_alive_seconds, self.cut, "keep_alive")
         assert self._transport is not None

@@ -20,6 +20,7 @@ from raw_http import Raw
 from trueroll.errors import ConfigError
 from trueroll.rollout.http import accepting, connections, exchange
 from trueroll.rollout.http.accepting import Acceptor
+from trueroll.rollout.http.bounds import READ_BYTES
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.connections import Connections, most_connections
 from trueroll.rollout.http.server import listen
@@ -30,8 +31,8 @@ LONG_BYTES = 24 * 2**20
 
 
 class Server:
-    """Connections on a thread. `/hold` is answered once `flow` is set, `/read` after its body, `/long` at great length,
-    `/refused` with an end of the connection, and other paths at once.
+    """Connections on a thread. `/hold` is answered once `flow` is set, `/read` after its body, `/wait` once its
+    client has left, `/long` at great length, `/refused` with an end of the connection, and other paths at once.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -72,6 +73,9 @@ class Server:
         content = scope["path"].encode()
         if scope["path"] == "/read":
             content = await self._read(receive)
+        while scope["path"] == "/wait" and (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += scope["path"] == "/wait"
         while scope["path"] == "/hold" and not self.flow.is_set():
             await asyncio.sleep(0.01)
         if scope["path"] == "/long":
@@ -306,6 +310,25 @@ def test_a_head_that_trickles_after_an_answer_has_no_more_time_than_the_first() 
         assert raw.answer()[0] == 408 and raw.is_closed()
 
 
+def test_an_error_after_a_head_request_has_its_content() -> None:
+    with Server(head_seconds=0.2) as server, server.connect() as raw:
+        raw.send_head("HEAD", "/health")
+        while raw.line() != b"\r\n":
+            pass
+        raw.send(b"GET /health HT")
+        assert error_code(raw, 408) == "invalid_request_error"
+
+
+def test_a_client_that_leaves_after_a_body_that_fills_a_read_is_noticed(plain: Server) -> None:
+    num_left = plain.num_left
+    with plain.connect() as raw:
+        raw.send_head("POST", "/wait", f"Content-Length: {READ_BYTES}", "Expect: 100-continue")
+        assert raw.line().startswith(b"HTTP/1.1 100") and raw.line() == b"\r\n"
+        raw.send(b"x" * READ_BYTES)
+        plain.wait_for(plain.stages, {"busy": 1})
+    plain.wait_for(lambda: plain.num_left, num_left + 1)
+
+
 def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
     with Server(write_seconds=0.2) as server, clients(server, 2) as (stuck, reading):
         stuck.send_head("GET", "/long")
@@ -339,6 +362,15 @@ def test_the_oldest_connection_without_a_request_makes_room() -> None:
         assert newest.answer()[2] == "/health"
         server.flow.set()
         assert held.answer()[2] == newer.answer()[2] == "/hold"
+
+
+def test_no_more_connections_are_open_however_many_give_way_with_a_body() -> None:
+    with Server(max_connections=3, linger_seconds=60.0) as server, ExitStack() as stack:
+        for count in range(1, 13):
+            raw = stack.enter_context(server.connect())
+            raw.send_head("POST", "/read", "Content-Length: 1")
+            server.wait_for(lambda: server.stages().get("body"), min(count, 3))
+            assert server.ask(lambda: len(server.connections)) <= 4, "and one that was told why it gave way"
 
 
 def test_health_is_answered_while_all_connections_are_busy() -> None:
