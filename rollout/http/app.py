@@ -13,8 +13,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from trueroll.errors import InvalidRequestError, TruerollError
 
@@ -60,6 +60,15 @@ class TokenizeChatFields(ConversationFields):
 class DetokenizeFields(Fields):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class ExactRoute(Route):
+    """A route for its path alone. Starlette's also matches the path with a line end behind it, for which the guard
+    checks neither roles nor slots.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return (Match.NONE, {}) if scope["path"].endswith("\n") else super().matches(scope)
 
 
 class Endpoints:
@@ -141,28 +150,30 @@ def make_app(
     endpoints = Endpoints(served, samples, clients, config.max_body_elements)
     pages = Pages(served, samples, watch)
     routes = [
-        Route("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
-        Route("/v1/chat/completions", endpoints.asking(read_chat, "messages"), methods=["POST"]),
-        Route("/inference/v1/generate", endpoints.asking(read_generate, "token_ids", has_text=False), methods=["POST"]),
-        Route("/v1/models", endpoints.models),
-        Route("/v1/models/{name:path}", endpoints.model),
-        Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-        Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-        Route("/health", lifecycle.health),
-        Route("/metrics", lifecycle.metrics),
-        Route("/pause", lifecycle.pause, methods=["POST"]),
-        Route("/resume", lifecycle.resume, methods=["POST"]),
-        Route("/is_paused", lifecycle.is_paused),
-        Route("/sleep", lifecycle.sleep, methods=["POST"]),
-        Route("/wake_up", lifecycle.wake_up, methods=["POST"]),
-        Route("/is_sleeping", lifecycle.is_sleeping),
-        Route("/update_weights", lifecycle.update_weights, methods=["POST"]),
-        Route("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
-        *(Route(path, pages.file) for path in FILES),
-        Route("/ui/live", pages.live),
-        Route("/ui/group", pages.group),
-        Route("/ui/tokens", pages.tokens),
-        Route("/ui/score", pages.score, methods=["POST"]),
+        ExactRoute("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
+        ExactRoute("/v1/chat/completions", endpoints.asking(read_chat, "messages"), methods=["POST"]),
+        ExactRoute(
+            "/inference/v1/generate", endpoints.asking(read_generate, "token_ids", has_text=False), methods=["POST"]
+        ),
+        ExactRoute("/v1/models", endpoints.models),
+        ExactRoute("/v1/models/{name:path}", endpoints.model),
+        ExactRoute("/tokenize", endpoints.tokenize, methods=["POST"]),
+        ExactRoute("/detokenize", endpoints.detokenize, methods=["POST"]),
+        ExactRoute("/health", lifecycle.health),
+        ExactRoute("/metrics", lifecycle.metrics),
+        ExactRoute("/pause", lifecycle.pause, methods=["POST"]),
+        ExactRoute("/resume", lifecycle.resume, methods=["POST"]),
+        ExactRoute("/is_paused", lifecycle.is_paused),
+        ExactRoute("/sleep", lifecycle.sleep, methods=["POST"]),
+        ExactRoute("/wake_up", lifecycle.wake_up, methods=["POST"]),
+        ExactRoute("/is_sleeping", lifecycle.is_sleeping),
+        ExactRoute("/update_weights", lifecycle.update_weights, methods=["POST"]),
+        ExactRoute("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
+        *(ExactRoute(path, pages.file) for path in FILES),
+        ExactRoute("/ui/live", pages.live),
+        ExactRoute("/ui/group", pages.group),
+        ExactRoute("/ui/tokens", pages.tokens),
+        ExactRoute("/ui/score", pages.score, methods=["POST"]),
     ]
     handlers = {
         TruerollError: partial(_tell, counters),

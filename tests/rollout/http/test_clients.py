@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,26 @@ def test_each_path_is_open_to_a_role_on_purpose(monkeypatch: pytest.MonkeyPatch)
     make_app(None, FakePages(), None, HttpConfig(address="ipc://x"), Clients({}), guard.Counters())  # type: ignore[arg-type]
     assert served - guard.OPEN_PATHS - GENERATE_PATHS - {"/v1/models/{name:path}"} == CONTROL_PATHS
     assert served >= GENERATE_PATHS
+
+
+def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard knows no role for it, and would let anybody pass to the path without."""
+    monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
+    named = Clients({ALICE.encode(): Client("alice", "generate")})
+    app = make_app(None, FakePages(), None, HttpConfig(address="ipc://x"), named, guard.Counters())  # type: ignore[arg-type]
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: MutableMapping[str, object]) -> None:
+        statuses.extend([message["status"]] if "status" in message else [])
+
+    statuses: list[object] = []
+    for path in ("/pause", "/pause\n", "/update_weights\n", "/v1/completions\n"):
+        headers = [(b"host", b"x"), (b"authorization", f"Bearer {ALICE}".encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]
+    assert statuses == [403, 404, 404, 404]
 
 
 class FakePages:
