@@ -36,7 +36,7 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy as the Python value, which strict validation takes or refuses by its type; else `value`."""
+    """Turn a numpy scalar into a Python value, whose type strict validation checks. Return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -1,8 +1,8 @@
 """Text in and out of token ids, for the tools and the HTTP front end. The service itself speaks token ids only.
 
-Promises that a model's folder runs no code of its own here: a tokenizer is loaded without it, in a child process with
-limits first, and a chat template, which is a program, is rendered in a child process, which also encodes. Short texts
-and long ones have a process each. Imports transformers when a tokenizer is loaded, not before.
+Promises that no Python code in a model's folder is run: a tokenizer is loaded without it, in a child process with
+limits first. A chat template is a program, too; it is rendered in a child process, which also encodes. Short and long
+texts have a process each. Imports transformers when a tokenizer is loaded, not before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandone
 ANY = 2**31
 """For any number of tokens."""
 LONG_CHARS = 2**15
-"""What has more is a long text: only long ones wait for it."""
+"""A text of more characters is long: only long texts wait for it."""
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 
 
@@ -32,8 +32,8 @@ class TextModel:
     """The tokenizer and the chat template of a model. Raise ModelError if the model has no tokenizer that can be used
     without running code of the model's own, as the methods do where it fails. Any thread may use it.
 
-    `longest_token`: in characters. `is_abandoned` of a method: called while it waits, which it gives up with ModelError
-    once that is true. `most`: raise TooMany for more tokens.
+    `longest_token`: in characters. A method calls `is_abandoned` while it waits, and raises ModelError once that
+    returns True. It raises TooMany for more than `most` tokens.
     """
 
     def __init__(self, model: str) -> None:
@@ -107,7 +107,7 @@ class TextModel:
     def decode_long(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never
     ) -> str:
-        """As `decode`, of so many that nothing else should wait for it, in the child process for long texts."""
+        """Decode so many tokens that nothing else should wait for it, in the child process for long texts."""
         with self._explained("that decodes tokens, found that it does not"):
             return self._children[True].decode(token_ids, skip_special_tokens, is_abandoned)
 
@@ -139,14 +139,14 @@ def _load(folder: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(f"{type(tokenizer).__name__} is another thing")
+        raise TypeError(f"{type(tokenizer).__name__} is not a tokenizer")
     if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         check_tokenizer(backend)
     return tokenizer
 
 
 def is_long(num_chars: int) -> bool:
-    """Whether a text is encoded where only long ones wait for it."""
+    """Whether a text of so many characters is encoded in the process for long texts."""
     return num_chars > LONG_CHARS
 
 

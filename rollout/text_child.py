@@ -1,4 +1,4 @@
-"""A child process that tokenizes and renders conversations, of which the files of a model decide: in little time and
+"""A child process that tokenizes and renders conversations as the files of a model say, within limits of time and
 memory.
 
 Owns the process. Promises that a call returns or raises within the limits, also if a chat template takes over the
@@ -74,8 +74,7 @@ class TextChild:
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
         """The tokens of a text, int32. Raise TooMany, ChildError."""
-        reply = self._ask(("encode", (text, add_special_tokens, most)), is_abandoned)
-        return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
+        return self._ask_for_tokens(("encode", (text, add_special_tokens, most)), is_abandoned)
 
     def encode_conversation(
         self,
@@ -86,8 +85,7 @@ class TextChild:
         is_abandoned: IsAbandoned = never,
     ) -> np.ndarray:
         """The tokens of a conversation in the chat template, int32. Raise TooMany, ChildError."""
-        reply = self._ask(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
-        return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
+        return self._ask_for_tokens(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
         """The text of tokens. Raise ChildError."""
@@ -98,6 +96,10 @@ class TextChild:
         """End the process."""
         if (process := self._process) is not None:
             process.end()
+
+    def _ask_for_tokens(self, call: Call, is_abandoned: IsAbandoned) -> np.ndarray:
+        reply = self._ask(call, is_abandoned)
+        return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
         try:
@@ -139,8 +141,7 @@ class _Process:
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
         """`+` and the answer, `-` and what is wrong, `!` and what is wrong with the tokenizer, `>` and how much there
-        is, `x` and which limit was used up; empty if the child was killed, takes too long, or is not waited for any
-        more.
+        is, `x` and which limit was used up; empty if the child was killed or takes too long, or the call was abandoned.
         """
         deadline = time.monotonic() + self._seconds
 

@@ -61,7 +61,7 @@ def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
 class Arena(ABC):
     """`memory`: its bytes, uint8. They are zero at first, and after a `restore` of what was not kept.
 
-    `copy_note`: why `take` had to copy pages of the host, which takes longer than moving them; empty if it had not.
+    `copy_note`: why `take` had to copy pages of the host, which takes longer than moving them; empty if it did not.
     """
 
     copy_note = ""

@@ -60,8 +60,8 @@ def longest_token(vocabulary: dict[str, int]) -> int:
 
 
 def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError unless a decoder, as tokenizer.json has it, makes of a text at most `MAX_GROWTH` times as much,
-    in time that is in proportion.
+    """Raise ModelError for a decoder, as tokenizer.json has it, that can make a text more than `MAX_GROWTH` times as
+    long, or may take time out of proportion.
     """
     steps, waiting = [], [decoder]
     while waiting and len(steps) <= _MAX_STEPS:
@@ -81,9 +81,7 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """At most so many times as many characters come out of a step of a decoder as go in, each token counted as one
-    more.
-    """
+    """The greatest factor by which a step of a decoder lengthens a text; each token counts as one more character."""
     match step["type"]:
         case "Sequence":
             return 1
@@ -106,7 +104,6 @@ def _growth_by_replacing(pattern: dict[str, str], content: str) -> float:
     regex = pattern["Regex"]
     if _REGEX_OPERATORS.intersection(regex.encode()):
         raise ModelError(
-            f"the decoder replaces what a regular expression finds that may be slow, {brief(regex)}; use another "
-            "tokenizer"
+            f"the decoder uses a regular expression that may be slow, {brief(regex)}; use another tokenizer"
         )
     return 1 + len(content)

@@ -83,7 +83,7 @@ class WeightStore:
 
     @property
     def commit_note(self) -> str:
-        """Why commits take longer than they could; empty if they do not, as far as there was one."""
+        """Why commits take longer than they could; empty if they do not, or before the first one."""
         return self._arena.copy_note
 
     @property

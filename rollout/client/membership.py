@@ -71,10 +71,10 @@ class PushNote:
 
 @runtime_checkable
 class KeepsPush(Protocol):
-    """Whoever replaces workers, and has to know which weights they are to serve."""
+    """What replaces workers, and has to know which weights they are to serve."""
 
     def note_push(self, note: PushNote) -> None:
-        """All serve that push now. It may be lost with all of them before anybody has looked at them."""
+        """Note that all workers serve this push now. They may all be lost before anything else has seen it."""
         ...
 
 
@@ -120,7 +120,7 @@ class FleetFile:
     def note_push(self, note: PushNote) -> None:
         """Leave a note for the process that keeps the fleet, beside its file. Raise ConfigError."""
         try:
-            mode = stat.S_IMODE(self._path.stat().st_mode)  # who reads the one reads the other
+            mode = stat.S_IMODE(self._path.stat().st_mode)  # the same users may read both
             _replace(version_file(self._path), json.dumps(asdict(note)), mode)
         except OSError as error:
             raise ConfigError(

@@ -69,8 +69,8 @@ log = logging.getLogger(__name__)
 @dataclass(eq=False)
 class _Slot:
     """A place in the fleet, and who has it now. `socket`: of its worker, which may be killed and leave it behind.
-    `first_error`: what kept its first worker from running, until another one runs. `waits_since`: the call of `scale`
-    since which nothing was found to have the weights that its worker needs.
+    `first_error`: what kept its first worker from running, until another one runs. `waits_since`: the number of the
+    latest call of `scale` after which nothing was found to have the weights that its worker needs.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Fleet:
         self._settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
         self._keys = self._config.server_public_key, self._config.client_key
         self._file = None if self._config.file is None else Path(self._config.file)
-        has_users = worker.curve_secret_key_file is not None  # who may be other users of a machine
+        has_users = worker.curve_secret_key_file is not None  # named clients may be other users of the machine
         self._file_mode = 0o644 if has_users else 0o600
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
         self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
@@ -268,7 +268,7 @@ class Fleet:
             raise IllegalStateError(
                 f"scale: all workers were lost, and nothing has the weights of version {self._noted.version} that they "
                 "served; push them again, with publisher.restore(model) or push_folder, or push newer ones: then the "
-                "workers that wait serve"
+                "workers that wait will serve"
             )
 
     async def _check_awake(self) -> None:
@@ -315,7 +315,9 @@ class Fleet:
             except Exception as error:
                 log.exception("fleet: %s: %r", slot.name, error)
                 if slot.starts == 1 and slot.member is None and isinstance(error, ValueError | TypeError):
-                    slot.first_error = ConfigError(f"fleet: Ray does not take these settings: {said(error)}")
+                    slot.first_error = ConfigError(
+                        f"fleet: Ray does not take these settings: {said(error)}; correct them"
+                    )
             finally:
                 await asyncio.shield(self._release(slot, at_once=not slot.is_leaving))
             if slot.is_leaving:
@@ -379,7 +381,7 @@ class Fleet:
         return slot.health
 
     async def _note_served(self, client: AsyncRolloutClient) -> None:
-        """Note the push that a worker serves, which was told to nobody."""
+        """Note the push that a worker serves, if no publisher did."""
         num_notes = self._num_notes
         with suppress(IllegalStateError):  # it has no weights that could be told now
             weights = await client.ask(protocol.GetWeights(id=protocol.new_id()))

@@ -116,7 +116,7 @@ async def hand_over(
     if peer is None:
         if noted is None or own.push_id == noted.push_id:
             return True
-        if own.push_id is not None and own.weight_version >= noted.version:  # a trainer that told nobody pushed it
+        if own.push_id is not None and own.weight_version >= noted.version:  # a trainer that noted nothing pushed it
             return True
         return await asyncio.to_thread(_push_noted, joining, noted.push_id, folder, keys)
     theirs = await _weights(peer)
@@ -155,7 +155,9 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """The same for a push that another worker can write as well, if the folder is none to take it from."""
+    """Like `_push_noted`, for a push that another worker can write as well: a fault of the folder is logged, not
+    raised.
+    """
     path = None
     try:
         path = folder.find(push_id)
@@ -177,7 +179,7 @@ async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFo
         found = list(new.iterdir())
         if len(found) != 1:
             raise ConfigError(
-                f"weights_folder: the worker at {peer.address} wrote its weights, but not into {new} as it is here; "
+                f"weights_folder: the worker at {peer.address} wrote its weights, but they are not in {new} here; "
                 "give a folder that all machines share"
             )
         await asyncio.to_thread(_push, joining, found[0], folder, keys)

@@ -27,9 +27,9 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""How often weights are refused before they are offered no more: because of the folder, its space, or what it holds."""
+"""How many attempts may be refused, because of the folder, its space or its content, before none is made any more."""
 MOST_FAILURES = 20
-"""How often something is in the way that may pass, such as a worker that was lost, or sleeps."""
+"""How many attempts may fail for a cause that may pass, such as a worker that was lost, or sleeps."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 

@@ -25,7 +25,7 @@ from trueroll.errors import ConfigError
 ASK_SECONDS = 60.0
 """For a process that asks a cluster something: it imports Ray, which takes seconds on a busy machine."""
 _ELSEWHERE = ("192.0.2.1", 9)
-"""Of no machine: reserved for documentation."""
+"""The address of no machine: it is reserved for documentation."""
 _SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 MOST_SOCKET_BYTES = 107
 """Of the path of a socket, on Linux."""

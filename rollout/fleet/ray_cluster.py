@@ -109,7 +109,7 @@ class Cluster:
     def _check_authentication(self, address: str) -> None:
         if asks_for_token(address):
             return
-        risk = f"the Ray cluster at {address} asks for no token: who reaches its ports can run any code in it"
+        risk = f"the Ray cluster at {address} asks for no token: whoever reaches its ports can run any code in it"
         if not self._without_authentication:
             raise ConfigError(
                 f"fleet: {risk}; start it with RAY_AUTH_MODE=token, or set ray_without_authentication=True"

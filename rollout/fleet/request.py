@@ -67,7 +67,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a worker refused a request. `report`: the worker's latest report then; the refusal is void after another."""
+    """Why a worker refused a request. `report`: the worker's latest report then; another one voids the refusal."""
 
     error: TruerollError
     report: Report | None
@@ -76,8 +76,8 @@ class _Refusal:
 class FleetRequest:
     """`deliver` gets samples and pieces of them as they come, then one end: Done, Scores or an error. `may_repeat`: it
     may get a sample again, which then replaces the one before. `max_staleness`: by how many versions the weights of
-    tokens may differ. `patience`: seconds to wait for a worker while there is none, or all that are there refuse
-    requests because of their state, or are full and another worker was lost with this request.
+    tokens may differ. `patience`: seconds to wait for a worker while there is none, while all refuse requests because
+    of their state, or, if this request was lost with a worker, while all others are full.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class FleetRequest:
             self._ask(link, placed)
 
     async def _place(self) -> tuple[Link, Placed]:
-        """Choose a worker, for which it may have to wait. Raise what keeps it from one."""
+        """Choose a worker, after a wait if need be. Raise why there is none."""
         self._check_refusals()
         if self._patience_ends is None:
             self._patience_ends = time.monotonic() + self._patience
@@ -212,12 +212,14 @@ class FleetRequest:
                 self._beginnings, self._cost(), self._avoided, self._patience_ends, self._patience
             )
         except WorkerLostError:
-            for refusal in self._refusals.values():
-                raise refusal.error from None
+            if self._refusals:
+                raise next(iter(self._refusals.values())).error from None
             raise
 
     def _check_refusals(self) -> None:
-        """Raise what all workers refuse it for. A request that was lost with a worker waits for room at another."""
+        """Raise why all workers refuse the request, if they do. One that was lost with a worker waits for room at
+        another.
+        """
         refusing = self._refusing()
         if not refusing or not {link.key for link in self._pool.open_links} <= refusing:
             return

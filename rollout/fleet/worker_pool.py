@@ -156,7 +156,7 @@ class WorkerPool:
     ) -> tuple[Link, Placed]:
         """Choose a worker for a group whose prompt has these `beginnings`, none of the keys in `avoid`.
 
-        Wait until there is one. Raise WorkerLostError at `deadline` (monotonic seconds), which ends `patience` seconds.
+        Wait until there is one. Raise WorkerLostError at `deadline` (monotonic seconds), the end of `patience` seconds.
         """
         while (found := self.try_place(prompt, cost, avoid())) is None:
             await self._change(deadline, patience)
@@ -175,14 +175,10 @@ class WorkerPool:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 await self._changed.wait()
         except TimeoutError:
-            raise self.nobody(patience) from None
-
-    def nobody(self, patience: float) -> WorkerLostError:
-        """The error for a request that waited `patience` seconds for a worker."""
-        told = ", ".join(f"{link.member.name} ({self._word(link)})" for link in self.links) or "no member"
-        return WorkerLostError(
-            f"fleet: expected a worker that may be asked within {patience} s, found {told}; see their logs"
-        )
+            told = ", ".join(f"{link.member.name} ({self._word(link)})" for link in self.links) or "no member"
+            raise WorkerLostError(
+                f"fleet: expected a worker that may be asked within {patience} s, found {told}; see their logs"
+            ) from None
 
     def finish(self, placed: Placed, seconds: float) -> None:
         """A worker has finished a group that it had for so long."""
@@ -216,7 +212,7 @@ class WorkerPool:
         return None if link is None else link.report
 
     def mark_refusing(self, link: Link) -> None:
-        """Ask a worker nothing more, as its state has it refuse requests, until it reports that it is ready."""
+        """Ask a worker that refuses requests because of its state nothing more until it reports that it is ready."""
         link.is_refusing = True
         self._sort()
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Accepts from `listener`, while it is entered, for `connections`."""
+    """Accepts connections from `listener` while the context is entered, and opens them in `connections`."""
 
     def __init__(self, listener: socket.socket, connections: Connections) -> None:
         self._listener, self._connections = listener, connections
@@ -56,13 +56,13 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                if number == 0:  # otherwise perhaps none waits any more
+                if number == 0:  # otherwise the one that waited may have been accepted
                     self._make_room(error)
                 return
             self._connections.open(accepted, address[:2])
 
     def _make_room(self, error: OSError) -> None:
-        """Let a connection go, an old one if any can, or else the one that waits. The loop calls `_accept` again."""
+        """Close an old connection or, if none gives way, the one that waits. The loop calls `_accept` again."""
         if self._connections.is_freeing:
             return
         if time.monotonic() - self._last_told >= QUIET_SECONDS:
@@ -79,7 +79,7 @@ class Acceptor:
             accepted.close()
             self._connections.closed["files"] += 1
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # another thread took it
+        except OSError:  # another thread took the descriptor
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)
             self._retry = loop.call_later(RETRY_SECONDS, self._listen)

@@ -1,4 +1,5 @@
-"""How many bytes an answer may take, planned before it is accepted, and how it is written without holding up others.
+"""How many bytes an answer may take, estimated before its request is accepted, and how it is written without delaying
+others.
 
 An answer is JSON whose long lists are `Rows`, which are made while they are written. Promises that a step of writing
 makes about `STEP_ENTRIES` entries, that everything else has a turn between two steps of long answers, however many
@@ -21,22 +22,22 @@ STEP_ENTRIES = 512
 """Tokens, or tokens among the most probable ones, that are written in one step: about a millisecond."""
 PART_BYTES = 2**16
 _CHOICE_BYTES = 512
-"""Of a choice beside its tokens."""
+"""A choice without its tokens."""
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """What a token takes in an answer, in bytes of JSON. Each number is more than most tokens take, but not more than
-    any may: few tokens have longer texts. `new`: one that is generated. `prompt`: one of the prompt, in each choice.
+    """Estimated bytes of JSON for a token in an answer. Most tokens take less; the few with long texts may take more.
+    `new`: for a generated token. `prompt`: for a token of the prompt, in each choice.
     """
 
     new: int
     prompt: int = 0
 
     ID = 11
-    """Of a token id and what parts it from the next."""
+    """A token id with its separator."""
     TEXT = 32
-    """Of a token's text: so many letters, or five characters beyond ASCII."""
+    """The text of a token: 32 ASCII letters, or five characters beyond ASCII."""
     NUMBER = 24
 
     def of_choice(self, prompt_len: int, num_new: int) -> int:
@@ -63,8 +64,8 @@ def check_answer(
 
 
 class Rows:
-    """A list that is made while it is written, once. `width`: how many entries one of its elements is; None: an element
-    is an object with Rows of its own.
+    """A list whose elements are made while it is written, which can be done once. `width`: how many entries an element
+    counts as; None: each element is an object with Rows of its own.
     """
 
     def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
@@ -72,26 +73,26 @@ class Rows:
 
 
 class Turns:
-    """Lets long answers go on one at a time, in turn, and everything else in between."""
+    """Lets long answers go on one at a time, in turn, with everything else in between."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait until everything else had a turn, and all that wait here already."""
+        """Wait until everything else, and every answer that waits here already, has had a turn."""
         async with self._lock:
             await asyncio.sleep(0)
 
 
 def encoded(content: Any) -> bytes:
-    """A value as JSON. A float is written by the shortest digits that give it again; a character beyond ASCII by its
-    number, as some clients take U+2028 and its like for the end of an event's line.
+    """Encode a value as JSON. Floats have the shortest digits that round-trip. Characters beyond ASCII are escaped,
+    because some clients take U+2028 and the like for the end of an event's line.
     """
     return _dumps(content).encode()
 
 
 async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, None]:
-    """What `encoded` gives, in parts of about `PART_BYTES`, with a turn for everything else between two steps."""
+    """Yield what `encoded` returns, in parts of about `PART_BYTES`. Everything else has a turn between two steps."""
     held, size = [], 0
     for step in _steps(content):
         held.append(step)
@@ -128,7 +129,7 @@ def _steps(value: Any) -> Iterator[str]:
 
 
 def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
-    """The elements, so many together as make a step."""
+    """Yield the elements in lists that are one step long."""
     elements, width = (value.elements, value.width) if isinstance(value, Rows) else (iter(value), 1)
     while step := list(islice(elements, max(1, STEP_ENTRIES // (width or 1)))):
         yield step

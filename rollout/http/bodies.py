@@ -21,7 +21,7 @@ from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 MAX_OTHER_BYTES = 2**16
 """Longest body for a path that is not for tokens or text."""
 UNFINISHED_BODIES = 8
-"""So many of the longest bodies may be unfinished at a time, where `max_unfinished_bytes` does not say otherwise."""
+"""The default of `max_unfinished_bytes`, in bodies of the greatest length."""
 _BODY = "trueroll.body"
 
 
@@ -51,7 +51,7 @@ class Bodies:
             async with asyncio.timeout(self._config.body_seconds) as body.limit:
                 while (message := await receive())["type"] == "http.request":
                     if body.gives_way:
-                        raise TimeoutError  # before the limit could say so
+                        raise TimeoutError  # as the limit will, but has not yet
                     self._add(body, message.get("body", b""), most)
                     if not message.get("more_body", False):
                         scope[_BODY] = bytes(body.content)
@@ -99,7 +99,7 @@ class Bodies:
 
 
 class _Body:
-    """An unfinished body. `content`: what has arrived. `limit`: of the time that it may take."""
+    """An unfinished body. `content`: what has arrived. `limit`: the timeout of its read."""
 
     limit: asyncio.Timeout
 
@@ -131,7 +131,7 @@ def _declared(scope: Scope) -> int:
 
 
 def _too_long(most: int) -> HttpError:
-    return HttpError(413, f"body: expected at most {most} bytes, found more; send less", code="body_too_large")
+    return HttpError(413, f"body: longer than {most} bytes; send less", code="body_too_large")
 
 
 def _too_slow(seconds: float) -> HttpError:

@@ -10,9 +10,9 @@ from .config import HttpConfig
 from .errors import HttpError
 
 READ_BYTES = 2**15
-"""Most that is read from a connection at a time, and thus most that one holds of requests that wait for their turn."""
+"""Most bytes that are read from a connection at a time, and that it holds of requests which wait for their turn."""
 CHUNK_OVERHEAD_BYTES = 16
-"""What the size of a chunk may take, on average."""
+"""What the line with the size of a chunk may take, on average."""
 _HEAD_END = re.compile(rb"\n\r?\n")
 
 
@@ -26,7 +26,7 @@ class Head:
         self._tail = b""
 
     def add(self, data: bytes) -> None:
-        """Raise HttpError if the head has too much."""
+        """Count what has arrived. Raise HttpError if the head has too many bytes or lines."""
         joined = self._tail + data
         found = _HEAD_END.search(joined)
         end = len(joined) if found is None else found.end()
@@ -53,7 +53,7 @@ class Framing:
         self._num_chunks = 0
 
     def add(self, data: h11.Data) -> None:
-        """Raise HttpError if there is too much."""
+        """Count what has arrived. Raise HttpError for too many chunks, or too many bytes beside the content."""
         self._num_content += len(data.data)
         self._num_chunks += data.chunk_start
         if self._num_chunks > self._config.max_body_chunks:
@@ -61,7 +61,7 @@ class Framing:
             raise HttpError(413, text, code="body_too_large")
         more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
         if self.num_received - self._num_content > more:
-            raise HttpError(413, "body: chunk extensions are too long; send chunks without", code="body_too_large")
+            raise HttpError(413, "body: chunk extensions are too long; send chunks without any", code="body_too_large")
 
 
 def check_framing(request: h11.Request) -> None:

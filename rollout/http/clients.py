@@ -37,7 +37,7 @@ GENERATE_PATHS = {
 
 
 class Clients:
-    """`by_key`: who each key stands for; none at all: everybody may do everything without a key."""
+    """`by_key`: the client that each key stands for; empty: everybody may do everything without a key."""
 
     def __init__(self, by_key: Mapping[bytes, Client]) -> None:
         self._by_digest = [(_digest(key), client) for key, client in by_key.items()]
@@ -49,7 +49,7 @@ class Clients:
         return bool(self._by_digest)
 
     def find(self, authorization: str) -> Client | None:
-        """Who a request with this header is from; None if no key that is known is in it."""
+        """Return the client that sent this `Authorization` header; None if it has no known key."""
         if not self._by_digest:
             return OWNER
         scheme, _, key = authorization.partition(" ")
@@ -60,8 +60,8 @@ class Clients:
         return found if scheme.lower() == "bearer" else None
 
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
-        """The parameters that a client's request is computed with. A user's requests share cached prefixes with each
-        other alone, by a salt that nobody else can name; users that name the same `cache_salt` share.
+        """Return the parameters that a client's request is computed with. By a salt that nobody else can name, a user's
+        requests share cached prefixes with each other alone. Users that name the same `cache_salt` share prefixes.
         """
         if client.user is None:
             return params
@@ -78,10 +78,10 @@ def clients_of(config: HttpConfig) -> Clients:
     try:
         text = data.decode("utf-8-sig")
     except ValueError:
-        raise ConfigError(f"clients_file: {config.clients_file} is no text in UTF-8; correct it") from None
+        raise ConfigError(f"clients_file: {config.clients_file} is not text in UTF-8; correct it") from None
     named = parse_clients("clients_file", config.clients_file, text, _check_key)
     if len(named) > MOST_CLIENTS:
-        raise ConfigError(f"clients_file: it has {len(named)} keys; at most {MOST_CLIENTS} can be served")
+        raise ConfigError(f"clients_file: it has {len(named)} keys; at most {MOST_CLIENTS} can be served; remove some")
     return Clients({key.encode(): client for key, client in named.items()})
 
 

@@ -16,15 +16,16 @@ class HttpConfig(BaseModel):
 
     `address`: the worker's, or the file of a fleet. `host`, an IP, and `port`, 0 for any free one: where it listens.
     `tokenizer`: the model whose tokenizer and chat template are used; None: the one that is served, where that is a
-    folder of this machine.
-    `model_name`: what clients call the model; None: as the worker calls it. `api_key_file`: a file with the key that
-    clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set. `clients_file`: a file
-    with a role, a user and a key for each client, in place of the one key. `max_body_bytes`: of a request, which may
-    take `body_seconds`; all unfinished bodies hold at most `max_unfinished_bytes`, None: 8 times `max_body_bytes`.
-    `max_body_elements`: what the elements of a body may cost, see `elements.WEIGHTS`. `max_text_chars`: of all texts
-    of a request. `max_answer_bytes`: that the answer to a request which is no stream may take, as planned.
-    `max_open_requests`: how many requests for tokens or text may be open at a time. `drain_seconds`:
-    how long open requests may go on after SIGTERM or Ctrl-C.
+    folder of this machine. `model_name`: what clients call the model; None: as the worker calls it. `api_key_file`: a
+    file with the key that clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set.
+    `clients_file`: a file with a role, a user and a key for each client, in place of the one key.
+
+    `max_body_bytes`: of a request, which may take `body_seconds`; all unfinished bodies hold at most
+    `max_unfinished_bytes`, None: 8 times `max_body_bytes`. `max_body_elements`: what the elements of a body may cost,
+    see `elements.WEIGHTS`. `max_text_chars`: of all texts of a request. `max_answer_bytes`: of an answer that is not a
+    stream, as estimated. `max_open_requests`: how many requests for tokens or text may be open at a time.
+    `drain_seconds`: how long open requests may go on after SIGTERM or Ctrl-C.
+
     `max_connections`: at a time; None: half of the descriptors that the process may open, at most 2048. A head has at
     most `max_head_bytes` in `max_head_lines` lines and arrives within `head_seconds`, and a body in at most
     `max_body_chunks` chunks. An answered connection is kept for `keep_alive_seconds`; one whose client takes nothing of

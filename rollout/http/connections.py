@@ -45,7 +45,7 @@ FEWEST_WRITTEN_BYTES = 2**16
 """A client that takes less within `write_seconds`, while more is there, is cut."""
 EVENTS_PER_TURN = 16
 TURN_SECONDS = 0.005
-"""For what connections have sent beyond their turn, before the event loop has its turn."""
+"""For work that waits for its turn, before the event loop goes on to everything else."""
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class Connection(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """Take a client that sends nothing more for one that has left: asyncio closes the connection."""
+        """Treat a client that closes its sending side as gone: asyncio closes the connection."""
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -517,5 +517,5 @@ def _no_room() -> bytes:
 
 
 def _malformed(error: h11.RemoteProtocolError) -> HttpError:
-    """What h11 refuses, as clients are told. Its text may quote the request, so it is cut."""
+    """The error for a request that h11 refuses. h11's text may quote the request, so it is cut."""
     return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")

@@ -13,7 +13,7 @@ import numpy as np
 from .errors import HttpError
 
 WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16}
-"""What an element costs, by the character that stands for it: about 0.1 µs for each 1."""
+"""What an element costs, by the character that stands for it, in units of about 0.1 µs."""
 _STEP_BYTES = 2**18
 _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
@@ -42,7 +42,7 @@ async def check_elements(body: bytes, most: int) -> None:
 
 
 def _without_half_an_escape(step: bytes) -> bytes:
-    """Without a backslash at the end that escapes what follows, unless nothing else is there."""
+    """Drop a backslash at the end that escapes the next byte, unless the step has nothing else."""
     num_backslashes = len(step) - len(step.rstrip(b"\\"))
     return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
 

@@ -76,13 +76,13 @@ class HttpError(TruerollError):
 
 
 def given_twice(name: str) -> HttpError:
-    """The error for a name that a query gives twice, of which each parser takes another value."""
+    """The error for a name that a query gives twice: parsers differ in which value they take."""
     return HttpError(400, f"{name}: given twice in the query; give it once", param=name[:80], code="invalid_request")
 
 
 def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
-    """What a client is told of an error; nothing of one that no user should meet. `prompt_field`: the request's field
-    that the worker's errors about token ids are about.
+    """What a client is told of an error; nothing of one that no user should meet. `prompt_field`: the field of the
+    request that the worker's errors about token ids refer to.
     """
     if isinstance(error, HttpError):
         return error

@@ -140,7 +140,7 @@ class Lifecycle:
 
 
 def _next_version(served: int) -> int:
-    """Raise PushError if there is none."""
+    """The version after `served`. Raise PushError if there is none."""
     if served >= LAST_VERSION:
         raise PushError(f"weight_version: no version follows {served}, which is served; start the worker anew")
     return served + 1
@@ -178,7 +178,7 @@ def _is_push(folder: Path) -> bool:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a checkpoint, all of whose files have been opened. Raise PushError if one cannot be read."""
+    """The tensors of a checkpoint, whose files have all been opened. Raise PushError if one cannot be read."""
     from ...engine.models.loader import read_checkpoint
 
     with _one_text(folder):

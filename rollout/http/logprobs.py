@@ -81,13 +81,13 @@ def numbers(logprobs: np.ndarray) -> list[float]:
 
 
 def chat_logprobs_bytes(num_top: int | None, has_bytes: bool = True) -> int:
-    """What `chat_logprobs` takes for a token, as planned. `num_top`: None: nothing is told."""
+    """The estimated bytes of `chat_logprobs` for a token. `num_top`: None: nothing is told."""
     entry = 36 + TokenBytes.TEXT + TokenBytes.NUMBER + (2 * TokenBytes.TEXT if has_bytes else 4)
     return 0 if num_top is None else 20 + (1 + num_top) * entry
 
 
 def completion_logprobs_bytes(num_top: int | None) -> int:
-    """What `completion_logprobs` takes for a token, as planned. `num_top`: None: nothing is told."""
+    """The estimated bytes of `completion_logprobs` for a token. `num_top`: None: nothing is told."""
     entry = TokenBytes.TEXT + TokenBytes.NUMBER + 4
     return 0 if num_top is None else entry + TokenBytes.ID + (num_top + 1) * entry * (num_top > 0)
 

@@ -18,14 +18,14 @@ from .errors import HttpError
 from .texts import Texts
 
 _LEAST_LONGEST_TOKEN = 16
-"""Tokenizers leave out spaces or join characters, which the longest token does not tell."""
+"""Tokenizers may drop spaces or join characters, so a token can stand for more text than the longest one has."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """`name`: what clients call it. `created`: when this front end began to serve it, in seconds since 1970.
     `max_prompts`: of a request, as many as the worker would queue. `max_text_chars`, `max_answer_bytes`: see
-    `HttpConfig`. `salted`: the parameters that a request is computed with, for those that it asks for.
+    `HttpConfig`. `salted`: turns the parameters that a request asks for into those that it is computed with.
     """
 
     client: AsyncRolloutClient
@@ -90,8 +90,8 @@ class ServedModel:
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], most: int | None
     ) -> list[int]:
-        """The tokens of a conversation. Raise HttpError for more than `most`, before it is rendered where its
-        characters tell.
+        """The tokens of a conversation. Raise HttpError if there are more than `most`; if its characters show that
+        already, before it is rendered.
         """
         count = num_chars((messages, arguments))
         self._check_chars("messages", count, 0 if most is None else count)

@@ -60,8 +60,8 @@ class ScoreFields(Fields):
 
 
 class Pages:
-    """The page and its data: of the samples those of one's own for the role `generate`, all for `control`. `run`:
-    differs for each front end, whose groups count from 1 again.
+    """The page and its data. The role `generate` sees the samples of its user, `control` all samples. `run`: differs
+    for each front end, whose groups count from 1 again.
     """
 
     def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:

@@ -185,7 +185,7 @@ def check_sample(sample: SampleOutput) -> None:
 
 
 def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
-    """The same in several deltas, each of as many log-probs as are written in one step."""
+    """Split a delta into deltas with as many log-probs as are written in one step."""
     width = 1 if delta.top_token_ids is None else 1 + delta.top_token_ids.shape[1]
     size = max(1, STEP_ENTRIES // width)
     for start in range(0, max(1, len(delta.token_ids)), size):

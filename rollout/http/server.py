@@ -91,7 +91,7 @@ async def run(
 async def _answer(
     listener: socket.socket, connections: Connections, config: HttpConfig, on_ready: Callable[[], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then let requests finish; after a second SIGINT no longer."""
+    """Serve until SIGTERM or SIGINT, then let requests finish, or cut them at a second SIGINT."""
     told = asyncio.Event()
 
     def end(hurries: bool) -> None:

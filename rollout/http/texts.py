@@ -1,6 +1,7 @@
 """Text of the front end: tokenizing in processes of its own, and the text of samples as they grow.
 
-Promises that only long texts wait for long texts, and that a text whose client has gone is not read, or given up.
+Promises that only long texts wait for long texts, and that work on a text whose client has gone is not begun, or is
+given up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _MOST_BYTES_LEFT = 3
 """Of a character that has begun, but for its end."""
 _KNOWN_TOKENS = 2**16
 _MANY_TOKENS = 2**12
-"""More of them become text in another process."""
+"""More tokens than this are decoded in another process."""
 
 
 class Texts:
@@ -87,8 +88,8 @@ class Texts:
         return self._model.decode([token_id], skip_special_tokens=False)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
-        """What `work` returns, which is called with `is_abandoned` on the thread for long texts or on the other one. If
-        this is cancelled, it is not begun, or given up.
+        """Return what `work` returns. It is called with `is_abandoned`, on the thread for long texts or on the other
+        one. If this is cancelled, the work is not begun, or is given up.
         """
         abandoned = threading.Event()
         try:

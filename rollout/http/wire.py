@@ -29,9 +29,9 @@ T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 
 MAX_ELEMENTS = 2**12
-"""What the elements of a body that has only some fields may cost."""
+"""What the elements of a body may cost on a path that takes only a few fields."""
 _WHOLE_BYTES = 2**20
-"""What is longer is not kept until its length is known."""
+"""A longer answer is sent before its length is known."""
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's members. Raise ValueError for a name that comes twice, of which each parser takes another value."""
+    """An object's members. Raise ValueError for a name that comes twice: parsers differ in which value they take."""
     found = dict(members)
     if len(found) != len(members):
         name = next(name for name, count in Counter(name for name, _ in members).items() if count > 1)
@@ -79,8 +79,8 @@ def answer(content: Any, status: int = 200) -> Response:
 
 
 async def long_answer(content: Any, turns: Turns) -> Response:
-    """A response with JSON that may be long: with a length if it is short after all, otherwise in parts, which are made
-    when the client has taken those before.
+    """A response with JSON that may be long. A short one has a `Content-Length`; a long one is sent in parts, each of
+    which is made when the client has taken the parts before.
     """
     parts = encoded_in_parts(content, turns)
     begun, num_bytes = [], 0

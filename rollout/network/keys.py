@@ -152,8 +152,8 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
 
 
 def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
-    """A regular file of this user's or root's that nobody else can read. Never waits for the other end of a pipe.
-    Raise ConfigError for any other, and for one with more than `most_bytes`.
+    """Read a regular file that belongs to this user or to root, and that nobody else can read. Never waits for the
+    other end of a pipe. Raise ConfigError for any other file, and for one of more than `most_bytes`.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -165,7 +165,7 @@ def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
             "or run chmod 600 on it"
         ) from None
     if len(data) > most_bytes:
-        raise ConfigError(f"{setting}: expected at most {most_bytes} bytes in {path}, found more; name another file")
+        raise ConfigError(f"{setting}: {path} has more than {most_bytes} bytes; name another file")
     return data
 
 

@@ -163,9 +163,8 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        It is at most 2**63 - 2, and must be later than the version that each serves, 0 at first and after a restart,
-        unless `allow_older`: then
-        samples of two different weights may carry the same version.
+        The version is at most 2**63 - 2, and later than the version that each worker serves, 0 at first and after a
+        restart, unless `allow_older`: then samples of two different weights may carry the same version.
 
         `tensors`: a module, or Hugging Face names with tensors as a mapping or an iterable of pairs, of any dtype and
         on any device. Where they are sharded (DTensor, as by FSDP2), every rank of the trainer calls this with the same

@@ -250,7 +250,7 @@ def http(
     ] = HTTP["api_key_file"],
     clients_file: Annotated[
         str | None,
-        typer.Option(help="Instead of one key: on each line a role (generate, control), a user, a key of its own."),
+        typer.Option(help="Instead of one key, a file: on each line a role (generate, control), a user and a key."),
     ] = HTTP["clients_file"],
     tokenizer: Annotated[
         str | None,
@@ -261,7 +261,7 @@ def http(
     ] = HTTP["model_name"],
     max_body_bytes: Annotated[int, typer.Option(help="Longest request that is read.")] = HTTP["max_body_bytes"],
     max_unfinished_bytes: Annotated[
-        int | None, typer.Option(help="Most that all unfinished requests hold. Default: 8 times --max-body-bytes.")
+        int | None, typer.Option(help="Most bytes of all unfinished requests. Default: 8 times --max-body-bytes.")
     ] = HTTP["max_unfinished_bytes"],
     body_seconds: Annotated[float, typer.Option(help="How long a client may take to send a request.")] = HTTP[
         "body_seconds"
@@ -279,7 +279,7 @@ def http(
     keep_alive_seconds: Annotated[float, typer.Option(help="How long a connection is kept without a request.")] = HTTP[
         "keep_alive_seconds"
     ],
-    write_seconds: Annotated[float, typer.Option(help="How long a client may take nothing of an answer.")] = HTTP[
+    write_seconds: Annotated[float, typer.Option(help="How long a client may read nothing of an answer.")] = HTTP[
         "write_seconds"
     ],
     linger_seconds: Annotated[
@@ -291,7 +291,7 @@ def http(
     max_text_chars: Annotated[int, typer.Option(help="Most characters of all texts of a request.")] = HTTP[
         "max_text_chars"
     ],
-    max_answer_bytes: Annotated[int, typer.Option(help="Longest answer that is no stream, as planned.")] = HTTP[
+    max_answer_bytes: Annotated[int, typer.Option(help="Longest answer but for streams, as estimated.")] = HTTP[
         "max_answer_bytes"
     ],
     max_open_requests: Annotated[int, typer.Option(help="Most requests at a time.")] = HTTP["max_open_requests"],

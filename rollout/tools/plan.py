@@ -92,8 +92,8 @@ def _what_would_fit(asked: _Asked) -> str:
         parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
     proposals = " or ".join(_proposals(asked)) or f"a smaller model, as nothing up to {_MOST_GIB} GiB does"
     return (
-        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks hold too little beside, in GiB, {parts}; "
-        f"with room for a sample of {asked.max_model_len} tokens these fit, each alone: {proposals}"
+        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks are too little beside, in GiB, {parts}; "
+        f"with any one of these it fits, and has room for a sample of {asked.max_model_len} tokens: {proposals}"
     )
 
 
@@ -111,7 +111,7 @@ def _proposals(asked: _Asked) -> Iterator[str]:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first of `count` numbers from 0 on from which on it holds; `count` if there is none."""
+    """The least number from 0 on that `holds`, as all greater ones then do; `count` if none below it does."""
     return bisect_left(range(count), True, key=holds)
 
 

@@ -1,8 +1,8 @@
 """`trueroll top`: what a worker or a fleet does, in a terminal, from its health and stats.
 
 Speeds and rates are differences between two looks; everything else is as of the last one. Promises that a worker's
-words are never read as markup or by the terminal, and that a counter shown here which is missing or mistyped is a
-ProtocolError.
+words are never taken for markup or for codes of a terminal, and that a counter shown here which is missing or mistyped
+is a ProtocolError.
 """
 
 from __future__ import annotations

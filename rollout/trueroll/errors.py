@@ -1,9 +1,9 @@
 """The one tree of exceptions: every error that a user can meet, whichever folder raises it, is a `TruerollError`.
 
-Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what was
-expected, what was found and what to do, and what it quotes is short: `brief`, `said`. Names and texts from outside are
-shown to people by `printable`. Imports the standard library
-alone, so that each folder, and a client without torch, can use it.
+Every class carries a `code`, the word that stands for it on the wire (`docs/protocol.md`). Every message says what is
+wrong, with the value, and what to do, and what it quotes is short: `brief`, `said`. `printable` escapes names and texts
+from outside for people. Imports the standard library alone, so that each folder, and a client without torch, can use
+it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class RequestAbortedError(TruerollError):
 
 _MAX_SAID_CHARS = 300
 LINES = "\n\t"
-"""What a text of several lines has besides characters that are seen."""
+"""What `printable` is to keep in a text of several lines."""
 
 
 class _Brief(reprlib.Repr):
@@ -189,8 +189,9 @@ def said(cause: object) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """A text from outside as a terminal or a log may show it: what is not seen, moves the cursor or turns the direction
-    of writing is escaped as in a literal of Python, such as `\\x1b`; `kept` and backslashes stay.
+    """Escape a text from outside so that a terminal or a log may show it: characters that are invisible, move the
+    cursor or turn the direction of writing are written as in a literal of Python, such as `\\x1b`. Characters in `kept`
+    and backslashes stay.
     """
     if text.isascii() and text.isprintable():
         return text

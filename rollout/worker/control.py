@@ -575,7 +575,7 @@ class Control:
             self._calls.refuse(call.id, error)
 
     def _new_push(self, call: protocol.BeginPush) -> _Push:
-        """Start a thread that receives it. Raise PushError if there is none."""
+        """Start the thread that receives a push. Raise PushError if none can be started."""
         from ...weight_sync.worker.receiver import Receiver, begin_seconds
 
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
@@ -755,8 +755,8 @@ def _is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) 
 
 def _hangs(begin: protocol.BeginPush) -> DeadlineError:
     return DeadlineError(
-        f"push {begin.push_id}: expected the worker to get on within the timeout of {begin.timeout:g} s, found that it "
-        "hangs; see whether its file system answers, push again"
+        f"push {begin.push_id}: the worker hangs, and made no progress within the timeout of {begin.timeout:g} s; see "
+        "whether its file system answers, then push again"
     )
 
 

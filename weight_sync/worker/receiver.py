@@ -157,7 +157,7 @@ class Receiver(threading.Thread):
             reader.close()
 
     def _wait_to_overwrite(self) -> None:
-        """Whoever made this ends the wait, with `proceed` or `close`."""
+        """Publish `Opened`, and wait for `proceed` or `close`."""
         self._publish(Opened())
         self._may_overwrite.wait()
         if self._is_closed:

@@ -58,7 +58,7 @@ def test_decoders_in_use_are_taken(decoder: dict[str, Any]) -> None:
         (sequence(*[{"type": "BPEDecoder", "suffix": ""}] * 5), "more than 16 times as long, by BPEDecoder"),
         (sequence(*[{"type": "WordPiece", "prefix": "#", "cleanup": False}] * 5), "by WordPiece"),
         (sequence(*[dict(type="CTC", pad_token="p", word_delimiter_token="", cleanup=False)] * 5), "by CTC"),
-        (replace("(a+)+$", "a", "Regex"), "a regular expression finds that may be slow"),
+        (replace("(a+)+$", "a", "Regex"), "a regular expression that may be slow"),
         (sequence(*[STRIP] * 100), "more than 64 steps"),
         ({"type": "Other"}, "a step of an unknown type, 'Other'"),
     ],

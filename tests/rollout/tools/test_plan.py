@@ -66,7 +66,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str,
 
 def test_what_does_not_fit_says_what_would() -> None:
     asked = "qwen3.5-0.15b", "--memory", "0.5", "--max-num-seqs", "256"
-    with pytest.raises(ConfigError, match=r"^memory: 0\.5 GiB on each of 1 ranks hold too little") as caught:
+    with pytest.raises(ConfigError, match=r"^memory: 0\.5 GiB on each of 1 ranks are too little") as caught:
         CliRunner().invoke(cli.app, ["plan", *asked], catch_exceptions=False)
     text = str(caught.value)
     assert "kv_memory" not in text and "state_budget" not in text, "which the command does not have"

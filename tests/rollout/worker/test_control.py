@@ -490,7 +490,7 @@ def hanging(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Han
 def test_a_push_that_hangs_is_given_up(raw: RawClient, hanging: Hanging, in_place: bool) -> None:
     with HandPush(raw, NEW) as push:
         error = push.begin(timeout=0.1, drain_timeout=0.1, in_flight="drain", in_place=in_place)
-        assert error["code"] == "deadline_exceeded" and "found that it hangs" in error["message"]
+        assert error["code"] == "deadline_exceeded" and "the worker hangs" in error["message"]
         assert raw.health()["push"] is None and push.stage()["code"] == "push_failed"
         hanging.released.set()
     with HandPush(raw, NEW) as push:
