@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trueroll.errors import ConfigError, OtherBaseError, PushError
@@ -32,9 +32,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """`path`: where pushes by disk are, and where workers may write."""
+    """`path`: where pushes by disk are, and where workers may write. `bases`: the ids of pushes that were handed over
+    only for adapters to be added to them.
+    """
 
     path: Path
+    bases: set[str] = field(default_factory=set, compare=False)
 
     def make(self) -> None:
         """Raise ConfigError where no worker's weights could be written."""
@@ -116,7 +119,8 @@ async def hand_over(
     if peer is None:
         if noted is None or own.push_id == noted.push_id:
             return True
-        if own.push_id is not None and own.weight_version >= noted.version:  # a trainer that noted nothing pushed it
+        is_newer = own.push_id is not None and own.weight_version >= noted.version
+        if is_newer and own.push_id not in folder.bases:  # a trainer that noted nothing pushed it
             return True
         return await asyncio.to_thread(_push_noted, joining, noted.push_id, folder, keys)
     theirs = await _weights(peer)
@@ -208,5 +212,7 @@ def _push(joining: _Only, path: Path, folder: WeightFolder, keys: Keys) -> None:
         except OtherBaseError:
             adapters = read_manifest(path).adapters
             assert adapters is not None
-            publisher.push_folder(folder.find_base(adapters), allow_older=True)
+            base = folder.find_base(adapters)
+            folder.bases.add(read_manifest(base).push_id)
+            publisher.push_folder(base, allow_older=True)
             publisher.push_folder(path, allow_older=True)

@@ -18,7 +18,7 @@ from rollout.publisher.test_expert_pushes import Weights, assert_equal, dense, s
 from tiny import make_tiny_model
 from trueroll.engine.cache.lending import place_to_lend
 from trueroll.engine.engine import Engine
-from trueroll.errors import OtherBaseError, TruerollError
+from trueroll.errors import OtherBaseError, PushError, TruerollError
 from trueroll.kernels.training import align, merged_weights
 from trueroll.rollout import AsyncRolloutClient, FleetClient, WeightPublisher, audit
 from trueroll.rollout.client.membership import Member, PushNote
@@ -34,6 +34,7 @@ class Pair:
     engines: list[Engine]
     stacks: list[ExitStack]
     serving: list[int] = field(default_factory=lambda: [0, 1])
+    folders: dict[Path, WeightFolder] = field(default_factory=dict)
 
     def members(self) -> list[Member]:
         return [Member(f"worker-{i}", self.addresses[i]) for i in self.serving]
@@ -53,7 +54,8 @@ class Pair:
                 for client in clients:
                     await stack.enter_async_context(client)
                 other = None if peer is None else clients[1]
-                return await hand_over(clients[0], other, noted, WeightFolder(folder), self, (None, None))
+                weights = self.folders.setdefault(folder, WeightFolder(folder))
+                return await hand_over(clients[0], other, noted, weights, self, (None, None))
 
         return asyncio.run(run())
 
@@ -159,6 +161,23 @@ def test_a_worker_that_joins_by_disk_gets_the_weights_before_the_adapters(pair: 
         pair.start(0)
         assert not pair.join(0, tmp_path / "pushes", noted=noted), "it waits for a push"
         assert pair.engines[0].weight_version == 0, "what was handed over is not from an earlier run"
+
+
+def test_a_base_whose_adapters_cannot_be_handed_over_is_not_served(pair: Pair, tmp_path: Path) -> None:
+    trained = other_base(adapt(pair.model))
+    with WeightPublisher("disk", folder=tmp_path) as publisher:
+        publisher.connect_fleet(pair)
+        publisher.push(trained, 900)
+        noted = PushNote(2, publisher.push(trained, 2, adapters=True, allow_older=True).push_id)
+    [adapters] = tmp_path.glob("version-2-*")
+    [tensors] = adapters.glob("*.safetensors")
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the manifest and the header stay whole
+    pair.start(0)
+    for _ in range(2):
+        with pytest.raises(PushError):
+            pair.join(0, tmp_path, noted=noted)
+        assert pair.engines[0].weight_version == 900, "the base has reached the worker"
 
 
 def test_checksums_and_an_audit_are_of_all_workers(pair: Pair) -> None:
