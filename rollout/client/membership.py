@@ -7,6 +7,7 @@ for all by addresses. Imports neither ray nor zmq.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ MOST_FILE_BYTES = 2**21
 """Of the file of a fleet: some 10,000 workers."""
 MOST_NOTE_BYTES = 2**10
 _PUSH_ID = re.compile("[0-9a-f]{32}")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,29 @@ def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> N
     _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 
 
+class MembersFile:
+    """The file of a fleet, kept up to date by the process that keeps the workers running. `is_stale`: the last write
+    failed; the next call of `tell` makes it again.
+    """
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self.is_stale = False
+        self._path, self._mode = path, mode
+        self._told: Sequence[Member] | None = None
+
+    def tell(self, members: Sequence[Member]) -> None:
+        """Have the file say who is in the fleet. Log the first of several writes that fail."""
+        if members == self._told and not self.is_stale and self._path.exists():
+            return
+        try:
+            write_members(self._path, members, self._mode)
+            self._told, self.is_stale = members, False
+        except OSError as error:
+            if not self.is_stale:
+                log.error("cannot write %s (%s); clients that read it miss changes", self._path, error.strerror)
+            self.is_stale = True
+
+
 def version_file(path: Path) -> Path:
     """Where a trainer in another process notes what it has pushed to the fleet with the file `path`."""
     return path.with_name(f"{path.name}.version")
@@ -194,9 +220,13 @@ def noted_push(path: Path) -> PushNote | None:
 
 def _replace(path: Path, text: str, mode: int) -> None:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(draft, path)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def is_fleet(target: str) -> bool:

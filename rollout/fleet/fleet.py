@@ -39,7 +39,7 @@ from trueroll.errors import (
 from .. import protocol
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import LoopThread
-from ..client.membership import Member, PushNote, Standing, noted_push, version_file, write_members
+from ..client.membership import Member, MembersFile, PushNote, Standing, noted_push, version_file
 from ..monitoring.metrics import MetricsServer
 from .config import MOST_WORKERS, split_settings
 from .hand_over import WeightFolder, hand_over, have_the_same
@@ -128,7 +128,7 @@ class Fleet:
         self._keys = self._config.server_public_key, self._config.client_key
         self._file = None if self._config.file is None else Path(self._config.file)
         has_users = worker.curve_secret_key_file is not None  # named clients may be other users of the machine
-        self._file_mode = 0o644 if has_users else 0o600
+        self._members_file = self._file and MembersFile(self._file, 0o644 if has_users else 0o600)
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
         self._weights = WeightFolder(Path(self._config.weights_folder or self._folder.name))
         self._weights.make()
@@ -150,6 +150,8 @@ class Fleet:
         try:
             self._remove_version_file()
             self._publish()
+            if self._members_file is not None and self._members_file.is_stale:
+                raise ConfigError(f"file: cannot write {self._file}; correct the path or its permissions")
             if self._config.metrics_port is not None:
                 self._metrics = MetricsServer(self._config.metrics_port, self, FleetMetrics(self.reports))
             self.scale(num_workers)
@@ -375,6 +377,8 @@ class Fleet:
     async def _look(self, slot: _Slot) -> protocol.Health:
         assert slot.client is not None
         self._read_note()
+        if self._members_file is not None and self._members_file.is_stale:
+            self._publish()
         slot.health = await slot.client.health()
         if slot.is_serving and self._is_newer(slot.health.weight_version):
             await self._note_served(slot.client)
@@ -484,10 +488,9 @@ class Fleet:
 
     def _publish(self) -> None:
         """Tell who is there."""
-        members = tuple(slot.member for slot in self._slots.values() if slot.member is not None)
-        if self._file is not None and (members != self._members or not self._file.exists()):
-            write_members(self._file, members, self._file_mode)
-        self._members = members
+        self._members = tuple(slot.member for slot in self._slots.values() if slot.member is not None)
+        if self._members_file is not None:
+            self._members_file.tell(self._members)
 
     async def _watch_cluster(self) -> None:
         """When the cluster is lost, and with it all workers, join it or start it again."""

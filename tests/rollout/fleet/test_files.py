@@ -16,6 +16,7 @@ from trueroll.rollout.client.membership import (
     MOST_FILE_BYTES,
     FleetFile,
     Member,
+    MembersFile,
     PushNote,
     noted_push,
     version_file,
@@ -141,3 +142,18 @@ def test_a_note_tells_version_and_push(tmp_path: Path) -> None:
     write_members(tmp_path / "fleet.json", [])
     FleetFile(tmp_path / "fleet.json").note_push(PushNote(7, "0123456789abcdef" * 2))
     assert noted_push(tmp_path / "fleet.json") == PushNote(7, "0123456789abcdef" * 2)
+
+
+def test_a_file_that_cannot_be_written_is_logged_once_and_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "fleet.json"
+    path.mkdir()
+    file, members = MembersFile(path, 0o600), [Member("worker-0", "ipc:///there")]
+    for _ in range(2):
+        file.tell(members)
+    assert file.is_stale and len(caplog.records) == 1 and str(path) in caplog.text
+    assert [*tmp_path.iterdir()] == [path], "a draft was left behind"
+    path.rmdir()
+    file.tell(members)
+    assert not file.is_stale and [*FleetFile(path).members()] == members
