@@ -94,37 +94,37 @@ class Attacker:
 
 
 async def chunks_of_strangers(attacker: Attacker) -> str:
-    """Item 1: a body without end, one byte a chunk, without a key."""
+    """A body without end, one byte a chunk, without a key."""
     await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked", key=False)
     return await attacker.refused_while(_one_byte_chunks(attacker))
 
 
 async def chunks(attacker: Attacker) -> str:
-    """Item 1: the same with a key."""
+    """The same with a key."""
     await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked")
     return await attacker.refused_while(_one_byte_chunks(attacker))
 
 
 async def trailers(attacker: Attacker) -> str:
-    """Item 1: trailers without end behind a body."""
+    """Trailers without end behind a body."""
     await attacker.head(COMPLETIONS, "Transfer-Encoding: chunked")
     await attacker.send(b"2\r\n{}\r\n0\r\n")
     return await attacker.refused_while(_for_ever(attacker, b"X-Trailer: y\r\n"))
 
 
 async def silent(attacker: Attacker) -> str:
-    """Item 2: a connection on which nothing comes."""
+    """A connection on which nothing comes."""
     return await attacker.status()
 
 
 async def half_a_head(attacker: Attacker) -> str:
-    """Item 2: a head that goes on slowly."""
+    """A head that goes on slowly."""
     await attacker.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     return await attacker.refused_while(_for_ever(attacker, b"X-A: b\r\n", pause=0.5))
 
 
 async def never_reads(attacker: Attacker) -> str:
-    """Item 3: a stream that is not read."""
+    """A stream that is not read."""
     wanted = dict(prompt=[1], n=16, max_tokens=256, logprobs=20, stream=True, ignore_eos=True)
     await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
     attacker.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -133,14 +133,14 @@ async def never_reads(attacker: Attacker) -> str:
 
 
 async def huge_answer(attacker: Attacker) -> str:
-    """Item 4: an answer that would take hundreds of megabytes."""
+    """An answer that would take hundreds of megabytes."""
     wanted = dict(prompt=[1, 2], n=128, max_tokens=500, logprobs=64, return_token_ids=True, ignore_eos=True)
     await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
     return await attacker.status()
 
 
 async def small_elements(attacker: Attacker) -> str:
-    """Item 5: a body of millions of elements: prompts, token ids, sampling parameters or messages."""
+    """A body of millions of elements: prompts, token ids, sampling parameters or messages."""
     count = attacker.target.size(2 * MEBIBYTE)
     kind = id(attacker) // 64 % 4
     path = (COMPLETIONS, GENERATE, GENERATE, CHAT)[kind]
@@ -155,7 +155,7 @@ async def small_elements(attacker: Attacker) -> str:
 
 
 async def unfinished_body(attacker: Attacker) -> str:
-    """Item 5: most of a large body, and then nothing for long."""
+    """Most of a large body, and then nothing for long."""
     size = attacker.target.size(12 * MEBIBYTE)
     await attacker.head(COMPLETIONS, f"Content-Length: {size}")
     await attacker.send(b" " * (size - 1000))
@@ -163,34 +163,34 @@ async def unfinished_body(attacker: Attacker) -> str:
 
 
 async def long_text(attacker: Attacker) -> str:
-    """Item 6: a text of millions of characters, from a client that leaves at once."""
+    """A text of millions of characters, from a client that leaves at once."""
     text = "x y" * attacker.target.size(4 * MEBIBYTE // 3)
     await attacker.body(TOKENIZE if id(attacker) // 64 % 2 else COMPLETIONS, json.dumps(dict(prompt=text)).encode())
     return "left"
 
 
 async def long_conversation(attacker: Attacker) -> str:
-    """Item 6: a conversation of millions of characters."""
+    """A conversation of millions of characters."""
     messages = [{"role": "user", "content": "word " * attacker.target.size(400_000)}] * 4
     await attacker.body(CHAT, json.dumps(dict(messages=messages)).encode())
     return await attacker.status()
 
 
 async def refused_conversation(attacker: Attacker) -> str:
-    """Item 7: a conversation that the chat template refuses."""
+    """A conversation that the chat template refuses."""
     await attacker.body(CHAT, json.dumps(dict(messages=[{"role": "user", "content": None}], max_tokens=1)).encode())
     return await attacker.status()
 
 
 async def huge_head(attacker: Attacker) -> str:
-    """Item 8: headers of 32 MiB."""
+    """Headers of 32 MiB."""
     await attacker.send(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     line = b"X-Header: " + b"y" * 4000 + b"\r\n"
     return await attacker.refused_while(_times(attacker, line, attacker.target.size(32 * MEBIBYTE) // len(line)))
 
 
 async def strange_names(attacker: Attacker) -> str:
-    """Item 10: two lengths of one body."""
+    """Two lengths of one body."""
     body = b'{"prompt": [1], "prompt": [2], "n": true}'
     await attacker.head(COMPLETIONS, f"Content-Length: {len(body)}", "Transfer-Encoding: chunked")
     await attacker.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
@@ -198,7 +198,7 @@ async def strange_names(attacker: Attacker) -> str:
 
 
 async def escape_codes(attacker: Attacker) -> str:
-    """Item 11: a name with escape codes of a terminal."""
+    """A name with escape codes of a terminal."""
     await attacker.body(COMPLETIONS, json.dumps({"prompt": [1], "model": "\x1b]0;owned\x07"}).encode())
     return await attacker.status()
 
