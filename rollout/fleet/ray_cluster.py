@@ -176,7 +176,7 @@ class Cluster:
 
     def _has_raylet(self) -> bool:
         if self._is_own and self._address is None:
-            return any(child.name() == "raylet" and _runs(child) for child in psutil.Process().children())
+            return any(_is_raylet(child) and _runs(child) for child in psutil.Process().children())
         try:
             own = ray.get_runtime_context().get_node_id()
             return any(node["NodeID"] == own and node["Alive"] for node in ray.nodes())
@@ -236,6 +236,12 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
     with suppress(psutil.Error):
         return process.children()
     return []
+
+
+def _is_raylet(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # any child may end, and be reaped, while it is looked at
+        return process.name() == "raylet"
+    return False
 
 
 def _runs(process: psutil.Process) -> bool:

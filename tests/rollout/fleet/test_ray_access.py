@@ -49,6 +49,24 @@ def test_a_start_of_ray_that_fails_leaves_no_process(no_ray: None, monkeypatch: 
     there.communicate(b"\n")
 
 
+def test_a_child_that_ends_while_it_is_looked_at_does_not_hide_the_raylet(
+    no_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(None)
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone = psutil.Process(ended.pid)
+    ended.communicate(b"\n")
+    raylet = SimpleNamespace(name=lambda: "raylet", status=lambda: psutil.STATUS_SLEEPING)
+    children = [gone, raylet]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: children)
+    with pytest.raises(psutil.NoSuchProcess):
+        gone.name()
+    assert cluster.is_alive()
+    children.pop()
+    assert not cluster.is_alive()
+
+
 def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
     no_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
