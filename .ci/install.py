@@ -48,7 +48,8 @@ def install(folder: Path, extra: str) -> bool:
     }
     if not (folder / "bin" / "pip").exists():  # comes last, so that a half made environment is made again
         stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages
-    succeeded = all(run(title, command, folder, log) for title, command in stages.items())
+    environment = locked_environment()
+    succeeded = all(run(title, command, folder, log, environment) for title, command in stages.items())
     if succeeded and not list(Path("kernels/cpu").glob("*.so")):
         print(NO_NATIVE_KERNELS)
     return succeeded
@@ -70,8 +71,10 @@ def install_in_front(folder: Path, requirements: str) -> bool:
     return run(f"Installing {requirements} into {folder}", [*pip, "--requirement", requirements], folder, log)
 
 
-def run(title: str, command: list[str], folder: Path, log: Path) -> bool:
-    """Runs the command of one stage; whether it succeeded. If not, stderr says where to look."""
+def run(title: str, command: list[str], folder: Path, log: Path, environment: dict[str, str] | None = None) -> bool:
+    """Runs the command of one stage, in the `environment` if given; whether it succeeded. If not, stderr says where to
+    look.
+    """
     start = time.monotonic()
     before = count_packages(folder)
     if not sys.stdout.isatty():
@@ -79,7 +82,7 @@ def run(title: str, command: list[str], folder: Path, log: Path) -> bool:
     with log.open("ab") as output:
         offset = output.tell()
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=locked_environment()
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
         )
     with process:
         while (code := wait(process)) is None:

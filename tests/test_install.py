@@ -180,12 +180,14 @@ def test_a_missing_environment_is_made_first(root: Path) -> None:
     assert (root / "new/bin/pip").exists() and done.returncode == 1, "there is nothing to install in this folder"
 
 
-def test_packages_go_in_front_of_those_that_are_there(root: Path) -> None:
+def test_packages_go_in_front_of_those_that_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
     (root / ".venv/bin").mkdir(parents=True)
     (root / "front").mkdir()
     (root / "front/left").touch()
     python = root / ".venv/bin/python"
-    python.write_text('#!/bin/sh\necho "$@"\nmkdir -p front/lib/python3/site-packages\n')
+    said = 'echo "$@"; echo "constraints: $PIP_CONSTRAINT."'
+    python.write_text(f"#!/bin/sh\n{said}\nmkdir -p front/lib/python3/site-packages\n")
     python.chmod(0o755)
     done = run("front", "wanted.txt")
     assert done.returncode == 0 and not (root / "front/left").exists()
@@ -194,6 +196,7 @@ def test_packages_go_in_front_of_those_that_are_there(root: Path) -> None:
         "Installing wanted.txt into front ...",
     ]
     log = (root / "front/install.log").read_text()
+    assert "constraints: .\n" in log and LOCK not in log, "these versions are other ones than the lock's"
     assert "pip --python front/bin/python install --no-compile --no-deps --requirement wanted.txt\n" in log
     line = (root / "front/lib/python3/site-packages/behind.pth").read_text()
     assert line.endswith("site.addsitedir(sys.prefix + '/../.venv/lib/python3/site-packages')\n")
