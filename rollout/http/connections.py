@@ -12,6 +12,7 @@ import asyncio
 import logging
 import resource
 import socket
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -302,6 +303,8 @@ class Connection(asyncio.BufferedProtocol):
         self._connections.closed[reason] += 1
         self._leave()
         if self._transport is not None:
+            if self._http.our_state is h11.SEND_BODY or self._transport.get_write_buffer_size():
+                self._let_close_reset()
             self._transport.abort()
 
     # What an exchange asks for
@@ -458,6 +461,12 @@ class Connection(asyncio.BufferedProtocol):
             return self._transport.abort()
         self._transport.resume_reading()
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
+
+    def _let_close_reset(self) -> None:
+        """Closing shall tell the client that its answer is cut, and drop what the system holds of it."""
+        assert self._transport is not None
+        at_once = struct.pack("ii", 1, 0)
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
 
     def _leave(self) -> None:
         """Forget the connection: the client has gone, or is not to be served."""

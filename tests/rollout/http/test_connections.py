@@ -32,7 +32,8 @@ LONG_BYTES = 24 * 2**20
 
 class Server:
     """Connections on a thread. `/hold` is answered once `flow` is set, `/read` after its body, `/wait` once its
-    client has left, `/long` at great length, `/refused` with an end of the connection, and other paths at once.
+    client has left, `/long` at great length, `/broken` with a beginning, `/refused` with an end of the connection, and
+    other paths at once.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -78,6 +79,9 @@ class Server:
         self.num_left += scope["path"] == "/wait"
         while scope["path"] == "/hold" and not self.flow.is_set():
             await asyncio.sleep(0.01)
+        if scope["path"] == "/broken":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            return await send({"type": "http.response.body", "body": b"begun", "more_body": True})
         if scope["path"] == "/long":
             content = b"x" * LONG_BYTES
         told = json.dumps(content.decode()).encode()
@@ -339,6 +343,16 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
         assert len(reading.answer()[2]) == LONG_BYTES
         server.wait_for(server.stages, {"idle": 1})
         server.wait_for(lambda: len(server.connections._tasks), 0)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_an_answer_that_breaks_off_does_not_look_whole(version: str, plain: Server) -> None:
+    """In HTTP/1.0 an answer without a length ends with its connection, which is reset."""
+    with plain.connect() as raw:
+        raw.send(f"GET /broken HTTP/{version}\r\nHost: x\r\n\r\n".encode())
+        with pytest.raises(ConnectionResetError):
+            while raw.socket.recv(2**16):
+                pass
 
 
 def test_the_oldest_connection_without_a_request_makes_room() -> None:
