@@ -88,7 +88,7 @@ def short_training(output: Path) -> dict[str, Any]:
         use_cpu=True,
         bf16=False,
         model_init_kwargs={"dtype": "float32"},
-        activation_checkpointing=False,
+        gradient_checkpointing=False,
         temperature=0.8,
         num_generations=4,
         per_device_train_batch_size=4,

@@ -84,7 +84,7 @@ def test_a_bfloat16_model_and_layers_that_are_checkpointed(folders: dict[str, Pa
     found = []
     for model, autocast in ((wide, True), (narrow, False)):
         align(model)
-        model.get_base_model().activation_checkpointing_enable()
+        model.get_base_model().gradient_checkpointing_enable()
         model.enable_input_require_grads()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found.append(token_log_probs(model, IDS))
