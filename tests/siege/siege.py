@@ -71,7 +71,7 @@ def front_end(address: str, log: Path, *options: str) -> Iterator[tuple[int, int
 @dataclass(frozen=True)
 class Plan:
     """`seconds`: how long a part takes: good requests alone, or under attack. `attackers` and `good`: connections of
-    each kind. `pause`: of an attacker between two attacks, in seconds.
+    each kind. `pause`: of an attacker between two attacks, in seconds. `niceness`: of the process of the attackers.
     """
 
     seconds: float
@@ -79,6 +79,7 @@ class Plan:
     good: int = 8
     pause: float = 1.0
     max_tokens: int = 16
+    niceness: int = LOWEST_PRIORITY
     seed: int = 0
 
 
@@ -242,7 +243,7 @@ def _bits(token_ids: Any, logprobs: Any) -> Bits:
 
 
 def _attack_in_child(plan: Plan, target: Target, pipe: Any) -> None:
-    os.nice(LOWEST_PRIORITY)
+    os.nice(plan.niceness)
     pipe.send("ready")
     pipe.send(asyncio.run(_attack(plan, target)))
 

@@ -35,7 +35,7 @@ def test_every_option_is_described() -> None:
 
 def test_every_path_is_described() -> None:
     source = Path(app.__file__).read_text()
-    paths = {path.replace("{name:path}", "NAME") for path in re.findall(r'Route\("([^"]+)"', source)}
+    paths = {path.replace("{name:path}", "NAME") for path in re.findall(r'Route\(\s*"([^"]+)"', source)}
     paths |= pages.FILES.keys()
     assert len(paths) > 10 and paths - WORDS == set() and guard.WORK_PATHS | guard.OPEN_PATHS <= paths
 

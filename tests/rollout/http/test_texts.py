@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from trueroll.rollout.text import TextModel
 
 
 @pytest.fixture(scope="module")
-def texts(tiny_llama: Path) -> Texts:
-    return Texts(TextModel(str(tiny_llama)))
+def texts(tiny_llama: Path) -> Iterator[Texts]:
+    with closing(Texts(TextModel(str(tiny_llama)))) as texts:
+        yield texts
 
 
 def ended(token_ids: list[int], stop_reason: int | str | None = None) -> SampleOutput:
