@@ -71,7 +71,7 @@ def front_end(address: str, log: Path, *options: str) -> Iterator[tuple[int, int
 @dataclass(frozen=True)
 class Plan:
     """`seconds`: how long a part takes: good requests alone, or under attack. `attackers` and `good`: connections of
-    each kind. `pause`: of an attacker between two attacks, in seconds. `niceness`: of the process of the attackers.
+    each kind. `pause`: of an attacker between two attacks, in seconds.
     """
 
     seconds: float
@@ -79,7 +79,6 @@ class Plan:
     good: int = 8
     pause: float = 1.0
     max_tokens: int = 16
-    niceness: int = LOWEST_PRIORITY
     seed: int = 0
 
 
@@ -243,7 +242,7 @@ def _bits(token_ids: Any, logprobs: Any) -> Bits:
 
 
 def _attack_in_child(plan: Plan, target: Target, pipe: Any) -> None:
-    os.nice(plan.niceness)
+    os.nice(LOWEST_PRIORITY)
     pipe.send("ready")
     pipe.send(asyncio.run(_attack(plan, target)))
 
