@@ -5,6 +5,7 @@ without them the much slower reference kernels would serve and nobody would have
 """
 
 import os
+from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
@@ -26,6 +27,8 @@ class BuildNative(build_ext):
             raise BaseError(f"TRUEROLL_NATIVE is 0 (without native kernels) or 1 (with them), got {wanted!r}")
         if wanted == "0":
             self.extensions = []
+            for library in Path(__file__).parent.glob("kernels/cpu/_native*.so"):
+                library.unlink()  # of an earlier installation from this folder
 
     def build_extension(self, ext):
         try:

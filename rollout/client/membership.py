@@ -24,7 +24,7 @@ from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
 MOST_FILE_BYTES = 2**21
-"""Of the file of a fleet: some 10,000 workers."""
+"""Of the file of a fleet: 1,024 workers, each with what troubles it."""
 MOST_NOTE_BYTES = 2**10
 _PUSH_ID = re.compile("[0-9a-f]{32}")
 

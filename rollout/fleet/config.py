@@ -21,7 +21,8 @@ DRAIN_SECONDS = 5.0
 """Of a worker whose fleet is gone, unless the settings say otherwise."""
 
 
-MOST_WORKERS = 2**16
+MOST_WORKERS = 2**10
+"""What tells of them must fit into the file that clients read."""
 MOST_CONFIG_BYTES = 2**16
 """Of the file in TOML, before it is parsed."""
 

@@ -252,7 +252,8 @@ class Fleet:
             slot.is_leaving = True
         self._num_scales += 1
         for slot in self._slots.values():
-            slot.joining.retry()
+            if not slot.is_leaving:
+                slot.joining.retry()
         await asyncio.gather(*map(self._dismiss, leaving))
         while not all(slot.is_serving for slot in self._slots.values() if not slot.is_leaving):
             self._check_joining()
@@ -415,20 +416,22 @@ class Fleet:
     async def _join(self, slot: _Slot) -> None:
         """Bring a worker to the weights of the others, and let it serve. While nobody has them it waits for a push.
 
-        A push that ends afterwards finds it among those that serve; one that has ended before is seen here.
+        A push that ends afterwards finds it among those that serve; one that has ended before is seen here. One that
+        is to leave meanwhile does not join any more.
         """
         assert slot.client is not None
-        while True:
+        while not slot.is_leaving:
             self._stand(slot, "joining")
             peer = self._newest_peer(slot)
             peer_client = peer and peer.client
             self._read_note()
             num_scales = self._num_scales
             outcome = await slot.joining.attempt(
-                (self._noted, peer and peer.member, peer and peer.health and peer.health.state),
+                (self._noted, peer and peer.member),
+                peer and peer.health and peer.health.state,
                 partial(hand_over, slot.client, peer_client, self._noted, self._weights, self, self._keys),
             )
-            if outcome == "done":
+            if outcome == "done" and not slot.is_leaving:
                 self._stand(slot, "serving")
                 if peer_client is None or await self._have_the_same(slot.client, peer_client):
                     return
@@ -517,6 +520,8 @@ class Fleet:
                 return await self._cluster.reconnect()
             except TruerollError as error:
                 log.warning("%s", error)
+            except Exception as error:
+                log.exception("fleet: the cluster was not started again, next attempt in %s s: %r", pause, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, MOST_PAUSE)
 

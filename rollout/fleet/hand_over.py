@@ -33,11 +33,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WeightFolder:
     """`path`: where pushes by disk are, and where workers may write. `bases`: the ids of pushes that were handed over
-    only for adapters to be added to them.
+    only for adapters to be added to them. `without_base`: of pushes of adapters alone, to which no push in it belongs;
+    only older ones could, so none will come.
     """
 
     path: Path
     bases: set[str] = field(default_factory=set, compare=False)
+    without_base: set[str] = field(default_factory=set, compare=False)
 
     def make(self) -> None:
         """Raise ConfigError where no worker's weights could be written."""
@@ -147,12 +149,13 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
     """Whether the push was in the folder, and the worker has it now."""
-    path = folder.find(push_id)
+    path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
         return False
     try:
         _push(joining, path, folder, keys)
     except OtherBaseError as error:  # adapters alone: nothing has what they are added to, until a push brings it
+        folder.without_base.add(push_id)
         log.warning("fleet: %s cannot be handed over: %s", path, error)
         return False
     return True
@@ -180,7 +183,7 @@ async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFo
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
-        found = list(new.iterdir())
+        found = _content_of(new)
         if len(found) != 1:
             raise ConfigError(
                 f"weights_folder: the worker at {peer.address} wrote its weights, but they are not in {new} here; "
@@ -189,6 +192,14 @@ async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFo
         await asyncio.to_thread(_push, joining, found[0], folder, keys)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _content_of(folder: Path) -> list[Path]:
+    """Raise PushError if it cannot be read."""
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise PushError(f"weights_folder: cannot read {folder} ({error.strerror}); correct the folder") from None
 
 
 def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:

@@ -49,23 +49,31 @@ class Joining:
         self.error: TruerollError | None = None
         self._name = name
         self._target: object = None
+        self._state: object = None
         self.retry()
 
     def retry(self) -> None:
         """Begin to count anew, and make the next attempt at once."""
+        self._num_refusals, self._is_refused = 0, False
+        self._retry_passing()
+
+    def _retry_passing(self) -> None:
         self.error = None
-        self._num_refusals = self._num_passing = 0
+        self._num_passing = 0
         self._pause, self._due = FIRST_PAUSE, 0.0
 
-    async def attempt(self, target: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
-        """Make an attempt, if one is due. `target`: what is handed over, and by whom; another one begins anew.
+    async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
+        """Make an attempt, if one is due. `target`: what is handed over, and by whom; another one begins anew. `state`:
+        of the worker that hands it over; with another one, causes that may pass are counted anew, refusals are not.
 
         Return whether the worker has the weights (`done`), waits for a push because nothing has them (`waiting`), or
         neither (`failed`).
         """
         if target != self._target:
-            self._target = target
             self.retry()
+        elif state != self._state and not self._is_refused:
+            self._retry_passing()
+        self._target, self._state = target, state
         if self.error is not None or time.monotonic() < self._due:
             return "failed"
         try:
@@ -85,8 +93,8 @@ class Joining:
         self._num_refusals += not passes
         self._due, self._pause = time.monotonic() + self._pause, min(2 * self._pause, MOST_PAUSE)
         self.trouble = said(error)
-        cannot_pass = isinstance(error, ConfigError)
-        if cannot_pass or self._num_refusals >= MOST_REFUSALS or self._num_passing >= MOST_FAILURES:
+        self._is_refused = isinstance(error, ConfigError) or self._num_refusals >= MOST_REFUSALS
+        if self._is_refused or self._num_passing >= MOST_FAILURES:
             count = self._num_refusals + self._num_passing
             self.error = type(error)(
                 f"{self._name}: the weights of the fleet cannot be handed over, after {count} attempts: {error}. "

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from trueroll.errors import ConfigError, TruerollError, WorkerLostError
+from trueroll.versions import untested
 
 from ..client.local_worker import WorkerProcess
 from ..config import WorkerConfig
@@ -133,6 +134,8 @@ class Cluster:
             except Exception as error:  # it has no class of its own for a node that does not come up in 30 seconds
                 _shut_down()
                 _end(_children_of_ray() - before)  # which it forgets where its node did not come up
+                if "Unknown keyword argument" in str(error):  # `ray.init` takes any name, and checks it itself
+                    raise ConfigError(untested("ray", f"ray.init refuses an argument ({error})")) from None
                 if attempt == STARTS - 1:
                     access.keep_folder()
                     raise ConfigError(

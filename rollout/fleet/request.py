@@ -36,7 +36,7 @@ from .. import protocol
 from ..client.continuation import continuation, joined
 from ..client.requests import Request
 from .placement import Placed, beginnings
-from .worker_pool import Link, Report, WorkerPool
+from .worker_pool import Link, WorkerPool
 
 Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 
@@ -67,10 +67,12 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why a worker refused a request. `report`: the worker's latest report then; another one voids the refusal."""
+    """Why a worker refused a request. `num_looks`: how often it had been looked at; the next look voids the refusal,
+    even if it finds what the one before found: the worker may have filled up and emptied in between.
+    """
 
     error: TruerollError
-    report: Report | None
+    num_looks: int
 
 
 class FleetRequest:
@@ -233,8 +235,8 @@ class FleetRequest:
         return self._refusing() | (self._rejecting if is_late else set())
 
     def _refusing(self) -> set[str]:
-        """The workers that refused it and have reported nothing new since."""
-        valid = {key for key, refusal in self._refusals.items() if self._pool.report_of(key) == refusal.report}
+        """The workers that refused it and were not looked at since."""
+        valid = {key for key, refusal in self._refusals.items() if self._pool.looks_at(key) == refusal.num_looks}
         self._refusals = {key: refusal for key, refusal in self._refusals.items() if key in valid}
         return valid
 
@@ -420,7 +422,8 @@ class FleetRequest:
         elif isinstance(attempt.refusal, UnavailableError):
             self._rejecting.add(attempt.link.key)
         else:
-            self._refusals[attempt.link.key] = _Refusal(attempt.refusal, attempt.link.report)
+            attempt.link.has_refused = True
+            self._refusals[attempt.link.key] = _Refusal(attempt.refusal, attempt.link.num_looks)
 
     def _release(self, attempt: _Attempt) -> None:
         """A worker has nothing of it any more. Whether it finished it is not seen by how its task ended: whoever waits

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from trueroll.errors import ConfigError, TruerollError, WorkerLostError
 
@@ -38,8 +38,6 @@ _FEWEST_PACES = 4
 _READY: frozenset[State] = frozenset({"ready", "updating"})
 _HELD: frozenset[State] = frozenset({"paused", "asleep", "waking", "dirty"})
 
-Report: TypeAlias = tuple[State, int | None, dict[str, int]]
-
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +45,8 @@ log = logging.getLogger(__name__)
 class Link:
     """A worker, its client, and what it told last. `health`: None before it answered. `is_silent`: it was asked, and
     did not answer. `is_gone`: it is no member any more, and its client is closed. `is_odd`: of another kind.
-    `is_refusing`: it refused a request because of its state, and has not reported since that it is ready.
+    `is_refusing`: it refused a request because of its state, and has not reported since that it is ready. `num_looks`:
+    how often it was asked and answered; `has_refused`: it has refused a request since, though its state allowed it.
     """
 
     member: Member
@@ -57,16 +56,13 @@ class Link:
     is_gone: bool = False
     is_odd: bool = False
     is_refusing: bool = False
+    num_looks: int = 0
+    has_refused: bool = False
 
     @property
     def key(self) -> str:
         """Of its process, among those that have been there."""
         return self.member.key
-
-    @property
-    def report(self) -> Report | None:
-        """State, weight version and numbers of requests in the latest health; None before the first one."""
-        return self.health and (self.health.state, self.health.weight_version, self.health.requests)
 
     @property
     def kind(self) -> tuple[Any, ...] | None:
@@ -168,8 +164,8 @@ class WorkerPool:
         return None if placed is None else (self._open[placed.worker], placed)
 
     async def _change(self, deadline: float, patience: float) -> None:
-        """Wait until the workers that may be asked, or their reports, have changed. Raise WorkerLostError at the
-        deadline.
+        """Wait until others may be asked than now, or one that refused a request has told how it is. Raise
+        WorkerLostError at the deadline.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -199,17 +195,18 @@ class WorkerPool:
         else:
             if link.health is None or link.health.instance != health.instance:
                 log.info("worker %s answers: %s", link.member.name, health.instance)
-            before = link.report
             link.health, link.is_silent = health, False
             link.is_refusing = link.is_refusing and health.state != "ready"
-            if link.report != before:
+            link.num_looks += 1
+            if link.has_refused:
+                link.has_refused = False
                 self._tell_waiting()
         self._sort()
 
-    def report_of(self, key: str) -> Report | None:
-        """The latest report of a worker; None if it may not be asked now."""
+    def looks_at(self, key: str) -> int | None:
+        """How often a worker was looked at; None if it may not be asked now."""
         link = self._open.get(key)
-        return None if link is None else link.report
+        return None if link is None else link.num_looks
 
     def mark_refusing(self, link: Link) -> None:
         """Ask a worker that refuses requests because of its state nothing more until it reports that it is ready."""

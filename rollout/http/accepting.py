@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 
 from .connections import Connections
 
@@ -35,7 +36,6 @@ class Acceptor:
 
     def __enter__(self) -> None:
         self._listener.setblocking(False)
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._listen()
 
     def __exit__(self, *_: object) -> None:
@@ -45,6 +45,9 @@ class Acceptor:
         self._drop_spare()
 
     def _listen(self) -> None:
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:

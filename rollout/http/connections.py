@@ -9,10 +9,12 @@ A refused request is answered before its connection closes, and the rest of its 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import resource
 import socket
 import struct
+import termios
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -277,7 +279,7 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         self.writable.clear()
         assert self._transport is not None
-        self._num_unsent = self._transport.get_write_buffer_size()
+        self._num_unsent = self._count_unsent()
         self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
 
     def resume_writing(self) -> None:
@@ -506,12 +508,17 @@ class Connection(asyncio.BufferedProtocol):
             self._write_deadline = None
 
     def _check_writing(self) -> None:
-        assert self._transport is not None
-        unsent = self._transport.get_write_buffer_size()
+        unsent = self._count_unsent()
         if self._num_unsent - unsent < FEWEST_WRITTEN_BYTES:
             return self.cut("write")
         self._num_unsent = unsent
         self._write_deadline = asyncio.get_running_loop().call_later(self._config.write_seconds, self._check_writing)
+
+    def _count_unsent(self) -> int:
+        """How many bytes of the answer wait here, or in the system for the client to take them."""
+        assert self._transport is not None
+        queued = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.TIOCOUTQ, struct.pack("i", 0))
+        return self._transport.get_write_buffer_size() + struct.unpack("i", queued)[0]
 
 
 def _busy(why: str) -> HttpError:

@@ -27,7 +27,7 @@ from ...engine.request import describe_validation_error
 from .. import protocol
 from ..client.client import RolloutClient
 from ..fleet.client import FleetClient
-from ..fleet.totals import all_healths, all_stats
+from ..fleet.totals import FleetHealth, all_stats
 from ..monitoring.expert_load import expert_tokens, imbalance
 
 SILENCE_SECONDS = 10.0
@@ -129,7 +129,7 @@ def _look(client: RolloutClient) -> Look:
 def _look_at_fleet(client: FleetClient) -> Look:
     seconds, healths, stats = time.monotonic(), client.healths(), client.all_stats()
     each = {name: look_of(seconds, healths[name], stats[name]) for name in healths if name in stats}
-    return replace(look_of(seconds, all_healths([*healths.values()]), all_stats([*stats.values()])), workers=each)
+    return replace(look_of(seconds, client.health(), all_stats([*stats.values()])), workers=each)
 
 
 def look_of(seconds: float, health: protocol.Health, stats: protocol.Stats) -> Look:
@@ -176,6 +176,9 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
         yield "push", _push(health.push)
     for name, look in now.workers.items():
         yield name, _one_of_many(before.workers.get(name), look)
+    if isinstance(health, FleetHealth):
+        for trouble in health.troubles:
+            yield "trouble", Text(printable(trouble), "red")
 
 
 def _one_of_many(before: Look | None, now: Look) -> Text:

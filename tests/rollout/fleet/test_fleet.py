@@ -225,7 +225,33 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     joins.unlink()
     fleet.scale(3)
     assert fleet.health().troubles == () and {h.weight_version for h in client.healths().values()} == {3}
-    fleet.scale(2)
+    _assert_it_leaves_while_it_joins(fleet, fleet._slots["worker-2"])
+
+
+def _assert_it_leaves_while_it_joins(fleet: Fleet, slot: Any) -> None:
+    joins, may_end = threading.Event(), threading.Event()
+
+    async def attempt(*_: object) -> str:
+        joins.set()
+        await asyncio.to_thread(may_end.wait)
+        return "done"
+
+    def standing() -> list[str]:
+        return [member.standing for member in fleet.members() if member.name == "worker-2"]
+
+    slot.joining.attempt = attempt
+    fleet._stand(slot, "joining")
+    joins.wait()
+    thread = threading.Thread(target=fleet.scale, args=(2,))
+    thread.start()
+    wait_until(lambda: standing() == ["leaving"])
+    found: list[str] = []
+    stand = fleet._stand
+    fleet._stand = lambda slot, standing: found.append(standing) or stand(slot, standing)  # type: ignore[method-assign]
+    may_end.set()
+    thread.join()
+    del fleet._stand  # type: ignore[method-assign]
+    assert found == [] and standing() == []
 
 
 ORPHAN = """

@@ -21,6 +21,7 @@ from serving import FaultyWorker
 from trueroll.errors import (
     ConfigError,
     IllegalStateError,
+    OtherBaseError,
     PushError,
     TruerollError,
     WorkerFailedError,
@@ -29,6 +30,7 @@ from trueroll.errors import (
 from trueroll.rollout import AsyncRolloutClient, WeightPublisher
 from trueroll.rollout.client.membership import Member, PushNote
 from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.fleet import hand_over as hand_over_module
 from trueroll.rollout.fleet import joining as joining_module
 from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
 from trueroll.rollout.fleet.joining import Joining
@@ -178,16 +180,19 @@ def test_what_all_refuse_takes_nobody_out(workers: list[FaultyWorker], publisher
     assert versions(workers) == [0, 0, 0], "an iterator cannot be gone through again"
 
 
-def join(joining: FaultyWorker, peer: FaultyWorker | None, folder: Path, noted: PushNote | None = None) -> bool:
+def join(
+    joining: FaultyWorker, peer: FaultyWorker | None, folder: Path | WeightFolder, noted: PushNote | None = None
+) -> bool:
     """Whether it serves the weights then."""
+    weights = WeightFolder(folder) if isinstance(folder, Path) else folder
 
     async def run() -> bool:
         fleet = Members(joining)
         async with AsyncRolloutClient(joining.address) as client:
             if peer is None:
-                return await hand_over(client, None, noted, WeightFolder(folder), fleet, ANY_KEYS)
+                return await hand_over(client, None, noted, weights, fleet, ANY_KEYS)
             async with AsyncRolloutClient(peer.address) as other:
-                return await hand_over(client, other, noted, WeightFolder(folder), fleet, ANY_KEYS)
+                return await hand_over(client, other, noted, weights, fleet, ANY_KEYS)
 
     return asyncio.run(run())
 
@@ -246,6 +251,23 @@ def test_without_anybody_who_has_the_weights_a_worker_waits(
     assert join(workers[0], None, tmp_path, noted), "a trainer that notes nothing has pushed it"
 
 
+def test_adapters_without_what_they_are_added_to_are_tried_once(
+    workers: list[FaultyWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WeightPublisher("disk", folder=tmp_path) as publisher:
+        publisher.connect([workers[0].address])
+        noted = PushNote(1, publisher.push(tensors(1.0), 1).push_id)
+    attempts = []
+
+    def refuse(*arguments: object) -> None:
+        attempts.append(arguments)
+        raise OtherBaseError("adapters: none of the pushes has the weights that they belong to")
+
+    monkeypatch.setattr(hand_over_module, "_push", refuse)
+    folder = WeightFolder(tmp_path)
+    assert [join(workers[1], None, folder, noted) for _ in range(3)] == [False] * 3 and len(attempts) == 1
+
+
 def test_what_keeps_weights_from_being_handed_over_is_raised(
     workers: list[FaultyWorker], publisher: WeightPublisher, tmp_path: Path
 ) -> None:
@@ -291,9 +313,11 @@ class Attempts:
         return outcome
 
 
-def outcomes(joining: Joining, attempts: Attempts, target: object = "a", count: int = 100) -> list[str]:
+def outcomes(
+    joining: Joining, attempts: Attempts, target: object = "a", count: int = 100, state: object = "ready"
+) -> list[str]:
     async def run() -> list[str]:
-        return [await joining.attempt(target, attempts) for _ in range(count)]
+        return [await joining.attempt(target, state, attempts) for _ in range(count)]
 
     return asyncio.run(run())
 
@@ -320,6 +344,15 @@ def test_attempts_to_hand_weights_over_are_bounded_and_told(
     assert outcomes(Joining("worker-1"), Attempts(False)) == ["waiting"] * 100
 
 
+def test_a_worker_that_changes_its_state_renews_only_attempts_that_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining_module, "FIRST_PAUSE", 0.0)
+    for error, count in ((WorkerLostError("gone"), 40), (PushError("disk: no space"), 3), (ConfigError("dtype"), 1)):
+        joining, attempts = Joining("worker-1"), Attempts(error)
+        outcomes(joining, attempts, state="asleep")
+        outcomes(joining, attempts, state="ready")
+        assert attempts.count == count
+
+
 def _lost() -> PushError:
     error = PushError("at begin, a worker failed")
     error.lost = ("ipc:///somewhere",)
@@ -333,7 +366,7 @@ def test_attempts_are_further_apart_each_time(monkeypatch: pytest.MonkeyPatch) -
     while joining.error is None:
         before = attempts.count
         with suppress(StopIteration):
-            joining.attempt("a", attempts).send(None)
+            joining.attempt("a", "ready", attempts).send(None)
         found += [now[0]] * (attempts.count - before)
         now[0] += 0.25
     gaps = [after - before for before, after in pairwise(found)]

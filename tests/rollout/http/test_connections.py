@@ -22,7 +22,7 @@ from trueroll.rollout.http import accepting, connections, exchange
 from trueroll.rollout.http.accepting import Acceptor
 from trueroll.rollout.http.bounds import READ_BYTES
 from trueroll.rollout.http.config import HttpConfig
-from trueroll.rollout.http.connections import Connections, most_connections
+from trueroll.rollout.http.connections import FEWEST_WRITTEN_BYTES, Connections, most_connections
 from trueroll.rollout.http.server import listen
 
 DEADLINE = 60.0
@@ -334,15 +334,35 @@ def test_a_client_that_leaves_after_a_body_that_fills_a_read_is_noticed(plain: S
 
 
 def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
-    with Server(write_seconds=0.2) as server, clients(server, 2) as (stuck, reading):
-        stuck.send_head("GET", "/long")
-        reading.send_head("GET", "/long")
-        server.wait_for(lambda: server.closed().get("write"), 1)
-        unsent = [each._transport.get_write_buffer_size() for each in server.connections._stages]
-        assert max(unsent) <= 2 * exchange.WRITE_BYTES, "no more than a part of the answer lies ready to be sent"
-        assert len(reading.answer()[2]) == LONG_BYTES
+    """One that takes the least that is asked for is not, though the system has taken nothing from here meanwhile."""
+    with Server(write_seconds=3600.0) as server, clients(server, 2) as both:
+        for raw in both:
+            raw.send_head("GET", "/long")
+            server.wait_for(lambda: len(_writing(server)), both.index(raw) + 1)
+        while (held := _held(server)) != (time.sleep(0.3) or _held(server)) or len(held) < 2:
+            pass
+        stuck, slow = held
+        before = {each: (each._num_unsent, each._transport.get_write_buffer_size()) for each in (stuck, slow)}
+        assert all(held <= 2 * exchange.WRITE_BYTES for _, held in before.values()), "a part of the answer is held"
+        taken = both[1].socket.recv(FEWEST_WRITTEN_BYTES, socket.MSG_WAITALL)
+        while before[slow][0] - slow._count_unsent() < FEWEST_WRITTEN_BYTES:
+            taken += both[1].socket.recv(FEWEST_WRITTEN_BYTES)
+        server.ask(lambda: [each._check_writing() for each in (stuck, slow)])
+        assert server.closed() == {"write": 1} and server.stages() == {"busy": 1}
+        while len(taken) < LONG_BYTES:
+            taken += both[1].socket.recv(2**20)
         server.wait_for(server.stages, {"idle": 1})
         server.wait_for(lambda: len(server.connections._tasks), 0)
+
+
+def _writing(server: Server) -> list[Any]:
+    """The connections whose clients have not taken all that was written, the oldest first."""
+    return server.ask(lambda: [each for each in server.connections._stages if each._write_deadline is not None])
+
+
+def _held(server: Server) -> dict[Any, int]:
+    """What the system has not taken of these."""
+    return {each: each._transport.get_write_buffer_size() for each in _writing(server)}
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

@@ -20,6 +20,7 @@ from serving import check_group, fake_process
 
 from trueroll.errors import ProtocolError, WorkerLostError
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, protocol
+from trueroll.rollout.fleet.totals import all_healths
 from trueroll.rollout.tools.top import Look, look_of, top, view
 
 TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "top")
@@ -110,6 +111,13 @@ def test_names_from_outside_do_not_reach_the_terminal() -> None:
         text = written.getvalue()
     assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
     assert text.count(shown) == 7
+
+
+def test_why_a_worker_of_a_fleet_cannot_join_shows() -> None:
+    alone = look(1.0)
+    fleet = dataclasses.replace(alone, health=all_healths([alone.health], ["worker-1: no \x1bspace"]))
+    assert rows(alone, fleet)["trouble"] == r"worker-1: no \x1bspace"
+    assert "trouble" not in rows(alone, alone)
 
 
 def test_the_bar_is_as_long_as_the_blocks_are_many() -> None:
