@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from chaos.campaign import VICTIMS, Campaign, check_samples, plan
+from chaos.campaign import STRICT, VICTIMS, Campaign, check_samples, plan
 from chaos.work import MOMENTS, BrokenPromise, bits, write_old_push
 from chaos.work import PROMPTS as WORKLOAD
 from prometheus_client.parser import text_string_to_metric_families
@@ -432,8 +432,8 @@ def test_what_cannot_run_is_said_at_once(cluster: Path, tiny_llama: Path, tmp_pa
 
 def test_a_few_rounds_in_which_something_is_killed(cluster: Path, tiny_llama: Path) -> None:
     """`make chaos` runs 200, and kills raylets too."""
-    rounds = [("worker", "stream"), ("actor", "stage"), ("client", "begin"), ("worker", "grow")]
-    campaign = Campaign(tiny_llama, cluster, seed=1)
+    rounds = [("worker", "stream"), ("actor", "stage"), ("client", "begin"), ("all", "generate"), ("folder", "score")]
+    campaign = Campaign(tiny_llama, cluster, seed=1, **STRICT)
     try:
         campaign.run(rounds)
         campaign.close()
