@@ -21,8 +21,10 @@ for _character, _weight in WEIGHTS.items():
 _QUOTE = ord('"')
 
 
-async def check_elements(body: bytes, most: int) -> None:
-    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements."""
+async def check_elements(body: bytes, most: int, is_setting: bool) -> None:
+    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements.
+    `is_setting`: whether `max_body_elements` says so, which could be raised.
+    """
     if sum(weight * body.count(character) for character, weight in WEIGHTS.items()) <= most:
         return
     cost, in_string, at = 0, False, 0
@@ -34,9 +36,9 @@ async def check_elements(body: bytes, most: int) -> None:
             raise HttpError(
                 413,
                 f"body: its elements cost more than {most} (a comma counts 1, a member of an object and an array 4, an "
-                "object 16); send several requests, or raise --max-body-elements",
+                f"object 16); {'send several requests, or raise --max-body-elements' if is_setting else 'send fewer'}",
                 code="too_many_elements",
-                limit="max_body_elements",
+                limit="max_body_elements" if is_setting else None,
             )
         await asyncio.sleep(0)
 

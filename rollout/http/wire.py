@@ -36,14 +36,14 @@ _WHOLE_BYTES = 2**20
 log = logging.getLogger(__name__)
 
 
-async def read_json(request: Request, max_elements: int = MAX_ELEMENTS) -> dict[str, Any]:
+async def read_json(request: Request, max_elements: int | None = None) -> dict[str, Any]:
     """The JSON object in a request's body; {} for an empty one. Raise HttpError. Everything else has a turn between
-    steps, none of which takes long, as `check_elements` promises.
+    steps, none of which takes long, as `check_elements` promises. `max_elements`: the setting; None: `MAX_ELEMENTS`.
     """
     body = take_body(request.scope)
     if not body:
         return {}
-    await check_elements(body, max_elements)
+    await check_elements(body, MAX_ELEMENTS if max_elements is None else max_elements, max_elements is not None)
     try:
         text = body.decode()
         await asyncio.sleep(0)

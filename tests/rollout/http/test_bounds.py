@@ -85,10 +85,10 @@ def test_elements_are_counted_outside_of_strings(step_bytes: int, monkeypatch: p
     for seed in range(200):
         body = json.dumps(value(random.Random(seed))).encode()
         cost = cost_of(body)
-        asyncio.run(check_elements(body, cost))
+        asyncio.run(check_elements(body, cost, True))
         if cost:
             with pytest.raises(HttpError, match=f"more than {cost - 1} "):
-                asyncio.run(check_elements(body, cost - 1))
+                asyncio.run(check_elements(body, cost - 1, True))
 
 
 def test_elements_are_counted_before_they_are_parsed(front: Front) -> None:
@@ -113,8 +113,19 @@ def test_many_elements_are_refused(front: Front, path: str, body: Any) -> None:
     assert refused(front, path, body, "max_body_elements")["code"] == "too_many_elements"
 
 
+def test_no_setting_is_named_where_none_helps(front: Front) -> None:
+    headers = {"Authorization": "Bearer none"}
+    response = httpx2.post(f"{front.url}/update_weights", content=b"[" + b"1," * 6000 + b"1]", headers=headers)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (413, "too_many_elements") and error["message"].endswith(
+        "send fewer"
+    )
+
+
 def test_by_default_half_a_million_token_ids_are_taken() -> None:
-    asyncio.run(check_elements(json.dumps({"prompt": [[12345] * 8192] * 63}).encode(), DEFAULTS.max_body_elements))
+    asyncio.run(
+        check_elements(json.dumps({"prompt": [[12345] * 8192] * 63}).encode(), DEFAULTS.max_body_elements, True)
+    )
 
 
 @pytest.fixture
