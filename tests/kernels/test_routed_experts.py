@@ -162,7 +162,7 @@ def test_routes_of_a_dense_model_are_refused(tiny_llama: Path) -> None:
 
 
 def test_router_logits_are_refused(mixture: Any) -> None:
-    with pytest.raises(AlignmentError, match="^output_router_logits: expected none"):
+    with pytest.raises(AlignmentError, match="^output_router_logits: an aligned model does not support"):
         mixture(IDS, output_router_logits=True)
 
 

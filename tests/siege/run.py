@@ -54,7 +54,7 @@ def besiege(console: Console, arguments: argparse.Namespace, target: Target, pid
 
     short = siege(max(10.0, arguments.seconds / 10))
     short.attacked()  # what grows once has grown then
-    before = short.wait_until_idle(short.held())
+    before = short.settled()
     first = short.alone()
     attacked = siege(arguments.seconds).attacked()
     left = short.wait_until_idle(before)

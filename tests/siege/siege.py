@@ -135,6 +135,14 @@ class Siege:
             self._metric("trueroll_http_open_requests"),
         )
 
+    def settled(self) -> Held:
+        """What it has once no connection is open but the one that asks. Raise AssertionError after a minute."""
+        deadline = time.monotonic() + DEADLINE
+        while (count := self._metric("trueroll_http_connections")) > 1:
+            assert time.monotonic() < deadline, f"{count} connections stay open"
+            time.sleep(0.1)
+        return self.held()
+
     def alone(self) -> Seen:
         """Good requests without an attack."""
         return asyncio.run(self._good_and_health())
@@ -158,7 +166,7 @@ class Siege:
             process.join()
 
     def wait_until_idle(self, before: Held) -> Held:
-        """What is left of it once connections, children and slots are back to what they were, or after a minute."""
+        """What is left of it once descriptors, children and slots are back to what they were, or after a minute."""
         deadline = time.monotonic() + DEADLINE
         while True:
             now = self.held()
@@ -221,7 +229,7 @@ class Siege:
                 f"GET /metrics HTTP/1.1\r\nHost: localhost\r\n{key}\r\nConnection: close\r\n\r\n".encode()
             )
             text = b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
-        return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
+        return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
 
 
 def spread(values: list[float]) -> Iterator[str]:

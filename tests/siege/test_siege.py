@@ -1,0 +1,51 @@
+"""A short siege: every attack beside good requests, at a front end whose limits are low enough to be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_fronts import CHAT_TEMPLATE
+from siege.attacks import ATTACKS, Target
+from siege.siege import KEY, Plan, Siege, front_end
+
+from tiny import make_tiny_model
+from trueroll.rollout import launch_worker
+
+LIMITS = ("--head-seconds", "1", "--body-seconds", "2", "--write-seconds", "1", "--linger-seconds", "3")
+PLAN = Plan(seconds=3.0, attackers=30, good=2, pause=0.05, max_tokens=4)
+NUM_TEXT_CHILDREN = 2
+GONE = {"closed", "left"}
+"""Without an answer, or with one that the client lost, or did not wait for."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose chat template refuses a message without content."""
+    folder = make_tiny_model("llama", tmp_path_factory.mktemp("siege") / "tiny")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("m.content or ''", "m.content + ''"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def siege(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    log = tmp_path_factory.mktemp("siege") / "front.log"
+    with launch_worker(str(model), num_blocks=512, num_threads=1) as worker:
+        with front_end(worker.address, log, *LIMITS) as (port, pid):
+            yield Siege(PLAN, Target(port, KEY, patience=4.0, scale=0.25), pid, worker.address)
+    assert "Traceback" not in log.read_text(), log.read_text()
+
+
+def test_good_requests_keep_their_bits_and_nothing_stays(siege: Siege) -> None:
+    """Which answer an attack gets depends on how busy the machine is; that it is refused does not."""
+    siege.attacked()  # what is made once is there now
+    before = siege.settled()
+    seen = siege.attacked()
+    assert seen.requests and seen.silences  # each answer was compared, each look was answered
+    assert seen.ended.keys() == {attack.__name__ for attack in ATTACKS}
+    found = {how for ended in seen.ended.values() for how in ended} - GONE
+    assert found and all(how.startswith("4") or how == "503" for how in found), seen.ended
+    left = siege.wait_until_idle(before)
+    assert left.open_requests == 0
+    assert left.descriptors <= before.descriptors and left.children <= max(before.children, NUM_TEXT_CHILDREN)
