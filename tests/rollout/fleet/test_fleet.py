@@ -38,6 +38,7 @@ from trueroll.errors import (
     WorkerLostError,
 )
 from trueroll.rollout import Fleet, FleetClient, Group, SamplingParams, WeightPublisher
+from trueroll.rollout.fleet import ray_cluster as ray_cluster_module
 from trueroll.rollout.fleet.config import read_config
 from trueroll.rollout.fleet.ray_access import asks_for_token
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
@@ -392,7 +393,7 @@ def test_without_a_cluster_nothing_is_asked_of_ray(cluster: Path, monkeypatch: p
             await actor.pids()
 
     monkeypatch.setattr(there, "_connect", fail_to_connect)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray_cluster_module, "_shut_down", lambda: None)  # the cluster that all tests use
     monkeypatch.setattr(ray, "kill", pytest.fail)
     asyncio.run(lose_and_ask())
     monkeypatch.undo()
