@@ -72,6 +72,7 @@ class Watcher:
 
     def __init__(self, folders: list[Path], metrics_port: int, front: Front) -> None:
         self._folders = folders
+        self._given = set(_standard_files())
         self._own_ports = {metrics_port: "fleet, `metrics_port`", urlsplit(front.url).port: "`trueroll http`"}
 
     def look(self) -> Seen:
@@ -118,7 +119,7 @@ class Watcher:
         """Whether it is a file that has a name, and that the process may write or that is shared memory."""
         flags = int((link.parent.parent / "fdinfo" / link.name).read_text().split("flags:")[1].split()[0], 8)
         there = Path(target)
-        is_file = there.exists() and stat.S_ISREG(there.stat().st_mode)
+        is_file = there.exists() and stat.S_ISREG(there.stat().st_mode) and target not in self._given
         return is_file and (flags & os.O_ACCMODE != os.O_RDONLY or target.startswith("/dev/shm/"))
 
     def _read_ports(self, process: psutil.Process, seen: Seen) -> None:
@@ -131,6 +132,14 @@ class Watcher:
             kind = f"{kind}, `metrics_port`" if kind == "worker" else kind
             seen.ports[connection.laddr.port] = kind
             seen.sockets.add((kind, f"`{ip}`"))
+
+
+def _standard_files() -> Iterator[str]:
+    """Where those that started these tests write to: who can read that is up to them."""
+    for process in psutil.Process().parents():
+        for number in (0, 1, 2):
+            with suppress(OSError):
+                yield os.readlink(f"/proc/{process.pid}/fd/{number}")
 
 
 def kind_of(process: psutil.Process) -> str:
