@@ -7,20 +7,25 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 # Files of tests side by side, each file in one process, in the order of their names, where the last ones are short. There
 # are no more processes than cores, and tests/whole_run.py shares the cores out: threads that have to wait for a core in the
-# middle of an op make others wait for them.
-IN_PARALLEL := --numprocesses $(shell nproc) --maxprocesses 6 --dist loadfile --no-loadscope-reorder
+# middle of an op make others wait for them. A process that crashes ends the run: with --dist loadfile, xdist waits for ever
+# for what was left of its file.
+IN_PARALLEL := --numprocesses $(shell nproc) --maxprocesses 6 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard kernels/cpu/native/* kernels/cpu/native/*/*)
 
 # Tests start hundreds of processes that import torch: each module is compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
+.PHONY: demo test test-all test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
 
 test: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL)
+
+# With all cells of all matrices, of which `make test` has those that differ most.
+test-all: .venv/.dev
+	@$(BIN)/pytest $(IN_PARALLEL) -m ""
 
 test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu

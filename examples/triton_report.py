@@ -387,15 +387,15 @@ Job: TypeAlias = tuple[int, Launch]
 JOBS: list[Job] = []
 
 
-def jobs_of(launches: Sequence[Launch]) -> list[Job]:
-    """All launches for all targets."""
-    return [(capability, launch) for launch in launches for capability in CAPABILITIES]
+def jobs_of(launches: Sequence[Launch], targets: Sequence[int] = CAPABILITIES) -> list[Job]:
+    """All launches for these targets."""
+    return [(capability, launch) for launch in launches for capability in targets]
 
 
-def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
-    """`some` of the launches for all targets, and those of one model for the target that tiles were chosen for."""
+def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch], targets: Sequence[int]) -> list[Job]:
+    """`some` of the launches for these targets, and those of one model for the target that tiles were chosen for."""
     chosen, whole = set(some(launches)), set(modelled)
-    return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
+    return [job for job in jobs_of(launches, targets) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
 
 
 def some(launches: Sequence[Launch]) -> list[Launch]:
@@ -558,6 +558,7 @@ def main() -> None:
         help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
         f"and for sm_{TUNED_FOR} all of one model, of delta nets and of some experts",
     )
+    parser.add_argument("--target", type=int, choices=CAPABILITIES, help="print as --json does, for this target alone")
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
         "--model", action="store_true", help="print what a model of an H200 makes of the layers of one model"
@@ -565,9 +566,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.model:
         print_model(MODELS[MODELLED])
-    elif options.json or options.all:
+    elif options.json or options.all or options.target:
         launches = record([*MODELS, *DELTA_NETS, *EXPERTS])
-        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record(WHOLE))
+        targets = (options.target,) if options.target else CAPABILITIES
+        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record(WHOLE), targets)
         print(json.dumps([asdict(compiled) for compiled in compile_all(jobs)]))
     else:
         print_table(compile_all(jobs_of(record(WHOLE))))

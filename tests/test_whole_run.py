@@ -72,7 +72,8 @@ def test_a_file_and_a_run_that_leave_a_process_behind_fail_and_name_it(tmp_path:
     (tmp_path / "conftest.py").write_text(
         f"import subprocess, whole_run\nwhole_run.SECONDS = 0.0\ndef pytest_sessionfinish():\n    {ORPHAN}\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != whole_run.RUN}
+    own = (whole_run.RUN, "PYTEST_ADDOPTS")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     environment["PYTHONPATH"] = str(TESTS)
     command = [sys.executable, "-P", "-m", "pytest", "-p", "whole_run", "-p", "no:cacheprovider", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)

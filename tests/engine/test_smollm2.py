@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matrix import thinned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .drive import generate, make_engine, run, score
@@ -56,6 +57,7 @@ def _score(model, ids: torch.Tensor, prompt_len: int) -> tuple[np.ndarray, np.nd
     return tokens[:prompt_len], tokens[prompt_len:], logprobs.numpy()
 
 
+@thinned(lambda backend: backend == "cpu")
 def test_greedy_tokens_equal_transformers(smollm2: Path, sequences, backend: str) -> None:
     engine = make_engine(smollm2, dtype="float32", num_threads=None, backend=backend)
     # transformers' min_new_tokens masks the end of text; so does min_tokens.
@@ -67,6 +69,7 @@ def test_greedy_tokens_equal_transformers(smollm2: Path, sequences, backend: str
         assert samples[str(i), 0].token_ids == expected[:new].tolist(), PROMPTS[i]
 
 
+@thinned(lambda backend: backend == "cpu")
 def test_scores_equal_transformers(smollm2: Path, sequences, backend: str) -> None:
     engine = make_engine(smollm2, dtype="float32", num_threads=None, backend=backend)
     for prompt, continuation, expected in sequences:

@@ -13,6 +13,7 @@ from trueroll.rollout import SamplingParams
 REPORT = Path(__file__).parents[2] / "examples" / "fleet_report.py"
 
 
+@pytest.mark.exhaustive
 def test_the_report_has_a_ratio_for_each_goal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "speed.json").read_text()).keys() == {"machine", "sections", "failed"}
 
 
+@pytest.mark.exhaustive
 def test_tests_of_a_gpu_can_be_rehearsed(check: ModuleType, tmp_path: Path) -> None:
     """Those that take seconds, in one process. What only a GPU has is skipped, and nothing else."""
     check.lay_out(tmp_path / "site", None)
@@ -119,6 +120,7 @@ def verdicts(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return {name: judge(promise, "part") for name, promise in promises.items()}
 
 
+@pytest.mark.exhaustive
 def test_only_what_was_shown_counts_as_kept(verdicts: dict[str, Any]) -> None:
     words = {name.removesuffix(".py"): (verdict.word, verdict.is_fine) for name, verdict in verdicts.items()}
     assert words == {

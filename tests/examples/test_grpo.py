@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 import typer
+from matrix import thinned
 from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
@@ -205,6 +206,7 @@ class WorkerKiller:
         (Transaction, "commit", 3),
     ],
 )
+@thinned(lambda owner, name, nth: name in ("sleep", "commit"))
 def test_a_killed_worker_changes_nothing(
     run: Run,
     grpo: Any,
@@ -326,6 +328,7 @@ for folder, steps, fsdp in (("whole", 2, 2), ("parts", 1, 2), ("parts", 2, 2), (
 """
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_the_same_twice(tmp_path: Path, forked_workers: None) -> None:
     """Also when they resume. They share the weights of a model whose head is its embedding, and take the steps of one
     process, but for rounding. One process starts all runs, and one worker serves them, since starts take most of the

@@ -22,6 +22,7 @@ def load_report() -> ModuleType:
     return module
 
 
+@pytest.mark.exhaustive
 def test_the_report_measures_every_transport_and_both_levels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

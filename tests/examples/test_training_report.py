@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import thinned
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("options", "ways"), [([], 3), (["--fsdp", "2"], 1)])
+@thinned(lambda options, ways: not options)
 def test_training_report(tiny_llama: Path, options: list[str], ways: int) -> None:
     options = [str(tiny_llama), "--pairs", "1", "--shapes", "1x8,2x20", *options]
     command = [sys.executable, "-P", str(ROOT / "examples" / "training_report.py"), *options]

@@ -18,6 +18,7 @@ from fuzz.rounds import ROUND, SHARES, Rounds
 from fuzz.target import campaign_against, tiny_campaign
 from fuzz.trees import Pairs, pack, tree
 from fuzz.violation import Trace, Violation, read_trace
+from matrix import thinned
 
 from trueroll.errors import ProtocolError
 from trueroll.rollout import protocol
@@ -127,6 +128,7 @@ def test_a_campaign_that_cannot_begin_leaves_nothing(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fault", sorted(FAULTS.keys() - {"none"}))
+@thinned(lambda fault: fault in ("flips a bit", "loses an error", "leaks descriptors", "exits"))
 def test_a_fault_is_found(fault: str) -> None:
     with pytest.raises(Violation, match=FOUND[fault]):
         fake_campaign(fault, patience=4.0)

@@ -100,6 +100,14 @@ SERVED = [
 MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
+def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str) -> Any:
+    """A cell for pytest. Every run takes float16 only where a test names it: of what serves it, the interpreter and the
+    reference are slow, and the rest of their code is what bfloat16 takes.
+    """
+    marks = [pytest.mark.exhaustive] if served[1] == torch.float16 else []
+    return pytest.param(*values, id=id, marks=marks)
+
+
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:
     return f"{served[0]}-{str(served[1]).removeprefix('torch.')}"
 
@@ -107,8 +115,15 @@ def served_id(served: tuple[Implementation, torch.dtype]) -> str:
 def for_served(names: str, values: Sequence[tuple[Any, ...]], interpreted: int) -> pytest.MarkDecorator:
     """`served` with each of the values, or with the first `interpreted` of them where an interpreter computes."""
     cases = [
-        pytest.param(served, *value, id="-".join((served_id(served), *(getattr(x, "__name__", str(x)) for x in value))))
+        param(
+            served, served, *value, id="-".join((served_id(served), *(getattr(x, "__name__", str(x)) for x in value)))
+        )
         for served in SERVED
         for value in (values[:interpreted] if served[0].interpreted else values)
     ]
     return pytest.mark.parametrize(f"served,{names}", cases, indirect=["served"])
+
+
+def params_of(all_served: Sequence[tuple[Implementation, torch.dtype]]) -> list[Any]:
+    """A cell for each."""
+    return [param(served, served, id=served_id(served)) for served in all_served]

@@ -9,7 +9,7 @@ import torch
 
 from trueroll.kernels.contract import Backend
 
-from .backends import IMPLEMENTATIONS, MIXING, SERVED, Implementation, Served, served_id
+from .backends import IMPLEMENTATIONS, MIXING, SERVED, Implementation, Served, params_of
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=str)
@@ -26,19 +26,19 @@ def quick_ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield ops
 
 
-@pytest.fixture(params=SERVED, ids=served_id)
+@pytest.fixture(params=params_of(SERVED))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Every implementation with every dtype it serves, one after the other."""
     yield from _serve(*request.param)
 
 
-@pytest.fixture(params=[s for s in SERVED if not s[0].interpreted], ids=served_id)
+@pytest.fixture(params=params_of([s for s in SERVED if not s[0].interpreted]))
 def quick(request: pytest.FixtureRequest) -> Iterator[Served]:
     """As `served`, without an interpreter, for tests that would take it more than two seconds."""
     yield from _serve(*request.param)
 
 
-@pytest.fixture(params=MIXING, ids=served_id)
+@pytest.fixture(params=params_of(MIXING))
 def mixing(request: pytest.FixtureRequest) -> Iterator[Served]:
     """As `served`, where the backend has the ops of `MIXING`."""
     yield from _serve(*request.param)

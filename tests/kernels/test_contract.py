@@ -15,7 +15,7 @@ from torch import Tensor
 from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, Pages, Wanted
 from trueroll.kernels.specs import Activation, ExpertsSpec, LayerSpec, NormSpec
 
-from .backends import SERVED, Implementation, Served, for_served, served_id
+from .backends import SERVED, Implementation, Served, for_served, param, served_id
 from .inputs import (
     EXPERT_LAYERS,
     EXPERTS,
@@ -323,7 +323,7 @@ def cases(implementation: Implementation, dtype: torch.dtype) -> dict[str, Calla
 
 
 CASES = [
-    pytest.param((*served, make), id=f"{name} {served_id(served)}")
+    param(served, (*served, make), id=f"{name} {served_id(served)}")
     for served in SERVED
     for name, make in cases(*served).items()
 ]

@@ -14,7 +14,7 @@ from trueroll.kernels.contract import NO_SLOT, DeltaNetWeights, StateBatch
 from trueroll.kernels.specs import DeltaNetSpec
 
 from .accuracy import check
-from .backends import SERVED, Served, served_id
+from .backends import SERVED, Served, param, served_id
 from .delta_nets import SPECS, THIN, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits, strided
 
@@ -24,7 +24,7 @@ Chunk = tuple[int, int, int]
 
 
 CASES = [
-    pytest.param((served, spec), id=f"{served_id(served)}-{name}")
+    param(served, (served, spec), id=f"{served_id(served)}-{name}")
     for served in SERVED
     for name, spec in ({"thin": THIN} if served[0].interpreted else SPECS).items()
 ]

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import triton.language as tl
+from matrix import thinned
 from torch import Tensor
 
 from trueroll.kernels import reference
@@ -168,6 +169,7 @@ def test_rows_do_not_depend_on_company(name: str, vocab_size: int, quick_lm_head
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@thinned(lambda vocab_size, dtype: dtype == torch.bfloat16 or vocab_size == VOCAB_SIZES[0])
 def test_next_tokens_gives_the_bits_of_its_steps(vocab_size: int, dtype: torch.dtype) -> None:
     hidden, weight = head_of(vocab_size, dtype, rows=10)
     asked = wanted([SAMPLE, GREEDY, vocab_size - 1, 0, SAMPLE, SAMPLE, vocab_size // 2, SAMPLE, SAMPLE, GREEDY])

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from matrix import thinned
 from torch import Tensor
 
 from trueroll.kernels.specs import Activation
@@ -73,6 +74,7 @@ def linear_by_the_table(columns: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 @pytest.mark.parametrize("tile", [*TILES, NARROW_TILE], ids=str)
 @pytest.mark.parametrize("columns,dtype", [WHOLE, MASKED, ODD])
+@thinned(lambda columns, dtype, tile, apart: apart != (columns == ODD[0]))
 def test_linear_has_the_same_bits_from_every_tile(
     columns: int, dtype: torch.dtype, tile: Tile, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def gate_up_inputs(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Te
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 @pytest.mark.parametrize("tile", [*TILES, NARROW_TILE], ids=str)
 @pytest.mark.parametrize("columns,dtype,activation", [(*WHOLE, "silu"), (*MASKED, "gelu_tanh"), (*ODD, "clamped_silu")])
+@thinned(lambda columns, dtype, activation, tile, apart: apart != (columns == ODD[0]))
 def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
     columns: int,
     dtype: torch.dtype,

@@ -23,6 +23,7 @@ import pytest
 import torch
 from forked import ForkedPopen
 from machines import lends_huge_pages
+from matrix import thinned
 from safetensors.torch import load_file, save_file
 from serving import RawClient
 
@@ -42,6 +43,8 @@ STEPS = [
     *((transport, phase) for transport in TRANSPORTS for phase in PHASES),
     pytest.param("shared", "lend", marks=lends_huge_pages),
 ]
+EVERY_RUN = {*(("shared", phase) for phase in (*PHASES, "lend")), ("collective", "stage"), ("disk", "commit")}
+"""What every run takes of these: each phase, and each transport where it does something of its own."""
 PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "lend": "verified", "commit": "verified"}
 PATIENT = 60.0
 """For pushes that must succeed, seconds."""
@@ -364,6 +367,7 @@ each_phase = pytest.mark.parametrize(("transport", "phase"), STEPS, scope="modul
 
 
 @each_phase
+@thinned(lambda transport, phase: (transport, phase) in EVERY_RUN)
 def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phase: str, tmp_path: Path) -> None:
     trainers.current.connect(fleet.addresses, settings_of(transport, PATIENT, tmp_path))
     fleet.version += 1
@@ -389,6 +393,7 @@ def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phas
 
 
 @each_phase
+@thinned(lambda transport, phase: phase in ("stage", "lend"))
 def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
     """As behind a network that was cut: its workers free themselves, and it learns of it when it is back."""
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
@@ -421,6 +426,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
 
 
 @each_phase
+@thinned(lambda transport, phase: (transport, phase) in EVERY_RUN)
 def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
     """In the phase `commit` it dies between the other one's commit and its own."""
     survivor = fleet.addresses[0]
@@ -483,6 +489,7 @@ def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
     ],
     scope="module",
 )
+@thinned(lambda transport, phase, victim: (transport, phase) in EVERY_RUN and phase in ("stage", "commit"))
 def test_a_kill_as_adapters_are_pushed(
     fleet: Fleet, trainers: Trainers, transport: str, phase: str, victim: str, tmp_path: Path
 ) -> None:
@@ -515,6 +522,7 @@ def test_a_kill_as_adapters_are_pushed(
 
 
 @pytest.mark.parametrize(("transport", "victim"), [("shared", 1), ("collective", 0), ("disk", 1)])
+@thinned(lambda transport, victim: transport == "collective")
 def test_a_worker_started_anew_at_its_address(
     fleet: Fleet, trainer: Trainer, transport: str, victim: int, tmp_path: Path
 ) -> None:
@@ -540,6 +548,7 @@ def test_a_worker_started_anew_at_its_address(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@thinned(lambda transport: transport == "shared")
 def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp_path: Path) -> None:
     """In the middle of the buckets; by disk, before it reads the folder."""
     phase = "begin" if transport == "disk" else "stage"
@@ -640,6 +649,7 @@ def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
 
 @pytest.mark.parametrize("fault", ["lose call", "lose answer"])
 @pytest.mark.parametrize(("transport", "phase"), BY_MESSAGE)
+@thinned(lambda transport, phase, fault: (transport, phase) in EVERY_RUN)
 def test_a_connection_that_breaks(
     fleet: Fleet, trainer: Trainer, transport: str, phase: str, fault: Fault, tmp_path: Path
 ) -> None:
@@ -666,6 +676,7 @@ def test_a_connection_that_breaks(
 
 
 @pytest.mark.parametrize(("transport", "phase"), BY_MESSAGE)
+@thinned(lambda transport, phase: (transport, phase) in EVERY_RUN and phase in ("stage", "commit"))
 def test_a_connection_that_freezes(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
     """It lets nothing through until after the deadline, and then what was under way, too late."""
     old = fleet.version

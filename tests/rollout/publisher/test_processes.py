@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fake_engine import SHAPES
+from matrix import thinned
 from serving import fake_process
 
 from trueroll.rollout import RolloutClient, WeightPublisher, WorkerProcess
@@ -39,6 +40,7 @@ def assert_serves(worker: WorkerProcess, version: int) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@thinned(lambda transport: transport == "collective")
 def test_workers_in_other_processes_serve_what_was_pushed(
     tmp_path: Path, transport: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +106,7 @@ os._exit(0)  # DTensor's caches keep gloo's threads alive, which can abort a nor
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@thinned(lambda transport: transport == "shared")
 def test_sharded_tensors_are_gathered_and_every_rank_learns_the_outcome(tmp_path: Path, transport: str) -> None:
     folder = str(tmp_path / "pushes") if transport == "disk" else ""
     with fake_process() as worker:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import FakeEngine, FakeStaging, FakeWeights
+from matrix import thinned
 from pushing import ask
 from safetensors.torch import load_file
 from serving import FaultyWorker, RawClient
@@ -273,6 +274,7 @@ def test_one_worker_that_refuses_keeps_all_at_the_old_version(cluster: Cluster, 
 
 
 @pytest.mark.parametrize(("transport", "phase"), STEPS)
+@thinned(lambda transport, phase: transport == "collective")
 def test_a_worker_that_does_not_answer_meets_the_deadline(cluster: Cluster, transport: str, phase: str) -> None:
     workers = [cluster.start() for _ in range(2)]
     with cluster.publisher(transport, timeout=2.0) as publisher:
@@ -689,6 +691,7 @@ def test_in_place_a_worker_that_was_not_written_to_still_serves(cluster: Cluster
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("in_place", [False, True])
+@thinned(lambda transport, in_place: transport == "shared")
 def test_a_drain_takes_longer_than_any_other_wait(cluster: Cluster, transport: str, in_place: bool) -> None:
     """The other worker waits for it, too. Beyond `drain_timeout` nothing changes."""
     worker, idle = cluster.start(), cluster.start()

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_engine import FAIL_IN_STEP, HANG_IN_STEP, SHAPES, SLOW_STEP
+from matrix import thinned
 from pushing import ask
 from serving import RawClient, check_group, fake_process
 
@@ -219,6 +220,7 @@ def test_a_worker_ends_with_a_parent_that_was_killed() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shared", "collective"])
+@thinned(lambda transport: transport == "collective")
 def test_sigterm_in_the_middle_of_a_push_is_an_orderly_end(transport: str) -> None:
     with fake_process(drain_seconds=1.0) as worker, WeightPublisher(transport, timeout=10.0) as publisher:
         publisher.connect([worker.address])
