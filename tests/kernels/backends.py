@@ -101,8 +101,8 @@ MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
 def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str) -> Any:
-    """A cell for pytest. Every run takes float16 only where a test names it: of what serves it, the interpreter and the
-    reference are slow, and the rest of their code is what bfloat16 takes.
+    """A cell for pytest. Every run takes float16 only where a test names it: the reference and the interpreted kernels
+    alone serve it, which are slow, by the same code as bfloat16.
     """
     marks = [pytest.mark.exhaustive] if served[1] == torch.float16 else []
     return pytest.param(*values, id=id, marks=marks)
