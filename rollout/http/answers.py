@@ -135,11 +135,10 @@ def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
         yield step
 
 
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_all_of)
-
-
 def _all_of(value: Any) -> list[Any]:
     if not isinstance(value, Rows):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return list(value.elements)
+
+
+_dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_all_of).encode

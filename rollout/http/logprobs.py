@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, islice
+from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -77,7 +78,7 @@ def _tops(piece: Piece) -> Iterator[list[tuple[int, float]]] | None:
 
 def numbers(logprobs: np.ndarray) -> list[float]:
     """Log-probs as JSON says them."""
-    return np.where(np.isneginf(logprobs), np.float32(NEVER), logprobs).tolist()
+    return [NEVER if logprob == -inf else logprob for logprob in logprobs.tolist()]
 
 
 def chat_logprobs_bytes(num_top: int | None, has_bytes: bool = True) -> int:

@@ -37,6 +37,7 @@ class Texts:
         self.longest_token = model.longest_token
         self._threads = {False: ThreadPoolExecutor(1, "texts"), True: ThreadPoolExecutor(1, "long-texts")}
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
+        self.first = lru_cache(_KNOWN_TOKENS)(self._first)
 
     @property
     def chat_template(self) -> str:
@@ -86,6 +87,9 @@ class Texts:
 
     def _token(self, token_id: int) -> str:
         return self._model.decode([token_id], skip_special_tokens=False)
+
+    def _first(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self._model.decode([token_id], skip_special_tokens)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
         """Return what `work` returns. It is called with `is_abandoned`, on the thread for long texts or on the other
@@ -154,12 +158,17 @@ class GrowingText:
 
     def _settle(self, text: str, count: int) -> None:
         """So many tokens of the window make `text`."""
-        settled = self._decode(self._window[: self._num_settled])
+        settled = self._text_of_settled()
         is_sequel = text.startswith(settled)
         # A decoder may change what came before, as by a byte that makes those before it invalid: that was told, and
         # what follows is read alone.
         self._text += text[len(settled) :] if is_sequel else self._decode(self._window[self._num_settled : count])
         self._window, self._num_settled = self._window[self._num_settled :], count - self._num_settled
+
+    def _text_of_settled(self) -> str:
+        if self._num_settled == 1:  # nearly always
+            return self._texts.first(self._window[0], self._skip_special_tokens)
+        return self._decode(self._window[: self._num_settled])
 
     def _without_a_beginning(self, text: str) -> tuple[str, int]:
         """The text of the window, and how many tokens that is, without the last ones that may begin a character."""

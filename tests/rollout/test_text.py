@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -52,6 +53,19 @@ def test_a_chat_is_encoded_as_transformers_encodes_it(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert TextModel("smollm2").encode_chat("What is <|im_end|>?", "Be brief.") == expected
+
+
+def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
+    """Also by a tokenizer with a way of its own, which the library in Rust knows nothing of."""
+    tokenizer, model, generator = AutoTokenizer.from_pretrained(smollm2), TextModel("smollm2"), random.Random(0)
+    for skips in (True, False):
+        for length in range(200):
+            token_ids = generator.choices(range(len(tokenizer)), k=length % 9)
+            expected = tokenizer.decode(token_ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+            assert model.decode(token_ids, skips) == expected
+    own = type("Own", (type(tokenizer),), {"_decode": lambda self, token_ids, **_: f"own {token_ids}"})
+    tokenizer.__class__ = own
+    assert text._decoder_of(tokenizer)([7], True) == "own [7]"
 
 
 def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
