@@ -145,8 +145,8 @@ def _load(folder: Path) -> Any:
 
 
 def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """What `tokenizer.decode` gives. Where transformers only hands the tokens on to the library in Rust, this is asked at
-    once, in a fifth of the time, since streams decode each token as it comes.
+    """What `tokenizer.decode` gives. Where transformers only hands the tokens on to the library in Rust, that is asked
+    itself, in a fifth of the time, since streams decode each token as it comes.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

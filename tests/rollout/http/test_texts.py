@@ -76,6 +76,8 @@ def test_a_character_behind_bytes_that_are_none_is_whole(texts: Texts, count: in
 class ByteFallback:
     """Decodes as SentencePiece's models do: bytes, ids above 255, are text only if all that follow one another are."""
 
+    longest_token = 1
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         runs = [(is_byte, [*run]) for is_byte, run in itertools.groupby(token_ids, lambda each: each > 255)]
         return "".join(self._bytes(run) if is_byte else "".join(map(chr, run)) for is_byte, run in runs)
@@ -89,7 +91,8 @@ class ByteFallback:
 
 @pytest.mark.parametrize("stop", [None, "ore", 46])
 def test_a_decoder_that_changes_what_was_told_ends_no_text(stop: str | int | None) -> None:
-    texts: Any = ByteFallback()
+    model: Any = ByteFallback()
+    texts = Texts(model)
     token_ids = [*[256 + byte for byte in "世".encode()], 256 + 0xFF, *map(ord, " and more" + "." * (stop == 46))]
     assert texts.decode(token_ids[:3], True) == "世" and texts.decode(token_ids, True).startswith("\ufffd" * 4)
     text = GrowingText(texts, [stop] if isinstance(stop, str) else [], {46}, True)
