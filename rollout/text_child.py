@@ -9,8 +9,8 @@ that died, hung, was abandoned or used up its limits is replaced when it is need
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
-import pickle
 import select
 import socket
 import struct
@@ -89,7 +89,7 @@ class TextChild:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
         """The text of tokens. Raise ChildError."""
-        tokens = np.asarray(token_ids, np.int32)
+        tokens = np.asarray(token_ids).tolist()
         return self._ask(("decode", (tokens, skip_special_tokens)), is_abandoned).decode(errors="replace")
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class TextChild:
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
         try:
-            message = pickle.dumps(call)
+            message = json.dumps(call).encode()
         except RecursionError:
             raise ChildError("a conversation nested too deeply") from None
         with self._lock:
@@ -192,16 +192,16 @@ def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
     limit_memory(limits.more_bytes)
     with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
         while head := file.read(_HEAD.size):
-            call = pickle.loads(file.read(_HEAD.unpack(head)[0]))
+            message = file.read(_HEAD.unpack(head)[0])
             limit_cpu(limits.cpu_seconds)
-            reply = _answer(tokenizer, call)
+            reply = _answer(tokenizer, message)
             file.write(_HEAD.pack(len(reply)) + reply)
             file.flush()
 
 
-def _answer(tokenizer: Any, call: Call) -> bytes:
-    kind, arguments = call
+def _answer(tokenizer: Any, message: bytes) -> bytes:
     try:
+        kind, arguments = json.loads(message)
         return b"+" + _ANSWERS[kind](tokenizer, *arguments)
     except TooMany as error:
         return f">{error.what} {error.count}".encode()
@@ -238,10 +238,8 @@ def _encode_conversation(
     return _encode(tokenizer, text, False, most)
 
 
-def _decode(tokenizer: Any, token_ids: np.ndarray, skip_special_tokens: bool) -> bytes:
-    text = tokenizer.decode(
-        token_ids.tolist(), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
+def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> bytes:
+    text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return text.encode()
 
 
