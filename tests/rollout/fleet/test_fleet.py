@@ -116,7 +116,17 @@ def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, 
     assert fleet.reports()["worker-0"].restarts > 0
 
 
-def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(fleet: Fleet, client: FleetClient) -> None:
+def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(
+    fleet: Fleet, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+    are_asleep = Fleet._is_asleep.fget
+    assert are_asleep is not None
+
+    def look(fleet: Fleet) -> bool:
+        looks.append(are_asleep(fleet))
+        return looks[-1]
+
     expected = tokens(client)
     client.sleep()
     wait_until(lambda: {report.health and report.health.state for report in fleet.reports().values()} == {"asleep"})
@@ -124,7 +134,9 @@ def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(fleet: 
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: fleet.num_serving == 1)
     restarts = fleet.reports()["worker-1"].restarts
-    time.sleep(3.0)  # otherwise it is started within a second, since this is its first loss
+    monkeypatch.setattr(Fleet, "_is_asleep", property(look))
+    wait_until(lambda: len(looks) >= 3)  # what keeps the slot has looked whether it may start another one
+    assert all(looks)
     assert [member.name for member in fleet.members()] == ["worker-0"] and "worker-1" not in fleet.pids()
     assert fleet.reports()["worker-1"].restarts == restarts
     with pytest.raises(IllegalStateError, match="expected a worker that is awake"):
@@ -290,13 +302,14 @@ def test_a_fleet_that_a_service_manager_has_started_outlives_its_raylet_and_is_t
 
 
 THREAD = """
-import asyncio, threading, time
+import asyncio, os, threading, time
 from trueroll.rollout.fleet.ray_cluster import Cluster, ray
 clusters = []
 thread = threading.Thread(target=lambda: clusters.append(Cluster(None)))
 thread.start()
 thread.join()
-time.sleep(1.0)
+while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # with it would end what is to end with it
+    time.sleep(0.01)
 print(clusters[0].is_alive(), flush=True)
 another = Cluster(None)
 clusters[0].close()
