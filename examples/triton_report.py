@@ -392,7 +392,9 @@ def jobs_of(launches: Sequence[Launch], targets: Sequence[int] = CAPABILITIES) -
     return [(capability, launch) for launch in launches for capability in targets]
 
 
-def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch], targets: Sequence[int]) -> list[Job]:
+def chosen_jobs(
+    launches: Sequence[Launch], modelled: Sequence[Launch], targets: Sequence[int] = CAPABILITIES
+) -> list[Job]:
     """`some` of the launches for these targets, and those of one model for the target that tiles were chosen for."""
     chosen, whole = set(some(launches)), set(modelled)
     return [job for job in jobs_of(launches, targets) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
