@@ -116,8 +116,8 @@ def test_names_from_outside_do_not_reach_the_terminal() -> None:
 def test_why_a_worker_of_a_fleet_cannot_join_shows() -> None:
     alone = look(1.0)
     fleet = dataclasses.replace(alone, health=all_healths([alone.health], ["worker-1: no \x1bspace"]))
-    assert rows(alone, fleet)["trouble"] == r"worker-1: no \x1bspace"
-    assert "trouble" not in rows(alone, alone)
+    assert rows(look(0.0), fleet)["trouble"] == r"worker-1: no \x1bspace"
+    assert "trouble" not in rows(look(0.0), alone)
 
 
 def test_the_bar_is_as_long_as_the_blocks_are_many() -> None:

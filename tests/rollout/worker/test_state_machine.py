@@ -396,6 +396,8 @@ class ServedEngine(RuleBasedStateMachine):
         if running and policy is not None:
             happened[f"{call} {policy} with running requests"] += 1
         self.finish(Pending(id, call, fields, push))
+        if policy == "drain" and is_held:
+            unsure = []  # a worker that is held drains if the engine has none of them: they wait, or had ended
         self.check_policy(call, policy, running, unsure, waiting)
         return True
 
