@@ -43,19 +43,19 @@ def chat_model(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worker(chat_model: Path) -> Iterator[WorkerProcess]:
     with launch_worker(str(chat_model), device="cpu", num_blocks=256, num_threads=1) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def front(worker: WorkerProcess) -> Iterator[Front]:
     with front_end(worker.address) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(worker: WorkerProcess) -> Iterator[RolloutClient]:
     with RolloutClient(worker.address) as running:
         yield running
