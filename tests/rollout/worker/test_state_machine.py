@@ -39,7 +39,7 @@ from trueroll.engine.request import Distribution, GenerateRequest, Output, Sampl
 from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.rollout.config import WorkerConfig
 
-PROFILE = settings(derandomize=True, deadline=None, max_examples=80, stateful_step_count=30, database=None)
+PROFILE = settings(derandomize=True, deadline=None, max_examples=150, stateful_step_count=30, database=None)
 PATIENCE = 20.0
 FREELY = float("inf")
 GOLDEN = 0x9E3779B97F4A7C15
