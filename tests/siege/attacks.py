@@ -124,9 +124,9 @@ async def half_a_head(attacker: Attacker) -> str:
 
 
 async def never_reads(attacker: Attacker) -> str:
-    """A stream that is not read."""
-    wanted = dict(prompt=[1], n=16, max_tokens=256, logprobs=20, stream=True, ignore_eos=True)
-    await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
+    """An answer of megabytes that is not read. It takes no time of the worker, which good requests would miss."""
+    wanted = dict(prompt="x y" * 100_000, return_token_strs=True)
+    await attacker.body(TOKENIZE, json.dumps(wanted).encode())
     attacker.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await asyncio.sleep(attacker.target.patience)
     return "left"
@@ -134,7 +134,7 @@ async def never_reads(attacker: Attacker) -> str:
 
 async def huge_answer(attacker: Attacker) -> str:
     """An answer that would take hundreds of megabytes."""
-    wanted = dict(prompt=[1, 2], n=128, max_tokens=500, logprobs=64, return_token_ids=True, ignore_eos=True)
+    wanted = dict(prompt=[1, 2], n=128, max_tokens=4000, logprobs=64, return_token_ids=True, ignore_eos=True)
     await attacker.body(COMPLETIONS, json.dumps(wanted).encode())
     return await attacker.status()
 
