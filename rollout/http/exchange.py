@@ -126,8 +126,7 @@ class Exchange:
         if not self._has_left:
             head, self._head = self._head, None
             self._connection.send(*([] if head is None else [head]), *events)
-        if not self._connection.writable.is_set():
-            await self._connection.writable.wait()
+        await self._connection.writable.wait()
 
 
 def _scope(connection: Line, request: h11.Request) -> Scope:

@@ -37,7 +37,6 @@ class Texts:
         self.longest_token = model.longest_token
         self._threads = {False: ThreadPoolExecutor(1, "texts"), True: ThreadPoolExecutor(1, "long-texts")}
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
-        self.first = lru_cache(_KNOWN_TOKENS)(self._first)
 
     @property
     def chat_template(self) -> str:
@@ -85,10 +84,7 @@ class Texts:
         text = GrowingText(self, (), (), skip_special_tokens=False)
         return [text.add([token_id]) for token_id in token_ids]
 
-    def _token(self, token_id: int) -> str:
-        return self._model.decode([token_id], skip_special_tokens=False)
-
-    def _first(self, token_id: int, skip_special_tokens: bool) -> str:
+    def _token(self, token_id: int, skip_special_tokens: bool = False) -> str:
         return self._model.decode([token_id], skip_special_tokens)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
@@ -167,7 +163,7 @@ class GrowingText:
 
     def _text_of_settled(self) -> str:
         if self._num_settled == 1:  # nearly always
-            return self._texts.first(self._window[0], self._skip_special_tokens)
+            return self._texts.token(self._window[0], self._skip_special_tokens)
         return self._decode(self._window[: self._num_settled])
 
     def _without_a_beginning(self, text: str) -> tuple[str, int]:

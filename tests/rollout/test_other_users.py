@@ -135,7 +135,7 @@ class Watcher:
 
 
 def _standard_files() -> Iterator[str]:
-    """Where those that started these tests write to: who can read that is up to them."""
+    """The files behind standard input, output and error of the parent processes, whose modes are not trueroll's."""
     for process in psutil.Process().parents():
         for number in (0, 1, 2):
             with suppress(OSError):

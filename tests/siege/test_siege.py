@@ -22,7 +22,7 @@ GONE = {"closed", "left"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose chat template refuses a message without content."""
+    """A model whose chat template refuses a message without content."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("siege") / "tiny")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("m.content or ''", "m.content + ''"))
     return folder

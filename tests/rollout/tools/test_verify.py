@@ -37,9 +37,9 @@ from trueroll.rollout.tools.verify_premises import Cell, Run, check_premises, ch
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
 # The native kernels are fast enough for a prompt that the attention cuts into four.
 LONGER = dataclasses.replace(SMALL, prompt_lengths=(400, 64, 5))
-# The reference is slow. Its attention cuts at 128, and nothing of it depends on a whole last block.
 SLOWLY = ("qwen3", "gemma3", "qwen2_window")
 """The families that every run takes by the reference: dense ones, and both ways of having windows."""
+# The reference is slow. Its attention cuts at 128, and nothing of it depends on a whole last block.
 SHORTER = verify.Sizes(prompt_lengths=(130, 8), max_tokens=10, longest_token_by_token=8, varied_length=130)
 
 
