@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ANY = 2**31
 """For any number of tokens."""
 LONG_CHARS = 2**15
 """A text of more characters is long: only long texts wait for it."""
+_PART_TOKENS = 2**14
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 
 
@@ -63,7 +65,7 @@ class TextModel:
         """The token ids of plain text, by default with what the tokenizer puts around every text."""
         with self._explained("that encodes text, found that it does not"):
             child = self._children[is_long(len(text))]
-            return child.encode(text, add_special_tokens, most, is_abandoned).tolist()
+            return _listed(child.encode(text, add_special_tokens, most, is_abandoned))
 
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
         """The token ids of a conversation in which the user has said `text` and the assistant is to answer."""
@@ -88,7 +90,7 @@ class TextModel:
         child = self._children[is_long(num_chars((messages, arguments)))]
         with self._explained("that encodes text, found that it does not"):
             try:
-                return child.encode_conversation(messages, arguments, most_chars, most, is_abandoned).tolist()
+                return _listed(child.encode_conversation(messages, arguments, most_chars, most, is_abandoned))
             except EncodingError:
                 raise
             except ChildError as error:
@@ -159,6 +161,12 @@ def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
     return lambda token_ids, skip_special_tokens: tokenizer.decode(
         token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
+
+
+def _listed(tokens: np.ndarray) -> list[int]:
+    """The tokens as a list, made in parts, between which other threads have their turn."""
+    parts = (tokens[at : at + _PART_TOKENS].tolist() for at in range(0, len(tokens), _PART_TOKENS))
+    return list(chain.from_iterable(parts))
 
 
 def is_long(num_chars: int) -> bool:

@@ -74,7 +74,7 @@ class TextChild:
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
         """The tokens of a text, int32. Raise TooMany, ChildError."""
-        return self._ask_for_tokens(("encode", (text, add_special_tokens, most)), is_abandoned)
+        return self._ask_for_tokens(("encode", (add_special_tokens, most)), is_abandoned, text)
 
     def encode_conversation(
         self,
@@ -97,15 +97,20 @@ class TextChild:
         if (process := self._process) is not None:
             process.end()
 
-    def _ask_for_tokens(self, call: Call, is_abandoned: IsAbandoned) -> np.ndarray:
-        reply = self._ask(call, is_abandoned)
+    def _ask_for_tokens(self, call: Call, is_abandoned: IsAbandoned, text: str | None = None) -> np.ndarray:
+        reply = self._ask(call, is_abandoned, text)
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
-    def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
+    def _ask(self, call: Call, is_abandoned: IsAbandoned, text: str | None = None) -> bytes:
+        """Send the call as one line of JSON, and `text`, its last argument, as it is: JSON of a long one would hold up
+        all threads of this process.
+        """
         try:
             message = json.dumps(call).encode()
         except RecursionError:
             raise ChildError("a conversation nested too deeply") from None
+        if text is not None:
+            message += b"\n" + text.encode(errors="surrogatepass")
         with self._lock:
             if self._process is None:
                 self._process = _Process(self._tokenizer, self._limits or LIMITS)
@@ -201,7 +206,10 @@ def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
 
 def _answer(tokenizer: Any, message: bytes) -> bytes:
     try:
-        kind, arguments = json.loads(message)
+        call, has_text, text = message.partition(b"\n")
+        kind, arguments = json.loads(call)
+        if has_text:
+            arguments.append(text.decode(errors="surrogatepass"))
         return b"+" + _ANSWERS[kind](tokenizer, *arguments)
     except TooMany as error:
         return f">{error.what} {error.count}".encode()
@@ -215,7 +223,7 @@ def _said(error: BaseException) -> str:
     return said(f"{type(error).__name__}: {error}")
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool, most: int) -> bytes:
+def _encode(tokenizer: Any, add_special_tokens: bool, most: int, text: str) -> bytes:
     try:
         token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except MemoryError:
@@ -235,7 +243,7 @@ def _encode_conversation(
         raise ValueError(f"{len(text)} characters, more than {MAX_CHARS}")
     if len(text) > most_chars:
         raise TooMany("characters", len(text))
-    return _encode(tokenizer, text, False, most)
+    return _encode(tokenizer, False, most, text)
 
 
 def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> bytes:

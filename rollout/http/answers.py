@@ -73,13 +73,13 @@ class Rows:
 
 
 class Turns:
-    """Lets long answers go on one at a time, in turn, with everything else in between."""
+    """Lets long bodies be read, and long answers be written, one step at a time, with everything else in between."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait until everything else, and every answer that waits here already, has had a turn."""
+        """Wait until everything else, and everything that waits here already, has had a turn."""
         async with self._lock:
             await asyncio.sleep(0)
 

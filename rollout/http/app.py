@@ -35,7 +35,7 @@ from .pages import FILES, Pages
 from .pieces import Asker, Form, Task
 from .samples import SampleLog
 from .watch import Watch
-from .wire import answer, error_answer, event_stream, long_answer, read_json, while_present
+from .wire import answer, error_answer, event_stream, long_answer, read_long_json, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -134,7 +134,7 @@ class Endpoints:
         return answer({"prompt": await while_present(request.receive, decoding)})
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, self._max_body_elements)
+        return await read_long_json(request, self._max_body_elements, self._turns)
 
     def _card(self) -> dict[str, Any]:
         served = self._served

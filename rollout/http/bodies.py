@@ -19,7 +19,7 @@ from .config import HttpConfig
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 
 MAX_OTHER_BYTES = 2**16
-"""Longest body for a path that is not for tokens or text."""
+"""Longest body for a path that takes only a few fields."""
 UNFINISHED_BODIES = 8
 """The default of `max_unfinished_bytes`, in bodies of the greatest length."""
 _BODY = "trueroll.body"
@@ -35,14 +35,14 @@ class Bodies:
         self._num_bytes = 0
         self._refused: Counter[str] = Counter()
 
-    async def read(self, scope: Scope, receive: Receive, is_work: bool) -> None:
-        """Read the whole body of a request, which `take_body` then returns. `is_work`: whether it is for tokens or
-        text, and may be long.
+    async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
+        """Read the whole body of a request, which `take_body` then returns. `may_be_long`: up to `max_body_bytes`, and
+        not just `MAX_OTHER_BYTES`.
 
         Raise HttpError: 413 for a body that is too long, 408 for one that takes too long, 503 if others need its room
         in the budget. Raise Gone if the client leaves.
         """
-        most = self._config.max_body_bytes if is_work else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
+        most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
             raise self._refusal("length", _too_long(most))
         body = _Body(asyncio.get_running_loop().time())
@@ -54,7 +54,7 @@ class Bodies:
                         raise TimeoutError  # as the limit will, but has not yet
                     self._add(body, message.get("body", b""), most)
                     if not message.get("more_body", False):
-                        scope[_BODY] = bytes(body.content)
+                        scope[_BODY] = body.content
                         return
             raise Gone
         except TimeoutError:
@@ -120,7 +120,7 @@ class _Body:
             self.limit.reschedule(self._began)
 
 
-def take_body(scope: MutableMapping[str, Any]) -> bytes:
+def take_body(scope: MutableMapping[str, Any]) -> bytearray:
     """The body that `Bodies.read` read for this request. It is handed over once, so that nothing keeps it longer."""
     return scope.pop(_BODY)
 

@@ -54,7 +54,7 @@ class HttpConfig(BaseModel):
     linger_seconds: float = Field(2.0, gt=0.0)
     max_body_elements: int = Field(2**19, ge=1024)
     max_text_chars: int = Field(2**22, ge=1024)
-    max_answer_bytes: int = Field(2**29, ge=2**16)
+    max_answer_bytes: int = Field(2**27, ge=2**16)
     max_open_requests: int = Field(4096, ge=1)
     drain_seconds: int = Field(30, ge=0)
 

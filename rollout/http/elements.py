@@ -6,7 +6,7 @@ elements and hardly with their length. Promises that counting goes on in short s
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -15,17 +15,23 @@ from .errors import HttpError
 WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16}
 """What an element costs, by the character that stands for it, in units of about 0.1 µs."""
 _STEP_BYTES = 2**18
+"""Counted in one step: about a millisecond."""
 _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
     _BY_BYTE[ord(_character)] = _weight
 _QUOTE = ord('"')
 
 
-async def check_elements(body: bytes, most: int, is_setting: bool) -> None:
-    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements.
-    `is_setting`: whether `max_body_elements` says so, which could be raised.
+def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
+    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements. Yields
+    between steps. `is_setting`: whether `max_body_elements` says so, which could be raised.
     """
-    if sum(weight * body.count(character) for character, weight in WEIGHTS.items()) <= most:
+    cost = 0  # as if strings had elements, too: less work, and mostly enough
+    for at in range(0, len(body), _STEP_BYTES):
+        end = at + _STEP_BYTES
+        cost += sum(weight * body.count(character, at, end) for character, weight in WEIGHTS.items())
+        yield
+    if cost <= most:
         return
     cost, in_string, at = 0, False, 0
     while at < len(body):
@@ -40,16 +46,16 @@ async def check_elements(body: bytes, most: int, is_setting: bool) -> None:
                 code="too_many_elements",
                 limit="max_body_elements" if is_setting else None,
             )
-        await asyncio.sleep(0)
+        yield
 
 
-def _without_half_an_escape(step: bytes) -> bytes:
+def _without_half_an_escape(step: bytearray) -> bytearray:
     """Drop a backslash at the end that escapes the next byte, unless the step has nothing else."""
     num_backslashes = len(step) - len(step.rstrip(b"\\"))
     return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
 
 
-def _cost(step: bytes, in_string: bool) -> tuple[int, bool]:
+def _cost(step: bytearray, in_string: bool) -> tuple[int, bool]:
     """What a part of a body costs, and whether it ends within a string. `in_string`: whether it begins in one."""
     characters = np.frombuffer(step.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     within = np.logical_xor.accumulate(characters == _QUOTE) ^ in_string

@@ -25,9 +25,10 @@ from .wire import error_answer
 
 OPEN_PATHS = {"/health", *FILES}
 """For which no key is needed."""
-WORK_PATHS = {
-    *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize", "/ui/score"),
-}
+LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
+"""Whose bodies hold tokens or text."""
+WORK_PATHS = {*LONG_PATHS, "/ui/score"}
+"""Whose open requests are bounded."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
 """What is counted for a client that was not there any more to be answered."""
@@ -104,7 +105,7 @@ class Guard:
             self._check_key(request, path)
             self._check_slots(is_work)
             if path not in OPEN_PATHS:
-                await self._bodies.read(request.scope, receive, is_work)
+                await self._bodies.read(request.scope, receive, path in LONG_PATHS)
                 self._check_slots(is_work)
         except HttpError as error:
             error.headers["Connection"] = "close"  # the rest of the body is not read

@@ -112,7 +112,7 @@ class Lifecycle:
     async def update_weights(self, request: Request) -> Response:
         """Serve the weights in a folder: of a push by `disk`, or of a checkpoint in Hugging Face format."""
         _queries(request, {})
-        fields = checked(UpdateFields, await read_json(request))
+        fields = checked(UpdateFields, read_json(request))
         async with self._push_lock:
             version = fields.weight_version
             if version is None:

@@ -115,7 +115,7 @@ class Pages:
 
     async def score(self, request: Request) -> Response:
         """Score a sample again, and compare the bits."""
-        fields = checked(ScoreFields, await read_json(request))
+        fields = checked(ScoreFields, read_json(request))
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:

@@ -136,15 +136,14 @@ class Asker:
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
         """The events of a task that is a stream, as they come."""
         usage = Usage(sum(map(len, task.prompts)))
-        texts: dict[tuple[int, int], GrowingText | None] = {}
-        told: dict[tuple[int, int], _Told] = {}
+        streams: dict[tuple[int, int], tuple[GrowingText | None, _Told]] = {}
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
         stream = self._client.stream(task.prompts, task.params, deltas=True, seed=task.seed)
         async with aclosing(stream) as pieces:
             async for position, got in pieces:
-                choice = position, got.index
-                text = texts.setdefault(choice, self._text(task))
-                before = told.setdefault(choice, _Told())
+                if (choice := (position, got.index)) not in streams:
+                    streams[choice] = self._text(task), _Told()
+                text, before = streams[choice]
                 if isinstance(got, SampleDelta):
                     if (rest := before.rest_of(got)) is None:
                         continue

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
 
@@ -30,28 +30,57 @@ Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 
 MAX_ELEMENTS = 2**12
 """What the elements of a body may cost on a path that takes only a few fields."""
+LONG_BYTES = 2**16
+"""A longer body is parsed step by step."""
 _WHOLE_BYTES = 2**20
 """A longer answer is sent before its length is known."""
 
 log = logging.getLogger(__name__)
 
 
-async def read_json(request: Request, max_elements: int | None = None) -> dict[str, Any]:
-    """The JSON object in a request's body; {} for an empty one. Raise HttpError. Everything else has a turn between
-    steps, none of which takes long, as `check_elements` promises. `max_elements`: the setting; None: `MAX_ELEMENTS`.
+def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object in the body of a request that has only a few fields; {} for an empty one. Raise HttpError."""
+    return _result(_parse(take_body(request.scope), MAX_ELEMENTS, is_setting=False))
+
+
+async def read_long_json(request: Request, max_elements: int, turns: Turns) -> dict[str, Any]:
+    """The JSON object in a body that may be long; {} for an empty one. Raise HttpError. Everything else has a turn
+    between two steps of long bodies, however many there are. `max_elements`: the setting.
     """
     body = take_body(request.scope)
+    steps = _parse(body, max_elements, is_setting=True)
+    if len(body) <= LONG_BYTES:
+        return _result(steps)
+    try:
+        while True:
+            await turns.next()
+            next(steps)
+    except StopIteration as done:
+        return done.value
+
+
+def _result(steps: Generator[None, None, T]) -> T:
+    """What is returned after all steps."""
+    try:
+        while True:
+            next(steps)
+    except StopIteration as done:
+        return done.value
+
+
+def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Generator[None, None, dict[str, Any]]:
+    """Return the JSON object in a body. Yields between steps, none of which takes long, as elements are counted."""
     if not body:
         return {}
-    await check_elements(body, MAX_ELEMENTS if max_elements is None else max_elements, max_elements is not None)
+    yield from check_elements(body, max_elements, is_setting)
     try:
         text = body.decode()
-        await asyncio.sleep(0)
+        yield
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
-        await asyncio.sleep(0)
+        yield
         if "\\ud" in text or "\\uD" in text:
             json.dumps(content, ensure_ascii=False).encode()  # half a character, which no tokenizer takes
-            await asyncio.sleep(0)
+            yield
     except (ValueError, RecursionError) as error:
         cause = "it nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
         raise HttpError(400, f"body: expected JSON in UTF-8, found {cause}; correct it", code="invalid_json") from None

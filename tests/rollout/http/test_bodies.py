@@ -26,7 +26,7 @@ class Client:
     def __init__(self, bodies: Bodies) -> None:
         self.scope: dict[str, Any] = {"headers": []}
         self._parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.reading = asyncio.create_task(bodies.read(self.scope, self._parts.get, is_work=True))  # type: ignore[arg-type]
+        self.reading = asyncio.create_task(bodies.read(self.scope, self._parts.get, may_be_long=True))  # type: ignore[arg-type]
 
     async def send(self, num_bytes: int, is_last: bool = False) -> None:
         self._parts.put_nowait({"type": "http.request", "body": b"x" * num_bytes, "more_body": not is_last})

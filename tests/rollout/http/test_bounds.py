@@ -7,7 +7,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import pytest
 from fake_engine import FakeEngine
 from http_fronts import Front, error_of, events, front_end
 from serving import serving
+from starlette.requests import Request
 
 from trueroll.engine.request import SampleDelta, SamplingParams
-from trueroll.rollout.http import elements
+from trueroll.rollout.http import elements, wire
 from trueroll.rollout.http.answers import STEP_ENTRIES, Rows, TokenBytes, Turns, check_answer, encoded, encoded_in_parts
 from trueroll.rollout.http.chat import ChatFields, _token_bytes
 from trueroll.rollout.http.config import HttpConfig
@@ -28,7 +29,7 @@ from trueroll.rollout.http.elements import WEIGHTS, check_elements
 from trueroll.rollout.http.errors import HttpError
 from trueroll.rollout.http.pieces import parts_of
 from trueroll.rollout.http.texts import Texts
-from trueroll.rollout.http.wire import long_answer
+from trueroll.rollout.http.wire import long_answer, read_long_json
 from trueroll.rollout.text import LONG_CHARS
 from trueroll.rollout.text_child import TextChild
 
@@ -55,11 +56,11 @@ def refused(front: Front, path: str, body: Any, limit: str) -> dict[str, Any]:
     return error
 
 
-def cost_of(body: bytes) -> int:
+def cost_of(body: bytearray) -> int:
     """What a body's elements cost, read one character after the other."""
     cost, in_string, characters = 0, False, iter(range(len(body)))
     for at in characters:
-        character = body[at : at + 1]
+        character = bytes(body[at : at + 1])
         if character == b'"':
             in_string = not in_string
         elif in_string and character == b"\\":
@@ -83,12 +84,12 @@ def value(generator: random.Random, depth: int = 0) -> Any:
 def test_elements_are_counted_outside_of_strings(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elements, "_STEP_BYTES", step_bytes)
     for seed in range(200):
-        body = json.dumps(value(random.Random(seed))).encode()
+        body = bytearray(json.dumps(value(random.Random(seed))), "utf-8")
         cost = cost_of(body)
-        asyncio.run(check_elements(body, cost, True))
+        list(check_elements(body, cost, True))
         if cost:
             with pytest.raises(HttpError, match=f"more than {cost - 1} "):
-                asyncio.run(check_elements(body, cost - 1, True))
+                list(check_elements(body, cost - 1, True))
 
 
 def test_elements_are_counted_before_they_are_parsed(front: Front) -> None:
@@ -122,10 +123,42 @@ def test_no_setting_is_named_where_none_helps(front: Front) -> None:
     )
 
 
+def test_long_bodies_are_read_one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many have arrived at once, everything else has a turn between two steps of any of them."""
+    turn, of_steps = 0, []
+    parse = wire._parse
+
+    def noting(*arguments: Any, is_setting: bool) -> Generator[None, None, dict[str, Any]]:
+        steps = parse(*arguments, is_setting)
+        while True:
+            of_steps.append(turn)
+            try:
+                yield next(steps)
+            except StopIteration as done:
+                return done.value
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def read_together(num_bodies: int) -> list[dict[str, Any]]:
+        counting, turns = asyncio.create_task(count_turns()), Turns()
+        bodies = [bytearray(b'{"text": "%s"}' % (b"," * 3 * 2**18)) for _ in range(num_bodies)]
+        requests = [Request({"type": "http", "trueroll.body": body}) for body in bodies]
+        found = await asyncio.gather(*(read_long_json(request, 2**10, turns) for request in requests))
+        counting.cancel()
+        return found
+
+    monkeypatch.setattr(wire, "_parse", noting)
+    assert asyncio.run(read_together(8)) == [{"text": "," * 3 * 2**18}] * 8
+    assert len(of_steps) >= 8 * 8 and len(set(of_steps)) == len(of_steps)
+
+
 def test_by_default_half_a_million_token_ids_are_taken() -> None:
-    asyncio.run(
-        check_elements(json.dumps({"prompt": [[12345] * 8192] * 63}).encode(), DEFAULTS.max_body_elements, True)
-    )
+    body = bytearray(json.dumps({"prompt": [[12345] * 8192] * 63}), "utf-8")
+    list(check_elements(body, DEFAULTS.max_body_elements, True))
 
 
 @pytest.fixture
@@ -134,9 +167,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     ask = TextChild._ask
 
-    def noting(self: TextChild, call: Any, is_abandoned: Callable[[], bool]) -> bytes:
+    def noting(self: TextChild, call: Any, is_abandoned: Callable[[], bool], text: str | None = None) -> bytes:
         calls.append(call[0])
-        return ask(self, call, is_abandoned)
+        return ask(self, call, is_abandoned, text)
 
     monkeypatch.setattr(TextChild, "_ask", noting)
     return calls
