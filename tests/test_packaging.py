@@ -160,6 +160,15 @@ def test_a_variable_asks_for_the_reference_kernels_which_say_so(archive: Path, t
     assert refusal.startswith("backend: ") and refusal.endswith(note)
 
 
+def test_the_variable_also_removes_the_library_of_an_installation_from_the_same_folder(tmp_path: Path) -> None:
+    source = _copy_sources(tmp_path / "source")
+    library = source / "kernels/cpu/_native.cpython-311-x86_64-linux-gnu.so"
+    library.write_bytes(b"of sources that are no more")
+    build = (sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+    run(*build, cwd=source, TRUEROLL_NATIVE="0")
+    assert not library.exists()
+
+
 CLIENT = """
 import importlib.util, sys
 unpacked, packages, address = sys.argv[1:]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -242,11 +243,12 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
 
 
 def _assert_it_leaves_while_it_joins(fleet: Fleet, slot: Any) -> None:
-    joins, may_end = threading.Event(), threading.Event()
+    joins, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     async def attempt(*_: object) -> str:
         joins.set()
         await asyncio.to_thread(may_end.wait)
+        has_ended.set()
         return "done"
 
     def standing() -> list[str]:
@@ -258,13 +260,11 @@ def _assert_it_leaves_while_it_joins(fleet: Fleet, slot: Any) -> None:
     thread = threading.Thread(target=fleet.scale, args=(2,))
     thread.start()
     wait_until(lambda: standing() == ["leaving"])
-    found: list[str] = []
-    stand = fleet._stand
-    fleet._stand = lambda slot, standing: found.append(standing) or stand(slot, standing)  # type: ignore[method-assign]
-    may_end.set()
-    thread.join()
-    del fleet._stand  # type: ignore[method-assign]
-    assert found == [] and standing() == []
+    with patch.object(fleet, "_stand", wraps=fleet._stand) as stand:
+        may_end.set()
+        thread.join()
+    assert has_ended.is_set(), "premise"
+    assert not stand.called and standing() == []
 
 
 ORPHAN = """

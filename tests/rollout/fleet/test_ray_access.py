@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import psutil
 import pytest
 import ray
 from ray._private import ray_constants
+from ray.exceptions import RayError
 
 from trueroll.errors import ConfigError
+from trueroll.rollout import Fleet
+from trueroll.rollout.fleet import fleet as fleet_module
 from trueroll.rollout.fleet import ray_access, ray_cluster
 from trueroll.rollout.fleet.ray_access import asks_for_token, reachable_ip
 from trueroll.rollout.fleet.ray_cluster import Cluster
@@ -32,6 +36,34 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray_cluster, "read_token_again", lambda: None)
     monkeypatch.setattr(ray_access, "read_token_again", lambda: None)
+
+
+def test_an_argument_that_ray_refuses_is_told_at_once(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[dict[str, Any]] = []
+
+    def init(**fields: Any) -> None:
+        starts.append(fields)
+        raise RuntimeError("Unknown keyword argument(s): include_dashboard")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=r"ray\.init refuses an argument \(Unknown keyword .*: include_dashboard\)"):
+        Cluster(None)
+    assert len(starts) == 1
+
+
+def test_a_cluster_is_started_again_after_whatever_its_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Exception] = [RayError("no"), OSError("no"), ConfigError("no")]
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE", 0.0)
+
+    class Reconnecting:
+        async def reconnect(self) -> None:
+            if errors:
+                raise errors.pop()
+
+    fleet = object.__new__(Fleet)
+    fleet._cluster = Reconnecting()  # type: ignore[assignment]
+    asyncio.run(fleet._reconnect())
+    assert errors == []
 
 
 def test_a_start_of_ray_that_fails_leaves_no_process(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
