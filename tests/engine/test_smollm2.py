@@ -34,7 +34,7 @@ PROMPTS = [
     "SELECT name FROM users WHERE",
     "The history of Rome begins",
 ]
-NEW = 64
+NEW = 32
 NEW_ON = {"cpu": NEW, "reference": 8}
 """Tokens to generate: steps of the reference are slow. The log-probs of all tokens are compared on both."""
 

@@ -100,11 +100,11 @@ SERVED = [
 MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
-def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str) -> Any:
+def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rarely: bool = False) -> Any:
     """A cell for pytest. Every run takes float16 only where a test names it: the reference and the interpreted kernels
-    alone serve it, which are slow, by the same code as bfloat16.
+    alone serve it, which are slow, by the same code as bfloat16. `rarely`: leave this cell to `make test-all`, too.
     """
-    marks = [pytest.mark.exhaustive] if served[1] == torch.float16 else []
+    marks = [pytest.mark.exhaustive] if served[1] == torch.float16 or rarely else []
     return pytest.param(*values, id=id, marks=marks)
 
 

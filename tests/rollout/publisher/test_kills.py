@@ -53,7 +53,7 @@ SHORT = 1.5
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
-LONG = dict(n=12, max_tokens=1400, seed=9, ignore_eos=True)
+LONG = dict(n=12, max_tokens=800, seed=9, ignore_eos=True)
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 
