@@ -39,7 +39,7 @@ class TextModel:
     """
 
     def __init__(self, model: str) -> None:
-        import transformers  # noqa: F401, before the child process is made that needs it
+        from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, before the child that needs them
 
         from ..engine.models.loader import resolve_model
         from ..engine.models.tokenizer import longest_token
@@ -138,12 +138,36 @@ def _load(folder: Path) -> Any:
 
     from ..engine.models.tokenizer import check_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, config=_short_config(folder), trust_remote_code=False, local_files_only=True
+    )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"{type(tokenizer).__name__} is not a tokenizer")
     if isinstance(backend := getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         check_tokenizer(backend)
     return tokenizer
+
+
+def _short_config(folder: Path) -> Any:
+    """What of a model's config transformers needs to choose the class of the tokenizer, where the tokenizer's own
+    config names one: for the whole config it imports its models, and torch's compiler, which takes seconds and 150 MB.
+    None: it has to read the whole one.
+    """
+    from transformers import PreTrainedConfig
+
+    from ..engine.models.files import MAX_TOKENIZER_BYTES, read_json
+
+    own, model = (
+        read_json(path, MAX_TOKENIZER_BYTES) if (path := folder / name).exists() else {}
+        for name in ("tokenizer_config.json", "config.json")
+    )
+    if not isinstance(own.get("tokenizer_class"), str) or not isinstance(model.get("model_type"), str):
+        return None
+    config = PreTrainedConfig(name_or_path=str(folder))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if name in model:
+            setattr(config, name, model[name])
+    return config
 
 
 def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:

@@ -7,10 +7,12 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,41 @@ def test_a_chat_is_encoded_as_transformers_encodes_it(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert TextModel("smollm2").encode_chat("What is <|im_end|>?", "Be brief.") == expected
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "mistral", "of no model"])
+@pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "LlamaTokenizerFast", "TokenizersBackend", "Other", None])
+def test_a_tokenizer_is_chosen_as_by_the_whole_config(
+    folder: Path, model_type: str, tokenizer_class: str | None
+) -> None:
+    for name, changes in (
+        ("config", dict(model_type=model_type)),
+        ("tokenizer_config", dict(tokenizer_class=tokenizer_class)),
+    ):
+        settings = json.loads((folder / f"{name}.json").read_text()) | changes
+        told = {key: value for key, value in settings.items() if value is not None}
+        (folder / f"{name}.json").write_text(json.dumps(told))
+    found, expected = (
+        outcome_of(lambda load=load: load(folder)) for load in (text._load, partial(AutoTokenizer.from_pretrained))
+    )
+    assert found == expected
+
+
+def outcome_of(load: Callable[[], Any]) -> Any:
+    """What is loaded, or why nothing is."""
+    try:
+        tokenizer = load()
+    except ValueError as error:
+        return str(error)
+    return type(tokenizer), tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template
+
+
+def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
+    """transformers' models would import it: seconds, and 150 MB, in each front end."""
+    load = "from trueroll.rollout.text import TextModel; TextModel('smollm2')"
+    look = "import sys; print('torch._dynamo' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", f"{load}; {look}"], check=True, capture_output=True, text=True)
+    assert printed.stdout == "False\n"
 
 
 def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
