@@ -24,7 +24,8 @@ from trueroll.kernels.contract import AttentionBatch, Pages
 
 from .drive import bits, drain, generate, make_engine, run, tokens
 
-pytestmark = pytest.mark.usefixtures("steps_ahead")
+# Engines in step are what every test of a worker on a CPU has.
+pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 BLOCK, CHUNK = 4, 16
 MakeEngine = Callable[..., Engine]

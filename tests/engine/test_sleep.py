@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from matrix import thinned
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -23,7 +24,8 @@ MIB = 2**20
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
 WAYS = [(level, tags) for level in (1, 2) for tags in (BOTH, BOTH[:1], BOTH[1:])]
 
-pytestmark = pytest.mark.usefixtures("steps_ahead")
+# Engines in step are what every test of a worker on a CPU has.
+pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 
 @pytest.fixture(params=["host", "device"])
