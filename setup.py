@@ -1,12 +1,14 @@
 """How the native kernels are built; pyproject.toml has the rest.
 
 `TRUEROLL_NATIVE=0` leaves them out on purpose. Otherwise an installation in which they do not compile fails, since
-without them the much slower reference kernels would serve and nobody would have asked for that.
+without them the much slower reference kernels would serve and nobody would have asked for that. Of pybind11 only its
+helper is used, which compiles several files at a time.
 """
 
 import os
 from pathlib import Path
 
+from pybind11.setup_helpers import ParallelCompile
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
@@ -37,4 +39,5 @@ class BuildNative(build_ext):
             raise BaseError(WAY_OUT.format(cause=error)) from error
 
 
-setup(cmdclass={"build_ext": BuildNative})
+with ParallelCompile():
+    setup(cmdclass={"build_ext": BuildNative})

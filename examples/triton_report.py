@@ -387,17 +387,20 @@ Job: TypeAlias = tuple[int, Launch]
 JOBS: list[Job] = []
 
 
-def jobs_of(launches: Sequence[Launch], targets: Sequence[int] = CAPABILITIES) -> list[Job]:
-    """All launches for these targets."""
-    return [(capability, launch) for launch in launches for capability in targets]
+def jobs_of(launches: Sequence[Launch]) -> list[Job]:
+    """All launches for every target."""
+    return [(capability, launch) for launch in launches for capability in CAPABILITIES]
 
 
-def chosen_jobs(
-    launches: Sequence[Launch], modelled: Sequence[Launch], targets: Sequence[int] = CAPABILITIES
-) -> list[Job]:
-    """`some` of the launches for these targets, and those of one model for the target that tiles were chosen for."""
+def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
+    """`some` of the launches for every target, and those of one model for the target that tiles were chosen for."""
     chosen, whole = set(some(launches)), set(modelled)
-    return [job for job in jobs_of(launches, targets) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
+    return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
+
+
+def few_jobs(launches: Iterable[Launch]) -> list[Job]:
+    """One form of each kernel, for the target that tiles were chosen for."""
+    return [(TUNED_FOR, launch) for launch in {launch.kernel: launch for launch in launches}.values()]
 
 
 def some(launches: Sequence[Launch]) -> list[Launch]:
@@ -560,7 +563,7 @@ def main() -> None:
         help="print as JSON, not as a table of one model, as many launches of every model as show each tile and value, "
         f"and for sm_{TUNED_FOR} all of one model, of delta nets and of some experts",
     )
-    parser.add_argument("--target", type=int, choices=CAPABILITIES, help="print as --json does, for this target alone")
+    parser.add_argument("--few", action="store_true", help="print one form of each kernel for one GPU as JSON")
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
         "--model", action="store_true", help="print what a model of an H200 makes of the layers of one model"
@@ -568,10 +571,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.model:
         print_model(MODELS[MODELLED])
-    elif options.json or options.all or options.target:
+    elif options.json or options.all or options.few:
         launches = record([*MODELS, *DELTA_NETS, *EXPERTS])
-        targets = (options.target,) if options.target else CAPABILITIES
-        jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record(WHOLE), targets)
+        if options.few:
+            jobs = few_jobs(launches)
+        else:
+            jobs = jobs_of(launches) if options.all else chosen_jobs(launches, record(WHOLE))
         print(json.dumps([asdict(compiled) for compiled in compile_all(jobs)]))
     else:
         print_table(compile_all(jobs_of(record(WHOLE))))

@@ -1,9 +1,9 @@
 """Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without one.
 
 `examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
-interpreter. Of the forms that the models have it compiles as many as show all of this, and for sm_90 all of Qwen2.5-7B,
-of delta nets and of gpt-oss-20b's experts; `python examples/triton_report.py --all` compiles every one for every
-target, and no test does.
+interpreter. Every run compiles one form of each kernel for sm_90. `make test-all` compiles of the forms that the models
+have as many as show all of this, and for sm_90 all of Qwen2.5-7B, of delta nets and of gpt-oss-20b's experts; `python
+examples/triton_report.py --all` compiles every one for every target, and no test does.
 """
 
 from __future__ import annotations
@@ -46,24 +46,20 @@ IN_A_WARP = "#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], war
 Compiled = dict[str, Any]
 
 pytestmark = [
-    pytest.mark.timeout(900),  # the first test waits until all is compiled: about two minutes of one idle core
-    thinned(lambda targets=(90,), **_: targets == (90,)),
+    pytest.mark.timeout(900),  # the first test waits until all is compiled: several minutes of one idle core
+    thinned(lambda compiled="--few", **_: compiled == "--few"),
 ]
 
-
 TUNED_FOR = 90
-"""The one target that every run takes; the other ones take twice as long as that."""
+"""The target that tiles were chosen for."""
 
 
-@pytest.fixture(scope="module", params=[(TUNED_FOR,), tuple(SHARED_MEMORY)], ids=["tuned for", "all"])
-def targets(request: pytest.FixtureRequest) -> tuple[int, ...]:
-    return request.param
+@pytest.fixture(scope="module", params=["--few", "--json"], ids=["one form of each", "all that differ"])
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    return run_compiler([str(ROOT / "examples/triton_report.py"), request.param], tmp_path_factory.mktemp("triton"))
 
 
-@pytest.fixture(scope="module")
-def compiled(targets: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    options = ["--json"] if len(targets) > 1 else ["--target", str(*targets)]
-    return run_compiler([str(ROOT / "examples/triton_report.py"), *options], tmp_path_factory.mktemp("triton"))
+of_all = pytest.mark.parametrize("compiled", ["--json"], ids=["all that differ"], indirect=True, scope="module")
 
 
 def run_compiler(script: list[str], cache: Path) -> Any:
@@ -90,18 +86,18 @@ def most_spilled(compiled: Compiled) -> int:
     return most
 
 
-def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled], targets: tuple[int, ...]) -> None:
+def test_every_kernel_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
     kernels = set().union(*(kernels_of(path) for path in (ROOT / "kernels/triton").glob("*.py")))
+    targets = (TUNED_FOR,) if len(compiled) == len(kernels) else SHARED_MEMORY
     assert {(c["kernel"], c["capability"]) for c in compiled} == {(name, sm) for name in kernels for sm in targets}
 
 
 TABLES = {"products": (*products.TILES, *products.CUT_TILES), "experts": experts.TILES}
 
 
+@of_all
 @pytest.mark.parametrize("module", TABLES)
-def test_every_tile_of_the_tables_is_compiled_for_every_target(
-    module: str, compiled: list[Compiled], targets: tuple[int, ...]
-) -> None:
+def test_every_tile_of_the_tables_is_compiled_for_every_target(module: str, compiled: list[Compiled]) -> None:
     found = {
         (
             c["capability"],
@@ -113,19 +109,18 @@ def test_every_tile_of_the_tables_is_compiled_for_every_target(
         if "FEATURES" in c["constants"]
     }
     tiles = {*TABLES[module], products.NARROW_TILE}
-    assert found == {(sm, *tile) for sm in targets for tile in tiles}
+    assert found == {(sm, *tile) for sm in SHARED_MEMORY for tile in tiles}
 
 
-def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(
-    compiled: list[Compiled], targets: tuple[int, ...]
-) -> None:
+@of_all
+def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
     """For the target of the tiles also in every combination that one model has."""
     found = defaultdict(set)
     for c in compiled:
         found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
-    assert all(found[sm] == found[TUNED_FOR] for sm in targets) and len(found[TUNED_FOR]) > 100
+    assert all(found[sm] == found[TUNED_FOR] for sm in SHARED_MEMORY) and len(found[TUNED_FOR]) > 100
     number = Counter(c["capability"] for c in compiled)
-    assert number.keys() == {*targets} and all(number[TUNED_FOR] > number[sm] for sm in {*targets} - {TUNED_FOR})
+    assert number.keys() == {*SHARED_MEMORY} and all(number[TUNED_FOR] > number[sm] for sm in (80, 100))
 
 
 def test_only_known_kernels_spill(compiled: list[Compiled]) -> None:
@@ -148,13 +143,12 @@ def without_columns(instruction: str) -> str:
     return re.sub(r"n\d+(?=k)", "", instruction)
 
 
+@of_all
 @pytest.mark.parametrize(
     ("module", "on_90"),
     [("products", "wgmma m64k16"), ("experts", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")],
 )
-def test_products_keep_to_one_matrix_instruction(
-    module: str, on_90: str, compiled: list[Compiled], targets: tuple[int, ...]
-) -> None:
+def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compiled: list[Compiled]) -> None:
     """On sm_90 with as many columns as there are tokens, keys or elements of a head, which is what may vary. There
     attention has one factor in registers.
     """
@@ -163,23 +157,23 @@ def test_products_keep_to_one_matrix_instruction(
         found[c["capability"]].update(c["instructions"])
     assert {without_columns(instruction) for instruction in found[90]} == {on_90}
     assert len(found[90]) > 1, "premise: the number of columns varies"
-    if 80 in targets:
-        assert found[80] == {"mma m16n8k16 kWidth=2"}
-    if 100 in targets:
-        assert {instruction.split()[0] for instruction in found[100]} == {"tcgen05"}
+    assert found[80] == {"mma m16n8k16 kWidth=2"}
+    assert {instruction.split()[0] for instruction in found[100]} == {"tcgen05"}
 
 
-def test_reductions_over_keys_have_one_layout(compiled: list[Compiled], targets: tuple[int, ...]) -> None:
+@of_all
+def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
     """For heads of one size, whichever kernel has them: the order of a sum follows the layout."""
     layouts = defaultdict(set)
     for c in compiled_of("attention", compiled):
         if c["instructions"]:
             layouts[c["capability"], c["constants"]["SIZE"]].add(tuple(c["reductions"]))
-    assert {capability for capability, _ in layouts} == {*targets}
+    assert {capability for capability, _ in layouts} == {*SHARED_MEMORY}
     assert all(len(found) == 1 and len(*found) == 1 for found in layouts.values()), layouts
 
 
-def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compiled], targets: tuple[int, ...]) -> None:
+@of_all
+def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compiled]) -> None:
     """In decodes and prompts, for any number of heads: four keys in each thread of one warp."""
     layouts = defaultdict(set)
     for c in compiled_of("recurrence", compiled):
@@ -191,7 +185,7 @@ def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compile
         if c["capability"] == 90 and "HEADS" in c["constants"]
     }
     assert forms == {(listed, heads) for listed in (True, False) for heads in (16, 48)}
-    assert layouts.keys() == {*targets} and all(len(found) == 1 for found in layouts.values()), layouts
+    assert layouts.keys() == {*SHARED_MEMORY} and all(len(found) == 1 for found in layouts.values()), layouts
     assert {found for [found] in layouts.values()} == {(1, f"1x128 of {IN_A_WARP}", f"8x128 of {IN_A_WARP}")}
 
 
