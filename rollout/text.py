@@ -102,8 +102,10 @@ class TextModel:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids, by default without special tokens. In this process: `check_tokenizer` bounds it."""
-        with self._explained("that decodes tokens, found that it does not"):
+        try:  # streams do this for each token: a context manager would take half of the time
             return self._decode(list(token_ids), skip_special_tokens)
+        except Exception as error:
+            raise self._explanation("that decodes tokens, found that it does not", error) from None
 
     def decode_long(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never
@@ -125,11 +127,14 @@ class TextModel:
         except (ModelError, TooMany):
             raise
         except Exception as error:
-            if isinstance(error, ChildError | TrialError):
-                cause = str(error) or f"it needs more than {LIMITS}, or crashes"
-            else:
-                cause = said(f"{type(error).__name__}: {error}")
-            raise ModelError(f"{self._folder}: expected a tokenizer {expected}: {cause}; check its files") from None
+            raise self._explanation(expected, error) from None
+
+    def _explanation(self, expected: str, error: Exception) -> ModelError:
+        if isinstance(error, ChildError | TrialError):
+            cause = str(error) or f"it needs more than {LIMITS}, or crashes"
+        else:
+            cause = said(f"{type(error).__name__}: {error}")
+        return ModelError(f"{self._folder}: expected a tokenizer {expected}: {cause}; check its files")
 
 
 def _load(folder: Path) -> Any:
@@ -163,7 +168,8 @@ def _short_config(folder: Path) -> Any:
     )
     if not isinstance(own.get("tokenizer_class"), str) or not isinstance(model.get("model_type"), str):
         return None
-    config = PreTrainedConfig(name_or_path=str(folder))
+    config = PreTrainedConfig()
+    config.name_or_path = str(folder)
     for name in ("model_type", "model_name", "tokenizer_class"):
         if name in model:
             setattr(config, name, model[name])

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .answers import Rows, TokenBytes
+from .answers import STEP_ENTRIES, Rows, TokenBytes
 from .pieces import Piece
 
 TokenName: TypeAlias = Callable[[int], str]
@@ -51,11 +51,13 @@ def completion_logprobs(
     """
     lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
     told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
+    is_short = len(token_ids) * width <= STEP_ENTRIES  # as in a stream: then a list is quicker
+    rows = (lambda elements, _: list(elements)) if is_short else Rows
     return {
-        "tokens": Rows(map(name, token_ids)),
+        "tokens": rows(map(name, token_ids), 1),
         "token_logprobs": list(logprobs),
-        "top_logprobs": None if told is None else Rows(told, width),
-        "text_offset": Rows(islice(lens, len(token_ids))),
+        "top_logprobs": None if told is None else rows(told, width),
+        "text_offset": rows(islice(lens, len(token_ids)), 1),
     }
 
 
