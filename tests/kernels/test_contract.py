@@ -460,6 +460,7 @@ ATTENTION += [dict(window=140, soft_cap=3.0), dict(sinks=True), dict(window=31, 
 @pytest.mark.parametrize(
     "heads,kv_heads,size,attention", [(*heads, {}) for heads in HEADS] + [(6, 2, 64, each) for each in ATTENTION]
 )
+@thinned(lambda quick, size, attention, **_: size <= 80 or not quick[0].emulated)
 def test_attention_does_not_depend_on_chunks_or_company(
     quick: Served, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
 ) -> None:
