@@ -247,7 +247,7 @@ def lower_bounds() -> dict[str, Version]:
 NOT_LOWERED = {
     *("torch", "triton"),  # docs/gpu.md says what was run with their oldest versions
     "trl",  # has one minor release in its range, which .venv has
-    *("setuptools", "matplotlib", "reasoning-gym"),  # not imported by trueroll
+    *("pybind11", "setuptools", "matplotlib", "reasoning-gym"),  # not imported by trueroll
 }
 
 
