@@ -23,7 +23,7 @@ demo: .venv/.demo
 test: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL)
 
-# With all cells of all matrices, of which `make test` has those that differ most.
+# With the tests marked `exhaustive`, which `make test` leaves out.
 test-all: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL) -m ""
 

@@ -1,8 +1,8 @@
 """How the native kernels are built; pyproject.toml has the rest.
 
 `TRUEROLL_NATIVE=0` leaves them out on purpose. Otherwise an installation in which they do not compile fails, since
-without them the much slower reference kernels would serve and nobody would have asked for that. Of pybind11 only its
-helper is used, which compiles several files at a time.
+without them the much slower reference kernels would serve and nobody would have asked for that. pybind11 is used only
+for `ParallelCompile`, which compiles several files at a time.
 """
 
 import os

@@ -154,9 +154,9 @@ def _load(folder: Path) -> Any:
 
 
 def _short_config(folder: Path) -> Any:
-    """What of a model's config transformers needs to choose the class of the tokenizer, where the tokenizer's own
-    config names one: for the whole config it imports its models, and torch's compiler, which takes seconds and 150 MB.
-    None: it has to read the whole one.
+    """The part of a model's config that transformers needs to choose the class of the tokenizer: to read the whole
+    config imports the classes of models and torch's compiler, which takes seconds and 150 MB. None where the
+    tokenizer's own config names no class, or one in code of its own: then transformers needs the whole config.
     """
     from transformers import PreTrainedConfig
 
@@ -166,19 +166,20 @@ def _short_config(folder: Path) -> Any:
         read_json(path, MAX_TOKENIZER_BYTES) if (path := folder / name).exists() else {}
         for name in ("tokenizer_config.json", "config.json")
     )
-    if not isinstance(own.get("tokenizer_class"), str) or not isinstance(model.get("model_type"), str):
+    named = own.get("tokenizer_class"), model.get("model_type")
+    if "auto_map" in own or not all(isinstance(name, str) and name for name in named):
         return None
     config = PreTrainedConfig()
     config.name_or_path = str(folder)
-    for name in ("model_type", "model_name", "tokenizer_class"):
+    for name in ("model_type", "model_name"):
         if name in model:
             setattr(config, name, model[name])
     return config
 
 
 def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """What `tokenizer.decode` gives. Where transformers only hands the tokens on to the library in Rust, that is asked
-    itself, in a fifth of the time, since streams decode each token as it comes.
+    """A function like `tokenizer.decode`. Where transformers only hands the tokens on to the library in Rust, that
+    library is called directly, which takes a fifth of the time: streams decode each token as it comes.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

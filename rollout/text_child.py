@@ -28,7 +28,7 @@ from trueroll.errors import said
 from ..engine.models.trials import Limits, close_all_but, limit_cpu, limit_memory
 
 LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
-"""Of one call; the memory beyond this process's."""
+"""Time for one call; memory of the child beyond this process's."""
 MAX_CHARS = 2**22
 """Of a rendered conversation."""
 _MAX_REPLY_BYTES = 2**26
@@ -52,7 +52,7 @@ class _Unencodable(Exception):
 
 
 class TooMany(Exception):
-    """There is more than was asked for: `count` tokens, or characters."""
+    """There are more tokens or characters than the caller allows: `count` of them."""
 
     def __init__(self, what: str, count: int) -> None:
         super().__init__(f"{count} {what}")
@@ -102,8 +102,8 @@ class TextChild:
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned, text: str | None = None) -> bytes:
-        """Send the call as one line of JSON, and `text`, its last argument, as it is: JSON of a long one would hold up
-        all threads of this process.
+        """Send the call as one line of JSON, followed by the bytes of `text`, its last argument: to make JSON of a long
+        text would hold up all threads of this process. Conversations and lists of tokens are in the JSON.
         """
         try:
             message = json.dumps(call).encode()

@@ -13,7 +13,7 @@ import pytest
 
 def thinned(keep: Callable[..., bool]) -> pytest.MarkDecorator:
     """Have every run take only those cells of a test's matrix for which `keep` holds. It gets the parameters of a cell,
-    also those of its fixtures, by their names.
+    also those of its fixtures, by their names. The mark of a function stands in place of that of its module.
     """
     return pytest.mark.thinned(keep)
 

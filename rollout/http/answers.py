@@ -2,13 +2,12 @@
 others.
 
 An answer is JSON whose long lists are `Rows`, which are made while they are written. Promises that a step of writing
-makes about `STEP_ENTRIES` entries, that everything else has a turn between two steps of long answers, however many
-there are, and that only a part of a long answer is in memory as JSON.
+makes about `STEP_ENTRIES` entries, that everything else has a turn after about `TURN_CHARS` characters of any answers,
+and that only a part of a long answer is in memory as JSON.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from typing import Any
 
 from ...engine.request import SamplingParams
 from .errors import HttpError
+from .turns import Turns
 
 STEP_ENTRIES = 512
 """Tokens, or tokens among the most probable ones, that are written in one step: about a millisecond."""
+TURN_CHARS = 2**11
 PART_BYTES = 2**16
 _CHOICE_BYTES = 512
 """A choice without its tokens."""
@@ -72,16 +73,9 @@ class Rows:
         self.elements, self.width = iter(elements), width
 
 
-class Turns:
-    """Lets long bodies be read, and long answers be written, one step at a time, with everything else in between."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    async def next(self) -> None:
-        """Wait until everything else, and everything that waits here already, has had a turn."""
-        async with self._lock:
-            await asyncio.sleep(0)
+def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:
+    """`count` elements as `Rows`, or as a list where there are few, which is written faster."""
+    return list(elements) if count * width <= STEP_ENTRIES else Rows(elements, width)
 
 
 def encoded(content: Any) -> bytes:
@@ -92,12 +86,14 @@ def encoded(content: Any) -> bytes:
 
 
 async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, None]:
-    """Yield what `encoded` returns, in parts of about `PART_BYTES`. Everything else has a turn between two steps."""
-    held, size = [], 0
+    """Yield what `encoded` returns, in parts of about `PART_BYTES`. Everything else has a turn in between."""
+    held, size, since_turn = [], 0, 0
     for step in _steps(content):
         held.append(step)
         size += len(step)
-        if len(step) >= STEP_ENTRIES:
+        since_turn += len(step)
+        if since_turn >= TURN_CHARS:
+            since_turn = 0
             await turns.next()
         if size >= PART_BYTES:
             yield "".join(held).encode()
@@ -124,6 +120,11 @@ def _steps(value: Any) -> Iterator[str]:
         for i, step in enumerate(_lists(value)):
             yield "," * bool(i) + _dumps(step)[1:-1]
         yield "]"
+    elif isinstance(value, str) and len(value) > TURN_CHARS:
+        yield '"'
+        for start in range(0, len(value), TURN_CHARS):
+            yield _dumps(value[start : start + TURN_CHARS])[1:-1]
+        yield '"'
     else:
         yield _dumps(value)
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Scope
 from trueroll.errors import InvalidRequestError, TruerollError
 
 from ...engine.request import TokenId
-from .answers import Rows, Turns
+from .answers import Rows
 from .bodies import Bodies
 from .chat import ConversationFields, read_chat, token_ids_of
 from .clients import Clients, client_of
@@ -34,6 +34,7 @@ from .model import ServedModel
 from .pages import FILES, Pages
 from .pieces import Asker, Form, Task
 from .samples import SampleLog
+from .turns import Turns
 from .watch import Watch
 from .wire import answer, error_answer, event_stream, long_answer, read_long_json, while_present
 
@@ -130,8 +131,11 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         own = checked(DetokenizeFields, given(await self._body(request)))
         self._served.check_name(own.model)
-        decoding = self._served.texts.decode_long(own.tokens, skip_special_tokens=False)
-        return answer({"prompt": await while_present(request.receive, decoding)})
+        return await while_present(request.receive, self._detokenized(own.tokens))
+
+    async def _detokenized(self, tokens: list[int]) -> Response:
+        text = await self._served.texts.decode_long(tokens, skip_special_tokens=False)
+        return await long_answer({"prompt": text}, self._turns)
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_long_json(request, self._max_body_elements, self._turns)

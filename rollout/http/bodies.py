@@ -36,8 +36,8 @@ class Bodies:
         self._refused: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
-        """Read the whole body of a request, which `take_body` then returns. `may_be_long`: up to `max_body_bytes`, and
-        not just `MAX_OTHER_BYTES`.
+        """Read the whole body of a request, which `take_body` then returns. `may_be_long`: whether the limit is
+        `max_body_bytes`, not `MAX_OTHER_BYTES`.
 
         Raise HttpError: 413 for a body that is too long, 408 for one that takes too long, 503 if others need its room
         in the budget. Raise Gone if the client leaves.
@@ -51,7 +51,7 @@ class Bodies:
             async with asyncio.timeout(self._config.body_seconds) as body.limit:
                 while (message := await receive())["type"] == "http.request":
                     if body.gives_way:
-                        raise TimeoutError  # as the limit will, but has not yet
+                        raise TimeoutError  # as its limit will, which has not fired yet
                     self._add(body, message.get("body", b""), most)
                     if not message.get("more_body", False):
                         scope[_BODY] = body.content

@@ -1,7 +1,7 @@
 """What a body costs to parse, counted before it is parsed.
 
-Parsing JSON and checking it against a model of its fields holds up everything else, for a time that grows with its
-elements and hardly with their length. Promises that counting goes on in short steps.
+Parsing JSON and checking its fields holds up everything else, for a time that grows with the number of elements and
+hardly with their length. Promises that counting goes on in short steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ _QUOTE = ord('"')
 
 def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
     """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements. Yields
-    between steps. `is_setting`: whether `max_body_elements` says so, which could be raised.
+    between steps. `is_setting`: whether `most` is the setting `max_body_elements`, which the error says to raise.
     """
     cost = 0  # as if strings had elements, too: less work, and mostly enough
     for at in range(0, len(body), _STEP_BYTES):
         end = at + _STEP_BYTES
         cost += sum(weight * body.count(character, at, end) for character, weight in WEIGHTS.items())
         yield
+        if cost > most:
+            break
     if cost <= most:
         return
     cost, in_string, at = 0, False, 0
@@ -39,10 +41,11 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
         at += len(step)
         added, in_string = _cost(step, in_string)
         if (cost := cost + added) > most:
+            advice = "send several requests, or raise --max-body-elements" if is_setting else "send fewer elements"
             raise HttpError(
                 413,
                 f"body: its elements cost more than {most} (a comma counts 1, a member of an object and an array 4, an "
-                f"object 16); {'send several requests, or raise --max-body-elements' if is_setting else 'send fewer'}",
+                f"object 16); {advice}",
                 code="too_many_elements",
                 limit="max_body_elements" if is_setting else None,
             )

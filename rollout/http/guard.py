@@ -26,12 +26,12 @@ from .wire import error_answer
 OPEN_PATHS = {"/health", *FILES}
 """For which no key is needed."""
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
-"""Whose bodies hold tokens or text."""
+"""Paths with bodies of tokens or text, of up to `max_body_bytes`."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
-"""Whose open requests are bounded."""
+"""Paths whose requests count towards `max_open_requests`."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
-"""What is counted for a client that was not there any more to be answered."""
+"""The status that is counted for a client that left before its answer began."""
 
 
 class Counters:
@@ -142,7 +142,7 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != host:
             raise HttpError(403, "Origin: expected a page of this server or none, found another; ask without a browser")
         if not self._clients.need_key and not _is_local(host):
-            raise HttpError(403, "Host: expected localhost or a loopback IP, found another name; use one of these")
+            raise HttpError(403, "Host: expected localhost or a loopback IP, found neither; use one of these")
 
 
 def _is_local(host: str) -> bool:
@@ -153,5 +153,5 @@ def _is_local(host: str) -> bool:
 
 
 def _too_many(most: int) -> HttpError:
-    text = f"server: expected at most {most} open requests, found one more; try again later"
+    text = f"server: {most} requests are open, as many as may be; try again later"
     return HttpError(429, text, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .answers import STEP_ENTRIES, Rows, TokenBytes
+from .answers import TokenBytes, rows
 from .pieces import Piece
 
 TokenName: TypeAlias = Callable[[int], str]
@@ -26,7 +26,8 @@ def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict
     """As in chat completions: for each token its log-prob and those of the most probable ones."""
     if piece.logprobs is None:
         return None
-    return {"content": Rows(_chat_entries(piece, name, has_bytes), piece.num_entries_by_token)}
+    entries = _chat_entries(piece, name, has_bytes)
+    return {"content": rows(entries, len(piece.token_ids), piece.num_entries_by_token)}
 
 
 def _chat_entries(piece: Piece, name: TokenName, has_bytes: bool) -> Iterator[dict[str, Any]]:
@@ -51,13 +52,12 @@ def completion_logprobs(
     """
     lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
     told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
-    is_short = len(token_ids) * width <= STEP_ENTRIES  # as in a stream: then a list is quicker
-    rows = (lambda elements, _: list(elements)) if is_short else Rows
+    count = len(token_ids)
     return {
-        "tokens": rows(map(name, token_ids), 1),
+        "tokens": rows(map(name, token_ids), count),
         "token_logprobs": list(logprobs),
-        "top_logprobs": None if told is None else rows(told, width),
-        "text_offset": rows(islice(lens, len(token_ids)), 1),
+        "top_logprobs": None if told is None else rows(told, count, width),
+        "text_offset": rows(islice(lens, count), count),
     }
 
 

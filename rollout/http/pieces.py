@@ -16,10 +16,11 @@ from trueroll.errors import WorkerLostError
 
 from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan
 from ..client.client import AsyncRolloutClient
-from .answers import STEP_ENTRIES, Turns
+from .answers import STEP_ENTRIES
 from .errors import HttpError
 from .samples import SampleLog
 from .texts import GrowingText, Texts
+from .turns import Turns
 
 DECODED_TOKENS = 4096
 """So many tokens become text in one step: about a millisecond."""

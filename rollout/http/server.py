@@ -8,6 +8,7 @@ If it is killed itself, the worker ends its requests.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import logging
 import signal
@@ -36,6 +37,10 @@ from .texts import Texts
 from .watch import Watch
 
 BACKLOG = 2048
+M_MMAP_THRESHOLD = -3
+"""The parameter of glibc's `mallopt`."""
+LARGE_BLOCK = 2**18
+"""In bytes."""
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
 """Without any sign of life from the worker, while requests wait, mean that it is lost."""
@@ -59,8 +64,17 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         gc.freeze()  # a collection that walks through all of transformers would hold up every request
         on_ready(url, name)
 
+    _map_large_blocks()
     with listen(config) as listener:
         asyncio.run(run(config, clients, keys, listener, settle))
+
+
+def _map_large_blocks() -> None:
+    """Have glibc map large blocks one by one, so that the memory of a body goes back to the system when it is freed. By
+    itself glibc stops doing so once it has freed a few, and long bodies leave hundreds of megabytes behind.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # other libraries have none
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 async def run(

@@ -1,4 +1,4 @@
-"""What comes and goes: JSON, and streams of it as server-sent events.
+"""Bodies of requests and answers to them: JSON, and streams of it as server-sent events.
 
 Promises that what is read is bounded and strictly JSON, that what is written keeps every bit of a float, and that an
 answer which takes long is given up as soon as its client has gone.
@@ -20,17 +20,18 @@ from starlette.types import Receive, Scope, Send
 
 from trueroll.errors import brief
 
-from .answers import Turns, encoded, encoded_in_parts
+from .answers import encoded, encoded_in_parts
 from .bodies import take_body
 from .elements import check_elements
 from .errors import Gone, HttpError, as_http_error, error_body
+from .turns import Turns
 
 T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 
 MAX_ELEMENTS = 2**12
 """What the elements of a body may cost on a path that takes only a few fields."""
-LONG_BYTES = 2**16
+_LONG_BYTES = 2**16
 """A longer body is parsed step by step."""
 _WHOLE_BYTES = 2**20
 """A longer answer is sent before its length is known."""
@@ -40,7 +41,12 @@ log = logging.getLogger(__name__)
 
 def read_json(request: Request) -> dict[str, Any]:
     """The JSON object in the body of a request that has only a few fields; {} for an empty one. Raise HttpError."""
-    return _result(_parse(take_body(request.scope), MAX_ELEMENTS, is_setting=False))
+    steps = _parse(take_body(request.scope), MAX_ELEMENTS, is_setting=False)
+    try:
+        while True:
+            next(steps)
+    except StopIteration as done:
+        return done.value
 
 
 async def read_long_json(request: Request, max_elements: int, turns: Turns) -> dict[str, Any]:
@@ -49,27 +55,17 @@ async def read_long_json(request: Request, max_elements: int, turns: Turns) -> d
     """
     body = take_body(request.scope)
     steps = _parse(body, max_elements, is_setting=True)
-    if len(body) <= LONG_BYTES:
-        return _result(steps)
     try:
         while True:
-            await turns.next()
-            next(steps)
-    except StopIteration as done:
-        return done.value
-
-
-def _result(steps: Generator[None, None, T]) -> T:
-    """What is returned after all steps."""
-    try:
-        while True:
+            if len(body) > _LONG_BYTES:
+                await turns.next()
             next(steps)
     except StopIteration as done:
         return done.value
 
 
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Generator[None, None, dict[str, Any]]:
-    """Return the JSON object in a body. Yields between steps, none of which takes long, as elements are counted."""
+    """Return the JSON object in a body. Yields between steps. No step takes long, since elements are counted first."""
     if not body:
         return {}
     yield from check_elements(body, max_elements, is_setting)
@@ -79,7 +75,7 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Generator[No
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         yield
         if "\\ud" in text or "\\uD" in text:
-            json.dumps(content, ensure_ascii=False).encode()  # half a character, which no tokenizer takes
+            json.dumps(content, ensure_ascii=False).encode()  # raises for half a character, which no tokenizer takes
             yield
     except (ValueError, RecursionError) as error:
         cause = "it nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
@@ -150,7 +146,9 @@ def error_answer(error: HttpError) -> Response:
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Cancels it and raises Gone if the client disconnects before. The body has been read."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone. The body must have
+    been read.
+    """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,8 +167,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def event_stream(receive: Receive, events: Events) -> Response:
-    """A response of server-sent events, once the first is there. Raises what kept it from coming, so that an error at
-    the beginning has its status.
+    """Wait for the first event, and return a response of server-sent events. An error before the first event is raised,
+    so that it has its own HTTP status.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]
@@ -181,7 +179,7 @@ async def event_stream(receive: Receive, events: Events) -> Response:
 
 
 class _EventStream(Response):
-    """An error ends it with an event that says so, and without `[DONE]`."""
+    """A stream of server-sent events. After an error the last event tells of it, and no `[DONE]` follows."""
 
     media_type = "text/event-stream"
 

@@ -24,7 +24,7 @@ from trueroll.kernels.contract import AttentionBatch, Pages
 
 from .drive import bits, drain, generate, make_engine, run, tokens
 
-# Engines in step are what every test of a worker on a CPU has.
+# Every test of a worker on a CPU has an engine in step.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 BLOCK, CHUNK = 4, 16

@@ -24,7 +24,7 @@ MIB = 2**20
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
 WAYS = [(level, tags) for level in (1, 2) for tags in (BOTH, BOTH[:1], BOTH[1:])]
 
-# Engines in step are what every test of a worker on a CPU has.
+# Every test of a worker on a CPU has an engine in step.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 

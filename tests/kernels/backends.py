@@ -101,8 +101,8 @@ MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
 def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rarely: bool = False) -> Any:
-    """A cell for pytest. Every run takes float16 only where a test names it: the reference and the interpreted kernels
-    alone serve it, which are slow, by the same code as bfloat16. `rarely`: leave this cell to `make test-all`, too.
+    """A cell for pytest. Those of float16 are left to `make test-all`: only the reference and the interpreted kernels
+    serve it, which are slow, by the code of bfloat16. `rarely`: leave this one to it, too.
     """
     marks = [pytest.mark.exhaustive] if served[1] == torch.float16 or rarely else []
     return pytest.param(*values, id=id, marks=marks)

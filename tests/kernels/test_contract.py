@@ -316,7 +316,7 @@ INTERPRETED = (
 
 
 SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms"}
-"""Of those, what every run leaves out: they take seconds, and differ least from others."""
+"""Of those, what is left to `make test-all`: they take seconds, and differ least from others."""
 
 
 def cases(implementation: Implementation, dtype: torch.dtype) -> dict[str, Callable[[Served], RowOp]]:

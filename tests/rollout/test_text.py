@@ -59,18 +59,20 @@ def test_a_chat_is_encoded_as_transformers_encodes_it(smollm2: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "mistral", "of no model"])
 @pytest.mark.parametrize("tokenizer_class", ["GPT2Tokenizer", "LlamaTokenizerFast", "TokenizersBackend", "Other", None])
+@pytest.mark.parametrize("auto_map", [None, {"AutoTokenizer": ["other.Other", None]}], ids=["", "with code"])
 def test_a_tokenizer_is_chosen_as_by_the_whole_config(
-    folder: Path, model_type: str, tokenizer_class: str | None
+    folder: Path, model_type: str, tokenizer_class: str | None, auto_map: dict[str, Any] | None
 ) -> None:
     for name, changes in (
         ("config", dict(model_type=model_type)),
-        ("tokenizer_config", dict(tokenizer_class=tokenizer_class)),
+        ("tokenizer_config", dict(tokenizer_class=tokenizer_class, auto_map=auto_map)),
     ):
         settings = json.loads((folder / f"{name}.json").read_text()) | changes
         told = {key: value for key, value in settings.items() if value is not None}
         (folder / f"{name}.json").write_text(json.dumps(told))
     found, expected = (
-        outcome_of(lambda load=load: load(folder)) for load in (text._load, partial(AutoTokenizer.from_pretrained))
+        outcome_of(lambda load=load: load(folder))
+        for load in (text._load, partial(AutoTokenizer.from_pretrained, trust_remote_code=False))
     )
     assert found == expected
 

@@ -86,8 +86,7 @@ def judge(console: Console, before: Held, left: Held, rate: float, silent_ms: fl
             (rate >= LEAST_RATE, "the rate of good requests"),
             (silent_ms <= MOST_SILENT_MS, "the silence of /health"),
             (memory <= MOST_MEMORY, "memory"),
-            (left.descriptors <= before.descriptors, "descriptors"),
-            (left.children <= max(before.children, 1), "children"),
+            (left.has_no_more_than(before), "descriptors and children"),
             (left.open_requests == 0, "open requests"),
         )
         if not is_kept

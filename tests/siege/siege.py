@@ -1,9 +1,9 @@
 """Good requests, looks at `/health`, and the attacks of `attacks.py`, all at once on one front end.
 
 A `Siege` runs against a worker and a front end that others have started. It owns three things: good requests, whose
-tokens and log-probs must be those that the worker gave before; a prober, which asks for `/health` without a pause on
-a connection of its own; and a process with the attackers, which runs at the lowest priority, since attackers on other
-machines would take no processor time from this one. It promises that all of it ends.
+tokens and log-probs must be those that the worker gave before; a prober, which asks for `/health` again 2 ms after each
+answer, each time on a new connection; and a process with the attackers, which runs at the lowest priority, since
+attackers on other machines would take no processor time from this one. It promises that all of it ends.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from .attacks import ATTACKS, COMPLETIONS, Target, run_attack
 PROBE_PAUSE = 0.002
 LOWEST_PRIORITY = 19
 DEADLINE = 60.0
+NUM_TEXT_CHILDREN = 2
+"""One for short and one for long texts."""
+DESCRIPTORS_OF_A_CHILD = 2
 KEY = "key-of-the-siege"
 COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http")
 Bits = tuple[list[int], bytes]
@@ -106,6 +109,14 @@ class Held:
     children: int
     open_requests: float
 
+    def has_no_more_than(self, before: Held) -> bool:
+        """Whether descriptors and children are at most those before, or of the processes that tokenize, which come and
+        go.
+        """
+        most = max(before.children, NUM_TEXT_CHILDREN)
+        room = DESCRIPTORS_OF_A_CHILD * (most - before.children)
+        return self.children <= most and self.descriptors <= before.descriptors + room
+
 
 class Siege:
     """A siege of the front end of process `pid`, in front of the worker at `address`."""
@@ -170,12 +181,7 @@ class Siege:
         deadline = time.monotonic() + DEADLINE
         while True:
             now = self.held()
-            idle = (
-                now.descriptors <= before.descriptors
-                and now.children <= max(before.children, 1)
-                and now.open_requests == 0
-            )
-            if idle or time.monotonic() > deadline:
+            if now.has_no_more_than(before) and now.open_requests == 0 or time.monotonic() > deadline:
                 return now
             time.sleep(0.1)
 
@@ -211,7 +217,7 @@ class Siege:
         return await _answer(reader)
 
     async def _probe(self, seen: Seen, until: float) -> None:
-        """Looks at `/health`, each of which must be answered; a connection for each, as a load balancer has them."""
+        """Ask for `/health` again and again, each time on a new connection, as load balancers do. All are answered."""
         while time.perf_counter() < until:
             start = time.perf_counter()
             reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port)

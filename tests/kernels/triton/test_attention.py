@@ -142,6 +142,7 @@ def test_error_is_that_of_rounding_weights_and_results(
         (torch.bfloat16, 256, 2, 140, (63, 64, 128), 64, None),
     ],
 )
+@thinned(lambda dtype, **_: dtype == torch.bfloat16)
 def test_chunks_and_single_queries_give_the_bits_of_the_whole(
     launched: list[str],
     dtype: torch.dtype,

@@ -25,6 +25,7 @@ import ray
 from chaos.campaign import STRICT, VICTIMS, Campaign, check_samples, plan
 from chaos.work import MOMENTS, BrokenPromise, bits, write_old_push
 from chaos.work import PROMPTS as WORKLOAD
+from matrix import thinned
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
@@ -239,10 +240,10 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     joins.unlink()
     fleet.scale(3)
     assert fleet.health().troubles == () and {h.weight_version for h in client.healths().values()} == {3}
-    _assert_it_leaves_while_it_joins(fleet, fleet._slots["worker-2"])
+    _assert_a_joining_worker_leaves(fleet, fleet._slots["worker-2"])
 
 
-def _assert_it_leaves_while_it_joins(fleet: Fleet, slot: Any) -> None:
+def _assert_a_joining_worker_leaves(fleet: Fleet, slot: Any) -> None:
     joins, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     async def attempt(*_: object) -> str:
@@ -326,6 +327,7 @@ def test_a_cluster_outlives_the_thread_that_starts_it_and_is_started_again_where
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@thinned(lambda end: end == signal.SIGTERM)
 def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
     cluster: Path, tiny_llama: Path, tmp_path: Path, end: signal.Signals
 ) -> None:

@@ -1,4 +1,7 @@
-"""Who reaches the Ray of a fleet, without any Ray that runs; `test_fleet.py` has the tests with one."""
+"""Who reaches the Ray of a fleet, and how it is started, without any Ray that runs.
+
+`test_fleet.py` has the tests with one.
+"""
 
 from __future__ import annotations
 

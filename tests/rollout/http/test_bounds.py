@@ -6,6 +6,8 @@ import asyncio
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import suppress
@@ -22,13 +24,22 @@ from starlette.requests import Request
 
 from trueroll.engine.request import SampleDelta, SamplingParams
 from trueroll.rollout.http import elements, wire
-from trueroll.rollout.http.answers import STEP_ENTRIES, Rows, TokenBytes, Turns, check_answer, encoded, encoded_in_parts
+from trueroll.rollout.http.answers import (
+    STEP_ENTRIES,
+    TURN_CHARS,
+    Rows,
+    TokenBytes,
+    check_answer,
+    encoded,
+    encoded_in_parts,
+)
 from trueroll.rollout.http.chat import ChatFields, _token_bytes
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.elements import WEIGHTS, check_elements
 from trueroll.rollout.http.errors import HttpError
 from trueroll.rollout.http.pieces import parts_of
 from trueroll.rollout.http.texts import Texts
+from trueroll.rollout.http.turns import Turns
 from trueroll.rollout.http.wire import long_answer, read_long_json
 from trueroll.rollout.text import LONG_CHARS
 from trueroll.rollout.text_child import TextChild
@@ -119,7 +130,7 @@ def test_no_setting_is_named_where_none_helps(front: Front) -> None:
     response = httpx2.post(f"{front.url}/update_weights", content=b"[" + b"1," * 6000 + b"1]", headers=headers)
     error = error_of(response)
     assert (response.status_code, error["code"]) == (413, "too_many_elements") and error["message"].endswith(
-        "send fewer"
+        "send fewer elements"
     )
 
 
@@ -261,7 +272,7 @@ def test_more_is_planned_than_an_answer_takes(front: Front) -> None:
 def contents() -> Iterator[tuple[Any, Any]]:
     """A value with Rows, and the same with lists."""
     for size in (0, 1, 2, STEP_ENTRIES, STEP_ENTRIES + 1, 5000):
-        numbers, text = list(range(size)), "é" * size
+        numbers, text = list(range(size)), '"é\U0001f600\ud800' * size
         choice = {"index": 1, "text": text, "none": None, "ids": numbers, "rows": Rows(iter(numbers), 100)}
         plain = {**choice, "rows": numbers}
         yield Rows(numbers), numbers
@@ -284,13 +295,19 @@ async def taken(parts: AsyncGenerator[bytes, None]) -> int:
     return sum([len(part) async for part in parts])
 
 
-def test_everything_else_has_a_turn_between_two_steps_of_all_long_answers() -> None:
+@pytest.mark.parametrize(
+    ("entry", "width", "most"), [("entry", 1, STEP_ENTRIES), ({"text": "x" * 91}, None, TURN_CHARS // 100 + 1)]
+)
+def test_everything_else_has_a_turn_between_two_steps_of_all_long_answers(
+    entry: Any, width: int | None, most: int
+) -> None:
+    """Of long lists, and of many short choices."""
     steps: list[int] = []
 
     def entries() -> Iterator[str]:
-        for _ in range(20 * STEP_ENTRIES):
+        for _ in range(20 * most):
             steps[-1] += 1
-            yield "entry"
+            yield entry
 
     async def look() -> None:
         while True:
@@ -300,13 +317,13 @@ def test_everything_else_has_a_turn_between_two_steps_of_all_long_answers() -> N
     async def run() -> None:
         looking, turns = asyncio.ensure_future(look()), Turns()
         await asyncio.sleep(0)
-        await asyncio.gather(*[taken(encoded_in_parts(Rows(entries()), turns)) for _ in range(10)])
+        await asyncio.gather(*[taken(encoded_in_parts(Rows(entries(), width), turns)) for _ in range(10)])
         looking.cancel()
 
     asyncio.run(run())
     first, *others = sorted(steps, reverse=True)
-    assert first <= 10 * STEP_ENTRIES, "all begin at once"
-    assert max(others[9:]) <= STEP_ENTRIES and sum(steps) == 200 * STEP_ENTRIES
+    assert first <= 10 * most, "all begin at once"
+    assert max(others[9:]) <= most and sum(steps) == 200 * most
 
 
 def test_a_long_answer_is_made_while_it_is_read() -> None:
@@ -393,3 +410,29 @@ def test_short_texts_do_not_wait_for_long_ones_and_nobody_for_the_abandoned() ->
 def test_bytes_of_a_choice_grow_with_its_tokens() -> None:
     token_bytes = TokenBytes(new=10, prompt=3)
     assert token_bytes.of_choice(100, 50) - token_bytes.of_choice(0, 0) == 800
+
+
+BODIES = """
+import sys, psutil
+from trueroll.rollout.http.server import _map_large_blocks
+if sys.argv[1] == "mapped":
+    _map_large_blocks()
+def grown():
+    return psutil.Process().memory_info().rss - before
+before = psutil.Process().memory_info().rss
+body = bytearray(2**23)
+body += b"x"
+del body  # from now on glibc by itself maps no block that is smaller
+bodies = [bytearray(b"x" * 2**20) for _ in range(64)]
+behind = [bytearray(2**14) for _ in range(100)]
+assert grown() > 2**25
+bodies.clear()
+print(grown() < 2**23)
+"""
+
+
+@pytest.mark.parametrize(("how", "goes_back"), [("mapped", True), ("by itself", False)])
+def test_the_memory_of_long_bodies_goes_back_to_the_system(how: str, goes_back: bool) -> None:
+    """Also where something else lies behind them, as it otherwise does not."""
+    done = subprocess.run([sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{goes_back}\n"

@@ -1245,7 +1245,7 @@ def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
         engine.gate.set()
         replies = [raw.receive() for _ in range(3 + 2 * (61 - len(errors)))]
         assert sum(reply["type"] == "done" for reply in replies) == 62 - len(errors)
-        raw.send("health", id="after")  # by its answer the worker is done with what it has just answered
+        raw.send("health", id="after")  # once it is answered, the worker is done with what it answered before
         assert raw.receive()["id"] == "after"
         assert worker.worker._ledger.num_bytes_waiting == 0
 

@@ -51,7 +51,7 @@ PATIENT = 60.0
 SHORT = 1.5
 """For pushes that must fail: it is waited for."""
 LONGER = 10.0
-"""For a publisher whose first push must fail, and whose next one must succeed."""
+"""Seconds, for a publisher whose first push must fail and whose next one must succeed."""
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
@@ -607,7 +607,7 @@ def test_a_worker_killed_while_it_waits_to_commit(fleet: Fleet, trainer: Trainer
 
 
 def test_a_data_connection_that_breaks(fleet: Fleet, trainer: Trainer) -> None:
-    """All TCP connections of the trainer are shut down in the middle of the buckets, which it notices in the end."""
+    """All TCP connections of the trainer are shut down in the middle of the buckets: the push fails by its timeout."""
     trainer.connect(fleet.addresses, settings_of("collective", LONGER, None))
     old = fleet.version
     trainer.push_until("stage", fleet.models["lost"], old + 1)

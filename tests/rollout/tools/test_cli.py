@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from matrix import thinned
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -102,6 +103,7 @@ def test_serve_offers_every_setting_with_its_default() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "verify", "bench", "generate"])
+@thinned(lambda command: command in ("serve", "generate"))
 def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None:
     prompt = ("--prompt", "hello") if command == "generate" else ()
     result = trueroll(command, str(tmp_path / "nowhere"), *prompt)
