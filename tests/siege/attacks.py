@@ -12,7 +12,6 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 COMPLETIONS, CHAT, GENERATE, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize"
 MEBIBYTE = 2**20
@@ -38,10 +37,10 @@ class Target:
 
 
 class Attacker:
-    """One connection. It is closed when the context is left."""
+    """One connection. It is closed when the context is left. `number`: says which of its kinds an attack takes."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, number: int) -> None:
+        self.target, self.number = target, number
 
     async def __aenter__(self) -> Attacker:
         sock = socket.socket()
@@ -142,7 +141,7 @@ async def huge_answer(attacker: Attacker) -> str:
 async def small_elements(attacker: Attacker) -> str:
     """A body of millions of elements: prompts, token ids, sampling parameters or messages."""
     count = attacker.target.size(2 * MEBIBYTE)
-    kind = id(attacker) // 64 % 4
+    kind = attacker.number % 4
     path = (COMPLETIONS, GENERATE, GENERATE, CHAT)[kind]
     body = (
         b'{"prompt": [' + b"[1]," * count + b"[1]]}",
@@ -165,7 +164,7 @@ async def unfinished_body(attacker: Attacker) -> str:
 async def long_text(attacker: Attacker) -> str:
     """A text of millions of characters, from a client that leaves at once."""
     text = "x y" * attacker.target.size(4 * MEBIBYTE // 3)
-    await attacker.body(TOKENIZE if id(attacker) // 64 % 2 else COMPLETIONS, json.dumps(dict(prompt=text)).encode())
+    await attacker.body(TOKENIZE if attacker.number % 2 else COMPLETIONS, json.dumps(dict(prompt=text)).encode())
     return "left"
 
 
@@ -210,10 +209,10 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 
-async def run_attack(attack: Attack, target: Target) -> str:
-    """How an attack ended."""
+async def run_attack(attack: Attack, target: Target, number: int) -> str:
+    """How an attack ended. `number`: see `Attacker`."""
     with suppress(OSError, asyncio.IncompleteReadError):
-        async with Attacker(target) as attacker:
+        async with Attacker(target, number) as attacker:
             try:
                 async with asyncio.timeout(target.patience + 1):
                     return await attack(attacker)
@@ -238,8 +237,3 @@ async def _for_ever(attacker: Attacker, data: bytes, pause: float = 0.0) -> None
 async def _times(attacker: Attacker, data: bytes, count: int) -> None:
     for _ in range(count):
         await attacker.send(data)
-
-
-def told(ended: dict[str, Any]) -> str:
-    """How attacks ended, on one line."""
-    return ", ".join(f"{count} {how}" for how, count in sorted(ended.items()))

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
-from siege.attacks import Target, told  # noqa: E402
+from siege.attacks import Target  # noqa: E402
 from siege.siege import KEY, Held, Plan, Seen, Siege, front_end, spread  # noqa: E402
 
 from trueroll.rollout import launch_worker  # noqa: E402
@@ -70,7 +70,7 @@ def report(console: Console, first: Seen, attacked: Seen, last: Seen, log: Path)
     console.print(table)
     attacks = Table("attack", "how it ended")
     for name, ended in attacked.ended.items():
-        attacks.add_row(name.replace("_", " "), told(ended))
+        attacks.add_row(name.replace("_", " "), ", ".join(f"{count} {how}" for how, count in sorted(ended.items())))
     console.print(attacks)
     console.print(f"the front end's log has {log.stat().st_size:,} bytes")
 

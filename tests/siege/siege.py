@@ -271,7 +271,7 @@ async def _attack(plan: Plan, target: Target) -> dict[str, Counter[str]]:
         turn = number
         while time.monotonic() < until:
             attack = ATTACKS[turn % len(ATTACKS)]
-            ended[attack.__name__][await run_attack(attack, target)] += 1
+            ended[attack.__name__][await run_attack(attack, target, turn // len(ATTACKS))] += 1
             turn += 1
             await asyncio.sleep(plan.pause)
 
