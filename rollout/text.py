@@ -104,7 +104,7 @@ class TextModel:
         """The text of token ids, by default without special tokens. In this process: `check_tokenizer` bounds it."""
         try:  # streams do this for each token: a context manager would take half of the time
             return self._decode(list(token_ids), skip_special_tokens)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             raise self._explanation("that decodes tokens, found that it does not", error) from None
 
     def decode_long(
@@ -129,7 +129,7 @@ class TextModel:
         except Exception as error:
             raise self._explanation(expected, error) from None
 
-    def _explanation(self, expected: str, error: Exception) -> ModelError:
+    def _explanation(self, expected: str, error: BaseException) -> ModelError:
         if isinstance(error, ChildError | TrialError):
             cause = str(error) or f"it needs more than {LIMITS}, or crashes"
         else:

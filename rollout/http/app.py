@@ -36,7 +36,7 @@ from .pieces import Asker, Form, Task
 from .samples import SampleLog
 from .turns import Turns
 from .watch import Watch
-from .wire import answer, error_answer, event_stream, long_answer, read_long_json, while_present
+from .wire import LongJson, answer, error_answer, event_stream, long_answer, while_present
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -77,7 +77,7 @@ class Endpoints:
 
     def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients, max_body_elements: int) -> None:
         self._served, self._samples, self._clients = served, samples, clients
-        self._max_body_elements = max_body_elements
+        self._bodies = LongJson(max_body_elements)
         self._turns = Turns()
 
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
@@ -88,9 +88,9 @@ class Endpoints:
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
             asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
-            body = await self._body(request)
+            reading = read(await self._bodies.read(request), served)  # which alone keeps what was read
             try:
-                task, form = await while_present(request.receive, read(body, served))  # type: ignore[arg-type]
+                task, form = await while_present(request.receive, reading)  # type: ignore[arg-type]
                 if task.is_stream:
                     return await event_stream(request.receive, asker.events(task, form))
                 return await while_present(request.receive, self._whole(asker, task, form))
@@ -110,7 +110,7 @@ class Endpoints:
         return answer(self._card())
 
     async def tokenize(self, request: Request) -> Response:
-        fields = given(await self._body(request))
+        fields = given(await self._bodies.read(request))
         return await while_present(request.receive, self._tokenized(fields))
 
     async def _tokenized(self, fields: dict[str, Any]) -> Response:
@@ -129,16 +129,13 @@ class Endpoints:
         return await long_answer(told, self._turns)
 
     async def detokenize(self, request: Request) -> Response:
-        own = checked(DetokenizeFields, given(await self._body(request)))
+        own = checked(DetokenizeFields, given(await self._bodies.read(request)))
         self._served.check_name(own.model)
         return await while_present(request.receive, self._detokenized(own.tokens))
 
     async def _detokenized(self, tokens: list[int]) -> Response:
         text = await self._served.texts.decode_long(tokens, skip_special_tokens=False)
         return await long_answer({"prompt": text}, self._turns)
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_long_json(request, self._max_body_elements, self._turns)
 
     def _card(self) -> dict[str, Any]:
         served = self._served

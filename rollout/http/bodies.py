@@ -1,14 +1,16 @@
-"""The bodies of requests while they arrive.
+"""The bodies of requests until they are parsed.
 
-Owns: all bytes of unfinished bodies. Promises that a body is bounded in bytes and time, that all unfinished bodies
-together stay within a budget, and that a small body gets through while large slow ones hold that budget.
+Owns: all bytes of bodies that are unfinished, or wait to be parsed. Promises that a body is bounded in bytes and time,
+that all of them together stay within a budget, and that a small body gets through while large slow ones hold that
+budget.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -36,7 +38,7 @@ class Bodies:
         self._refused: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
-        """Read the whole body of a request, which `take_body` then returns. `may_be_long`: whether the limit is
+        """Read the whole body of a request, which `taken_body` then gives. `may_be_long`: whether the limit is
         `max_body_bytes`, not `MAX_OTHER_BYTES`.
 
         Raise HttpError: 413 for a body that is too long, 408 for one that takes too long, 503 if others need its room
@@ -45,7 +47,7 @@ class Bodies:
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
             raise self._refusal("length", _too_long(most))
-        body = _Body(asyncio.get_running_loop().time())
+        body = _Body(asyncio.get_running_loop().time(), self._let_go)
         self._unfinished.add(body)
         try:
             async with asyncio.timeout(self._config.body_seconds) as body.limit:
@@ -54,7 +56,7 @@ class Bodies:
                         raise TimeoutError  # as its limit will, which has not fired yet
                     self._add(body, message.get("body", b""), most)
                     if not message.get("more_body", False):
-                        scope[_BODY] = body.content
+                        scope[_BODY] = body
                         return
             raise Gone
         except TimeoutError:
@@ -63,11 +65,12 @@ class Bodies:
             raise self._refusal("time", _too_slow(self._config.body_seconds)) from None
         finally:
             self._unfinished.discard(body)
-            self._num_bytes -= len(body.content)
+            if scope.get(_BODY) is not body:
+                body.let_go()
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, as they are now."""
-        yield GaugeMetricFamily("trueroll_http_unfinished_body_bytes", "Of all connections.", value=self._num_bytes)
+        yield GaugeMetricFamily("trueroll_http_unfinished_body_bytes", "Not parsed yet.", value=self._num_bytes)
         refused = CounterMetricFamily("trueroll_http_refused_bodies", "Not read to the end.", labels=["reason"])
         for reason, count in self._refused.items():
             refused.add_metric([reason], count)
@@ -77,14 +80,17 @@ class Bodies:
         if len(body.content) + len(part) > most:
             raise self._refusal("length", _too_long(most))
         body.content += part
+        body.num_bytes += len(part)
         self._num_bytes += len(part)
         now = asyncio.get_running_loop().time()
         while self._num_bytes > self._most:
             victim = max(self._unfinished, key=lambda each: each.cost(now))
             if victim is body:
                 raise self._refusal("budget", self._no_room())
-            self._num_bytes -= len(victim.content)
             victim.give_way()
+
+    def _let_go(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
 
     def _refusal(self, reason: str, error: HttpError) -> HttpError:
         self._refused[reason] += 1
@@ -92,21 +98,30 @@ class Bodies:
 
     def _no_room(self) -> HttpError:
         text = (
-            f"body: all unfinished bodies exceed {self._most} bytes, and this one holds the most for the longest time"
+            f"body: all bodies that are not parsed yet exceed {self._most} bytes, and of the unfinished ones this one "
+            "holds the most for the longest time"
         )
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return HttpError(503, f"{text}; try again later, or send it faster", code="bodies_full", headers=headers)
 
 
 class _Body:
-    """An unfinished body. `content`: what has arrived. `limit`: the timeout of its read."""
+    """A body that is not parsed yet. `content`: what has arrived. `num_bytes`: what it takes of the budget. `limit`:
+    the timeout of its read. `let_go` is called with what it took.
+    """
 
     limit: asyncio.Timeout
 
-    def __init__(self, began: float) -> None:
-        self._began = began
+    def __init__(self, began: float, let_go: Callable[[int], None]) -> None:
+        self._began, self._let_go = began, let_go
         self.content = bytearray()
+        self.num_bytes = 0
         self.gives_way = False
+
+    def let_go(self) -> None:
+        """Give back what it takes of the budget."""
+        self._let_go(self.num_bytes)
+        self.num_bytes = 0
 
     def cost(self, now: float) -> float:
         """Byte-seconds: how much of the budget it has held for how long."""
@@ -116,13 +131,28 @@ class _Body:
         """Drop what has arrived, and end the wait for the rest."""
         self.gives_way = True
         self.content.clear()
+        self.let_go()
         if not self.limit.expired():
             self.limit.reschedule(self._began)
 
 
-def take_body(scope: MutableMapping[str, Any]) -> bytearray:
-    """The body that `Bodies.read` read for this request. It is handed over once, so that nothing keeps it longer."""
-    return scope.pop(_BODY)
+@contextmanager
+def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
+    """The body that `Bodies.read` read for this request, which is within the budget until the end of the context. It is
+    handed over once, so that nothing keeps it longer.
+    """
+    body: _Body = scope.pop(_BODY)
+    try:
+        yield body.content
+    finally:
+        body.let_go()
+
+
+def drop_body(scope: MutableMapping[str, Any]) -> None:
+    """Let a body go that nothing has taken."""
+    if _BODY in scope:
+        with taken_body(scope):
+            pass
 
 
 def _declared(scope: Scope) -> int:

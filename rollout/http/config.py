@@ -20,10 +20,10 @@ class HttpConfig(BaseModel):
     file with the key that clients must send; None: that in the environment variable `API_KEY_VARIABLE`, if it is set.
     `clients_file`: a file with a role, a user and a key for each client, in place of the one key.
 
-    `max_body_bytes`: of a request, which may take `body_seconds`; all unfinished bodies hold at most
-    `max_unfinished_bytes`, None: 8 times `max_body_bytes`. `max_body_elements`: what the elements of a body may cost,
-    see `elements.WEIGHTS`. `max_text_chars`: of all texts of a request. `max_answer_bytes`: of an answer that is not a
-    stream, as estimated. `max_open_requests`: how many requests for tokens or text may be open at a time.
+    `max_body_bytes`: of a request, which may take `body_seconds`; all bodies that are unfinished or not parsed yet hold
+    at most `max_unfinished_bytes`, None: 8 times `max_body_bytes`. `max_body_elements`: what the elements of a body may
+    cost, see `elements.WEIGHTS`. `max_text_chars`: of all texts of a request. `max_answer_bytes`: of an answer that is
+    not a stream, as estimated. `max_open_requests`: how many requests for tokens or text may be open at a time.
     `drain_seconds`: how long open requests may go on after SIGTERM or Ctrl-C.
 
     `max_connections`: at a time; None: half of the descriptors that the process may open, at most 2048. A head has at
@@ -54,7 +54,7 @@ class HttpConfig(BaseModel):
     linger_seconds: float = Field(2.0, gt=0.0)
     max_body_elements: int = Field(2**19, ge=1024)
     max_text_chars: int = Field(2**22, ge=1024)
-    max_answer_bytes: int = Field(2**27, ge=2**16)
+    max_answer_bytes: int = Field(2**29, ge=2**16)
     max_open_requests: int = Field(4096, ge=1)
     drain_seconds: int = Field(30, ge=0)
 

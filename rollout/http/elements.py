@@ -26,10 +26,9 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
     """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements. Yields
     between steps. `is_setting`: whether `most` is the setting `max_body_elements`, which the error says to raise.
     """
-    cost = 0  # as if strings had elements, too: less work, and mostly enough
+    cost = 0
     for at in range(0, len(body), _STEP_BYTES):
-        end = at + _STEP_BYTES
-        cost += sum(weight * body.count(character, at, end) for character, weight in WEIGHTS.items())
+        cost += rough_cost(body, at, at + _STEP_BYTES)
         yield
         if cost > most:
             break
@@ -50,6 +49,11 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
                 limit="max_body_elements" if is_setting else None,
             )
         yield
+
+
+def rough_cost(body: bytearray, start: int, end: int) -> int:
+    """What a part of a body costs at most: as if strings had elements, too, which is quicker and mostly enough."""
+    return sum(weight * body.count(character, start, end) for character, weight in WEIGHTS.items())
 
 
 def _without_half_an_escape(step: bytearray) -> bytearray:

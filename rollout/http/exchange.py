@@ -65,7 +65,9 @@ class Exchange:
         """Let the application answer."""
         try:
             await app(self._scope, self._receive, self._send)
-        except Exception:
+        except asyncio.CancelledError:
+            raise
+        except BaseException:  # a panic of a library is no Exception
             log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
         if not self._has_ended and not self._has_left:  # a stream that broke off ends without its last chunk
             self._connection.cut("broken")

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
-from .bodies import Bodies
+from .bodies import Bodies, drop_body
 from .clients import Clients, check_role, note_client
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
@@ -96,6 +96,7 @@ class Guard:
         try:
             await self._pass(Request(scope), path, receive, noting)
         finally:
+            drop_body(scope)
             self._counters.requests[path if path in self._paths else "other", status] += 1
 
     async def _pass(self, request: Request, path: str, receive: Receive, send: Send) -> None:

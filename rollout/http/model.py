@@ -99,6 +99,8 @@ class ServedModel:
         try:
             return await self.texts.encode_conversation(messages, arguments, count, most_chars, most or ANY)
         except TooMany as error:
+            if error.what == "characters" and most_chars == self.max_text_chars:
+                raise self._too_much_text("messages", error.count) from None
             raise self._too_long("messages", error) from None
 
     def _check_chars(self, field: str, total: int, longest: int) -> None:
@@ -106,14 +108,17 @@ class ServedModel:
         if longest > self.max_prompt_chars:
             raise self._too_long(field, TooMany("characters", longest))
         if total > self.max_text_chars:
-            raise HttpError(
-                400,
-                f"{field}: {total} characters are more than {self.max_text_chars}; send several requests, or raise "
-                "--max-text-chars",
-                param=field,
-                code="text_too_long",
-                limit="max_text_chars",
-            )
+            raise self._too_much_text(field, total)
+
+    def _too_much_text(self, field: str, total: int) -> HttpError:
+        return HttpError(
+            400,
+            f"{field}: {total} characters are more than {self.max_text_chars}; send several requests, or raise "
+            "--max-text-chars",
+            param=field,
+            code="text_too_long",
+            limit="max_text_chars",
+        )
 
     def _too_long(self, field: str, found: TooMany) -> HttpError:
         return HttpError(

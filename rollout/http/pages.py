@@ -105,7 +105,8 @@ class Pages:
         token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
         logprobs = None if sample is None or sample.logprobs is None else sample.logprobs[start : start + MOST_TOKENS]
         first = max(0, start - CONTEXT_TOKENS)
-        texts = await self._served.texts.by_token(token_ids[first : start + MOST_TOKENS])
+        reading = self._served.texts.by_token(token_ids[first : start + MOST_TOKENS])
+        texts = await while_present(request.receive, reading)
         told = {
             "token_ids": token_ids[start : start + MOST_TOKENS],
             "texts": texts[start - first :],

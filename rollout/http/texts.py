@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from trueroll.errors import InvalidRequestError, ModelError
 
 from ...engine.request import SampleOutput
 from ..text import ANY, TextModel, is_long
+from ..text_child import IsAbandoned
 
 T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
@@ -68,7 +70,7 @@ class Texts:
 
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds: nothing for one within a character, whose last one brings all of it."""
-        return await self._run(False, lambda is_abandoned: self._by_token(token_ids))
+        return await self._run(True, partial(self._by_token, token_ids))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of some tokens."""
@@ -80,9 +82,9 @@ class Texts:
             thread.shutdown(wait=False, cancel_futures=True)
         self._model.close()
 
-    def _by_token(self, token_ids: Sequence[int]) -> list[str]:
+    def _by_token(self, token_ids: Sequence[int], is_abandoned: IsAbandoned) -> list[str]:
         text = GrowingText(self, (), (), skip_special_tokens=False)
-        return [text.add([token_id]) for token_id in token_ids]
+        return [text.add([token_id]) for token_id in takewhile(lambda _: not is_abandoned(), token_ids)]
 
     def _token(self, token_id: int, skip_special_tokens: bool = False) -> str:
         return self._model.decode([token_id], skip_special_tokens)
@@ -91,12 +93,13 @@ class Texts:
         """Return what `work` returns. It is called with `is_abandoned`, on the thread for long texts or on the other
         one. If this is cancelled, the work is not begun, or is given up.
         """
-        abandoned = threading.Event()
+        abandoned, waiting = threading.Event(), [work]
         try:
-            running = self._threads[is_long].submit(work, is_abandoned=abandoned.is_set)
+            running = self._threads[is_long].submit(lambda: waiting.pop()(is_abandoned=abandoned.is_set))
             return await asyncio.wrap_future(running)
         finally:
             abandoned.set()
+            waiting.clear()  # the pool keeps what was cancelled until its turn comes
 
 
 class GrowingText:

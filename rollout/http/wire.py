@@ -21,18 +21,19 @@ from starlette.types import Receive, Scope, Send
 from trueroll.errors import brief
 
 from .answers import encoded, encoded_in_parts
-from .bodies import take_body
-from .elements import check_elements
+from .bodies import taken_body
+from .elements import check_elements, rough_cost
 from .errors import Gone, HttpError, as_http_error, error_body
 from .turns import Turns
 
 T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
+Steps: TypeAlias = Generator[None, None, dict[str, Any]]
 
 MAX_ELEMENTS = 2**12
 """What the elements of a body may cost on a path that takes only a few fields."""
-_LONG_BYTES = 2**16
-"""A longer body is parsed step by step."""
+_LONG_BYTES, _LONG_COST = 2**16, 2**12
+"""A longer body, or one whose elements may cost more, is parsed step by step."""
 _WHOLE_BYTES = 2**20
 """A longer answer is sent before its length is known."""
 
@@ -41,36 +42,56 @@ log = logging.getLogger(__name__)
 
 def read_json(request: Request) -> dict[str, Any]:
     """The JSON object in the body of a request that has only a few fields; {} for an empty one. Raise HttpError."""
-    steps = _parse(take_body(request.scope), MAX_ELEMENTS, is_setting=False)
-    try:
-        while True:
-            next(steps)
-    except StopIteration as done:
-        return done.value
+    with taken_body(request.scope) as body:
+        return _result(_parse(body, MAX_ELEMENTS, is_setting=False))
 
 
-async def read_long_json(request: Request, max_elements: int, turns: Turns) -> dict[str, Any]:
-    """The JSON object in a body that may be long; {} for an empty one. Raise HttpError. Everything else has a turn
-    between two steps of long bodies, however many there are. `max_elements`: the setting.
+class LongJson:
+    """Reads bodies that may be long: one of the long ones after the other, in steps, between which everything else has
+    its turn. `max_elements`: the setting.
     """
-    body = take_body(request.scope)
-    steps = _parse(body, max_elements, is_setting=True)
+
+    def __init__(self, max_elements: int) -> None:
+        self._max_elements = max_elements
+        self._lock = asyncio.Lock()
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """The JSON object in a body; {} for an empty one. Raise HttpError, and Gone if the client leaves while its body
+        waits.
+        """
+        with taken_body(request.scope) as body:
+            steps = _parse(body, self._max_elements, is_setting=True)
+            if len(body) <= _LONG_BYTES and rough_cost(body, 0, len(body)) <= _LONG_COST:
+                return _result(steps)
+            return await while_present(request.receive, self._read_in_turn(steps))
+
+    async def _read_in_turn(self, steps: Steps) -> dict[str, Any]:
+        async with self._lock:
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    next(steps)
+            except StopIteration as done:
+                return done.value
+
+
+def _result(steps: Steps) -> dict[str, Any]:
+    """What is returned after all steps."""
     try:
         while True:
-            if len(body) > _LONG_BYTES:
-                await turns.next()
             next(steps)
     except StopIteration as done:
         return done.value
 
 
-def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Generator[None, None, dict[str, Any]]:
+def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
     """Return the JSON object in a body. Yields between steps. No step takes long, since elements are counted first."""
     if not body:
         return {}
     yield from check_elements(body, max_elements, is_setting)
     try:
         text = body.decode()
+        body.clear()  # so that a long one is held once
         yield
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         yield

@@ -94,6 +94,19 @@ def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
     assert printed.stdout == "False\n"
 
 
+def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As the tokenizers library raises it."""
+
+    def panic(*_: Any) -> str:
+        raise Panic("slice index out of range")
+
+    model = TextModel(str(folder))
+    monkeypatch.setattr(model, "_decode", panic)
+    with pytest.raises(ModelError, match="Panic: slice index out of range"):
+        model.decode([1])
+
+
 def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
     """Also by a tokenizer with a way of its own, which the library in Rust knows nothing of."""
     tokenizer, model, generator = AutoTokenizer.from_pretrained(smollm2), TextModel("smollm2"), random.Random(0)

@@ -13,7 +13,7 @@ from http_fronts import Front, front_end
 from serving import serving
 
 from trueroll.errors import ConfigError
-from trueroll.rollout.http.bodies import Bodies, take_body
+from trueroll.rollout.http.bodies import Bodies, drop_body, taken_body
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.errors import Gone, HttpError
 
@@ -68,12 +68,29 @@ def test_large_slow_bodies_give_way_and_small_ones_get_through() -> None:
         assert held(reader) == 12 * KIB
         await small.send(1, is_last=True)
         await small.reading
-        assert take_body(small.scope) == b"x" * (KIB + 1)
+        assert held(reader) == 12 * KIB + 1, "it counts until it is parsed"
+        with taken_body(small.scope) as body:
+            assert body == b"x" * (KIB + 1)
+        assert held(reader) == 11 * KIB
         for client in large[1:]:
             await client.leave()
             with pytest.raises(Gone):
                 await client.reading
         assert held(reader) == 0
+
+    asyncio.run(check())
+
+
+def test_a_body_that_nothing_takes_is_let_go() -> None:
+    async def check() -> None:
+        reader = bodies()
+        client = Client(reader)
+        await client.send(KIB, is_last=True)
+        await client.reading
+        assert held(reader) == KIB
+        for _ in range(2):
+            drop_body(client.scope)
+            assert held(reader) == 0 and "trueroll.body" not in client.scope
 
     asyncio.run(check())
 
@@ -106,7 +123,6 @@ def test_a_body_whose_time_is_just_over_may_give_way() -> None:
         await asyncio.sleep(0)
         assert body.limit.expired() and not late.reading.done()
         body.give_way()
-        reader._num_bytes -= KIB
         assert (await late.refusal()).status == 503
         assert held(reader) == 0
 

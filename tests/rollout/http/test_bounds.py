@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import suppress
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,17 @@ from trueroll.rollout.http.answers import (
     encoded,
     encoded_in_parts,
 )
+from trueroll.rollout.http.bodies import _Body
 from trueroll.rollout.http.chat import ChatFields, _token_bytes
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.elements import WEIGHTS, check_elements
-from trueroll.rollout.http.errors import HttpError
+from trueroll.rollout.http.errors import Gone, HttpError
 from trueroll.rollout.http.pieces import parts_of
 from trueroll.rollout.http.texts import Texts
 from trueroll.rollout.http.turns import Turns
-from trueroll.rollout.http.wire import long_answer, read_long_json
+from trueroll.rollout.http.wire import LongJson, long_answer
 from trueroll.rollout.text import LONG_CHARS
-from trueroll.rollout.text_child import TextChild
+from trueroll.rollout.text_child import TextChild, TooMany
 
 DEFAULTS = HttpConfig(address="ipc://x")
 
@@ -134,37 +136,78 @@ def test_no_setting_is_named_where_none_helps(front: Front) -> None:
     )
 
 
-def test_long_bodies_are_read_one_step_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many have arrived at once, everything else has a turn between two steps of any of them."""
-    turn, of_steps = 0, []
-    parse = wire._parse
+def request_with(content: bytes, let_go: Callable[[int], None], leaves: bool = False) -> Request:
+    """A request whose body was read, from a client that stays, or leaves as soon as anybody looks."""
+    body = _Body(0.0, let_go)
+    body.content += content
+    body.num_bytes = len(content)
+
+    async def receive() -> dict[str, Any]:
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    return Request({"type": "http", "trueroll.body": body}, receive)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of the body that each step of parsing was of."""
+    found: list[int] = []
+    parse, numbers = wire._parse, count()
 
     def noting(*arguments: Any, is_setting: bool) -> Generator[None, None, dict[str, Any]]:
-        steps = parse(*arguments, is_setting)
+        steps, number = parse(*arguments, is_setting), next(numbers)
         while True:
-            of_steps.append(turn)
+            found.append(number)
             try:
                 yield next(steps)
             except StopIteration as done:
                 return done.value
 
+    monkeypatch.setattr(wire, "_parse", noting)
+    return found
+
+
+@pytest.mark.parametrize("content", [b'{"text": "%s"}' % (b"," * 3 * 2**18), b'{"ids": [%s1]}' % (b"1," * 2**12)])
+def test_long_bodies_are_read_one_after_the_other_in_steps(steps: list[int], content: bytes) -> None:
+    """However many have arrived at once, everything else has a turn between two steps of any of them. A body is long by
+    its bytes or by its elements.
+    """
+    by_turn, room = [0], [0]
+
     async def count_turns() -> None:
-        nonlocal turn
         while True:
-            turn += 1
+            by_turn.append(len(steps))
             await asyncio.sleep(0)
 
-    async def read_together(num_bodies: int) -> list[dict[str, Any]]:
-        counting, turns = asyncio.create_task(count_turns()), Turns()
-        bodies = [bytearray(b'{"text": "%s"}' % (b"," * 3 * 2**18)) for _ in range(num_bodies)]
-        requests = [Request({"type": "http", "trueroll.body": body}) for body in bodies]
-        found = await asyncio.gather(*(read_long_json(request, 2**10, turns) for request in requests))
+    async def read_together() -> list[dict[str, Any]]:
+        counting, reader = asyncio.create_task(count_turns()), LongJson(2**14)
+        requests = [request_with(content, room.append) for _ in range(8)]
+        found = await asyncio.gather(*map(reader.read, requests))
         counting.cancel()
         return found
 
-    monkeypatch.setattr(wire, "_parse", noting)
-    assert asyncio.run(read_together(8)) == [{"text": "," * 3 * 2**18}] * 8
-    assert len(of_steps) >= 8 * 8 and len(set(of_steps)) == len(of_steps)
+    assert asyncio.run(read_together()) == [json.loads(content)] * 8
+    assert max(after - before for before, after in pairwise(by_turn)) == 1
+    assert steps == sorted(steps) and len(steps) >= 8 * 4
+    assert room == [0, *[len(content)] * 8]
+
+
+def test_a_client_that_leaves_while_its_body_waits_ends_the_wait(steps: list[int]) -> None:
+    room: list[int] = []
+    content = b'{"text": "%s"}' % (b"x" * 2**17)
+
+    async def check() -> None:
+        reader = LongJson(2**14)
+        await reader._lock.acquire()
+        with pytest.raises(Gone):
+            await reader.read(request_with(content, room.append, leaves=True))
+        reader._lock.release()
+        assert await reader.read(request_with(content, room.append)) == json.loads(content)
+
+    asyncio.run(check())
+    assert len({*steps}) == 1 and room == [len(content)] * 2
 
 
 def test_by_default_half_a_million_token_ids_are_taken() -> None:
@@ -211,6 +254,15 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_read(
 def test_a_text_that_turns_out_too_long_is_refused_with_its_tokens(front: Front, asked: list[str]) -> None:
     error = refused(front, "/v1/completions", {"prompt": "x" * 600}, "max_model_len")
     assert "600 tokens" in error["message"] and asked == ["encode"]
+
+
+def test_a_conversation_that_is_rendered_too_long_says_so(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def encode_conversation(*_: Any) -> list[int]:
+        raise TooMany("characters", 20_001)
+
+    monkeypatch.setattr(Texts, "encode_conversation", encode_conversation)
+    error = refused(front, "/tokenize", {"messages": [{"role": "user"}]}, "max_text_chars")
+    assert error["code"] == "text_too_long" and "20001 characters are more than 20000" in error["message"]
 
 
 def test_all_texts_together_are_bounded(front: Front, asked: list[str]) -> None:

@@ -30,6 +30,10 @@ LONG_BYTES = 24 * 2**20
 """More than the system takes for a client that does not read."""
 
 
+class Panic(BaseException):
+    """What a library in Rust raises that breaks a rule of its own."""
+
+
 class Server:
     """Connections on a thread. `/hold` is answered once `flow` is set, `/read` after its body, `/wait` once its
     client has left, `/long` at great length, `/broken` with a beginning, `/refused` with an end of the connection, and
@@ -79,6 +83,8 @@ class Server:
         self.num_left += scope["path"] == "/wait"
         while scope["path"] == "/hold" and not self.flow.is_set():
             await asyncio.sleep(0.01)
+        if scope["path"] == "/panic":
+            raise Panic
         if scope["path"] == "/broken":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             return await send({"type": "http.response.body", "body": b"begun", "more_body": True})
@@ -364,6 +370,13 @@ def _writing(server: Server) -> list[Any]:
 def _held(server: Server) -> dict[Any, int]:
     """What the system has not taken of these."""
     return {each: each._transport.get_write_buffer_size() for each in _writing(server)}
+
+
+def test_a_connection_ends_whatever_the_application_raises(plain: Server) -> None:
+    with plain.connect() as raw:
+        raw.send(b"GET /panic HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.is_closed()
+    plain.wait_for(plain.stages, {})
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import random
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,3 +125,32 @@ def test_the_token_that_ended_a_sample_is_no_text(texts: Texts) -> None:
     assert texts.decode([7], True) != ""
     assert "".join(pieces(texts, [50, 7, 51, 7], [], 7)) == texts.decode([50, 7, 51], True)
     assert "".join(pieces(texts, [50, 7, 51, 7], [], None)) == texts.decode([50, 7, 51, 7], True)
+
+
+def test_a_text_that_nobody_waits_for_is_kept_by_nothing() -> None:
+    """Also while another one is tokenized, which it would have had to wait for."""
+
+    class Text(str):
+        """A string that can be looked for."""
+
+    may_end = threading.Event()
+    model: Any = SimpleNamespace(longest_token=1, encode=lambda *_, is_abandoned: may_end.wait(60), close=lambda: None)
+
+    async def check() -> None:
+        texts = Texts(model)
+        first = asyncio.create_task(texts.encode("x", False))
+        await asyncio.sleep(0)
+        text = Text("y")
+        second, kept = asyncio.create_task(texts.encode(text, False)), weakref.ref(text)
+        del text
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        del second
+        gc.collect()
+        assert kept() is None and not first.done()
+        may_end.set()
+        await first
+        texts.close()
+
+    asyncio.run(check())
