@@ -207,17 +207,21 @@ def is_long(num_chars: int) -> bool:
 
 def num_chars(value: Any) -> int:
     """The characters of all strings in a JSON value."""
-    count, waiting = 0, [value]
+    return sum(map(len, strings_in(value)))
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, names of members included."""
+    waiting = [value]
     while waiting:
         each = waiting.pop()
         if isinstance(each, str):
-            count += len(each)
+            yield each
         elif isinstance(each, dict):
             waiting += each.keys()
             waiting += each.values()
         elif isinstance(each, list | tuple):
             waiting += each
-    return count
 
 
 def model_served_here(health: protocol.Health) -> str:

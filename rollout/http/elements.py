@@ -6,45 +6,55 @@ hardly with their length. Promises that counting goes on in short steps.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
 from .errors import HttpError
 
-WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16}
-"""What an element costs, by the character that stands for it, in units of about 0.1 µs."""
+WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16, b".": 6}
+"""What an element costs, by the character that stands for it, in units of about 0.1 µs. A dot stands for a float."""
+MAX_DIGITS = 40
+"""Of a number: the time to read one grows with the square of its digits."""
 _STEP_BYTES = 2**18
 """Counted in one step: about a millisecond."""
 _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
     _BY_BYTE[ord(_character)] = _weight
 _QUOTE = ord('"')
+_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 
 
 def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
-    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`. Strings have no elements. Yields
-    between steps. `is_setting`: whether `most` is the setting `max_body_elements`, which the error says to raise.
+    """Raise HttpError for a body whose elements cost more than `most`, see `WEIGHTS`, or that has a number of more than
+    `MAX_DIGITS` digits in a row. Strings have no elements. Yields between steps. `is_setting`: whether `most` is the
+    setting `max_body_elements`, which the error says to raise.
     """
-    cost = 0
+    cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
         cost += rough_cost(body, at, at + _STEP_BYTES)
+        has_long = has_long or _LONG_NUMBER.search(body, at, at + _STEP_BYTES) is not None
         yield
         if cost > most:
             break
-    if cost <= most:
+    if cost <= most and not has_long:
         return
     cost, in_string, at = 0, False, 0
     while at < len(body):
         step = _without_half_an_escape(body[at : at + _STEP_BYTES])
         at += len(step)
-        added, in_string = _cost(step, in_string)
-        if (cost := cost + added) > most:
+        outside, in_string = _outside_of_strings(step, in_string)
+        if _LONG_NUMBER.search(outside.tobytes()):
+            raise HttpError(
+                400, f"body: a number has more than {MAX_DIGITS} digits in a row; give fewer", code="invalid_json"
+            )
+        if (cost := cost + int(_BY_BYTE[outside].sum(dtype=np.int64))) > most:
             advice = "send several requests, or raise --max-body-elements" if is_setting else "send fewer elements"
             raise HttpError(
                 413,
-                f"body: its elements cost more than {most} (a comma counts 1, a member of an object and an array 4, an "
-                f"object 16); {advice}",
+                f"body: its elements cost more than {most} (a comma counts 1, a member of an object and an array 4, a "
+                f"float 6, an object 16); {advice}",
                 code="too_many_elements",
                 limit="max_body_elements" if is_setting else None,
             )
@@ -62,9 +72,10 @@ def _without_half_an_escape(step: bytearray) -> bytearray:
     return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
 
 
-def _cost(step: bytearray, in_string: bool) -> tuple[int, bool]:
-    """What a part of a body costs, and whether it ends within a string. `in_string`: whether it begins in one."""
+def _outside_of_strings(step: bytearray, in_string: bool) -> tuple[np.ndarray, bool]:
+    """The bytes of a part that are in no string, uint8, and whether it ends within one. `in_string`: whether it begins
+    in one.
+    """
     characters = np.frombuffer(step.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     within = np.logical_xor.accumulate(characters == _QUOTE) ^ in_string
-    cost = int(_BY_BYTE[characters[~within]].sum(dtype=np.int64))
-    return cost, bool(within[-1]) if len(within) else in_string
+    return characters[~within], bool(within[-1]) if len(within) else in_string

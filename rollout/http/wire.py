@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from trueroll.errors import brief
 
+from ..text import strings_in
 from .answers import encoded, encoded_in_parts
 from .bodies import taken_body
 from .elements import check_elements, rough_cost
@@ -96,7 +97,8 @@ def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         yield
         if "\\ud" in text or "\\uD" in text:
-            json.dumps(content, ensure_ascii=False).encode()  # raises for half a character, which no tokenizer takes
+            for string in strings_in(content):
+                string.encode()  # raises for half a character, which no tokenizer takes
             yield
     except (ValueError, RecursionError) as error:
         cause = "it nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"

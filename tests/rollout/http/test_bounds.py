@@ -105,6 +105,17 @@ def test_elements_are_counted_outside_of_strings(step_bytes: int, monkeypatch: p
                 list(check_elements(body, cost - 1, True))
 
 
+@pytest.mark.parametrize("step_bytes", [50, 2**18])
+def test_numbers_have_few_digits(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to read one grows with the square of its digits. In strings they are no numbers."""
+    monkeypatch.setattr(elements, "_STEP_BYTES", step_bytes)
+    for number in ("1" * 90, "0." + "1" * 90, "1e" + "0" * 90):
+        list(check_elements(bytearray(f'{{"a": "{number}", "b": [1, "\\"{number}"]}}', "utf-8"), 1000, True))
+        for body in (f'{{"a": {number}}}', f'["{number}", {number}]'):
+            with pytest.raises(HttpError, match="a number has more than 40 digits in a row"):
+                list(check_elements(bytearray(body, "utf-8"), 1000, True))
+
+
 def test_elements_are_counted_before_they_are_parsed(front: Front) -> None:
     broken = b'{"prompt": [' + b"1," * 6000 + b"]"
     response = httpx2.post(f"{front.url}/v1/completions", content=broken, headers={"Authorization": "Bearer none"})
