@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from trueroll.errors import InvalidRequestError, ModelError
 
 from ...engine.request import SampleOutput
-from ..text import ANY, TextModel, is_long
-from ..text_child import IsAbandoned
+from ..text import ANY, IsAbandoned, TextModel, is_long
 
 T = TypeVar("T")
 _REPLACEMENT = "\ufffd"
