@@ -6,7 +6,6 @@ hardly with their length. Promises that counting goes on in short steps.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,7 +22,8 @@ _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
     _BY_BYTE[ord(_character)] = _weight
 _QUOTE = ord('"')
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_AS_ZEROS = bytes(ord("0") if chr(byte) in "0123456789" else ord(" ") for byte in range(256))
+_LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
 
 def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
@@ -34,7 +34,7 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
         cost += rough_cost(body, at, at + _STEP_BYTES)
-        has_long = has_long or _LONG_NUMBER.search(body, at, at + _STEP_BYTES) is not None
+        has_long = has_long or _has_long_number(body[at : at + _STEP_BYTES])
         yield
         if cost > most:
             break
@@ -45,7 +45,7 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
         step = _without_half_an_escape(body[at : at + _STEP_BYTES])
         at += len(step)
         outside, in_string = _outside_of_strings(step, in_string)
-        if _LONG_NUMBER.search(outside.tobytes()):
+        if _has_long_number(outside.tobytes()):
             raise HttpError(
                 400, f"body: a number has more than {MAX_DIGITS} digits in a row; give fewer", code="invalid_json"
             )
@@ -64,6 +64,11 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
 def rough_cost(body: bytearray, start: int, end: int) -> int:
     """What a part of a body costs at most: as if strings had elements, too, which is quicker and mostly enough."""
     return sum(weight * body.count(character, start, end) for character, weight in WEIGHTS.items())
+
+
+def _has_long_number(part: bytes | bytearray) -> bool:
+    """Whether there are more than `MAX_DIGITS` digits in a row. A regular expression takes ten times as long."""
+    return _LONG_NUMBER in part.translate(_AS_ZEROS)
 
 
 def _without_half_an_escape(step: bytearray) -> bytearray:
