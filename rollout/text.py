@@ -104,6 +104,8 @@ class TextModel:
         """The text of token ids, by default without special tokens. In this process: `check_tokenizer` bounds it."""
         try:  # streams do this for each token: a context manager would take half of the time
             return self._decode(list(token_ids), skip_special_tokens)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # a panic of the library is no Exception
             raise self._explanation("that decodes tokens, found that it does not", error) from None
 

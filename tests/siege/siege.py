@@ -31,15 +31,13 @@ import numpy as np
 import psutil
 
 from trueroll.rollout import RolloutClient, SamplingParams
+from trueroll.rollout.text import LONG_CHARS
 
-from .attacks import ATTACKS, COMPLETIONS, Target, run_attack
+from .attacks import ATTACKS, COMPLETIONS, TOKENIZE, Target, run_attack
 
 PROBE_PAUSE = 0.002
 LOWEST_PRIORITY = 19
 DEADLINE = 60.0
-NUM_TEXT_CHILDREN = 2
-"""One for short and one for long texts."""
-DESCRIPTORS_OF_A_CHILD = 2
 KEY = "key-of-the-siege"
 COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http")
 Bits = tuple[list[int], bytes]
@@ -110,12 +108,8 @@ class Held:
     open_requests: float
 
     def has_no_more_than(self, before: Held) -> bool:
-        """Whether descriptors and children are at most those before, or of the processes that tokenize, which come and
-        go.
-        """
-        most = max(before.children, NUM_TEXT_CHILDREN)
-        room = DESCRIPTORS_OF_A_CHILD * (most - before.children)
-        return self.children <= most and self.descriptors <= before.descriptors + room
+        """Whether descriptors and children are at most those before."""
+        return self.children <= before.children and self.descriptors <= before.descriptors
 
 
 class Siege:
@@ -147,11 +141,16 @@ class Siege:
         )
 
     def settled(self) -> Held:
-        """What it has once no connection is open but the one that asks. Raise AssertionError after a minute."""
+        """What it has once no connection is open but the one that asks, with both processes that tokenize, for short and
+        for long texts, which come and go. Raise AssertionError after a minute.
+        """
         deadline = time.monotonic() + DEADLINE
         while (count := self._metric("trueroll_http_connections")) > 1:
             assert time.monotonic() < deadline, f"{count} connections stay open"
             time.sleep(0.1)
+        for text in ("x", "x" * (LONG_CHARS + 1)):
+            answer = self._exchange(f"POST {TOKENIZE}", json.dumps(dict(prompt=text)).encode())
+            assert answer.startswith("HTTP/1.1 200 "), answer
         return self.held()
 
     def alone(self) -> Seen:
@@ -228,13 +227,17 @@ class Siege:
             seen.silences.append(time.perf_counter() - start)
             await asyncio.sleep(PROBE_PAUSE)
 
-    def _metric(self, name: str) -> float:
+    def _exchange(self, asked: str, body: bytes = b"") -> str:
+        """The whole answer to a method and a path, by a connection that is closed then."""
+        head = (
+            f"{asked} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._target.key}\r\nConnection: close\r\n"
+        )
         with socket.create_connection(("127.0.0.1", self._target.port), timeout=DEADLINE) as connection:
-            key = f"Authorization: Bearer {self._target.key}"
-            connection.sendall(
-                f"GET /metrics HTTP/1.1\r\nHost: localhost\r\n{key}\r\nConnection: close\r\n\r\n".encode()
-            )
-            text = b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            return b"".join(iter(lambda: connection.recv(2**16), b"")).decode()
+
+    def _metric(self, name: str) -> float:
+        text = self._exchange("GET /metrics")
         return sum(float(line.split()[1]) for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
 
 
