@@ -1,4 +1,4 @@
-"""Turns on the event loop, for work that takes long and is done in steps."""
+"""Turns on the event loop, for long answers, which are made and written in steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Turns:
-    """Lets long bodies be read, and long answers be written, one step at a time, with everything else in between."""
+    """Lets long answers be written one step at a time, in turn, with everything else in between."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
