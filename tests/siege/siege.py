@@ -141,8 +141,8 @@ class Siege:
         )
 
     def settled(self) -> Held:
-        """What it has once no connection is open but the one that asks, with both processes that tokenize, for short and
-        for long texts, which come and go. Raise AssertionError after a minute.
+        """What it has once no connection is open but the one that asks, and both processes that tokenize are there, for
+        short and for long texts, which come and go. Raise AssertionError after a minute.
         """
         deadline = time.monotonic() + DEADLINE
         while (count := self._metric("trueroll_http_connections")) > 1:
