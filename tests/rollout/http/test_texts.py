@@ -154,3 +154,8 @@ def test_a_text_that_nobody_waits_for_is_kept_by_nothing() -> None:
         texts.close()
 
     asyncio.run(check())
+
+
+def test_tokens_of_a_page_whose_client_left_are_read_no_further(texts: Texts) -> None:
+    looks = iter([False, False, True])
+    assert len(texts._by_token([50, 51, 52, 53], lambda: next(looks))) == 2
