@@ -198,6 +198,7 @@ def test_nobody_gets_an_abort_that_came_before_they_asked(worker: WorkerOnThread
     engine.gate.clear()
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
         first.generate("a", caller="x", max_tokens=9)
+        assert engine.at_gate.wait(timeout=20)
         first.send("abort", id="end", request_id="a")
         first.health()
         second.generate("a", caller="y", max_tokens=9)  # while the engine has yet to end it
