@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +42,9 @@ class ForkedPopen:
     def __init__(self, command: Sequence[str], *, text: bool = False, **_: Any) -> None:
         (child_stdin, stdin), (stdout, child_stdout) = _CONTEXT.Pipe(duplex=False), _CONTEXT.Pipe(duplex=False)
         self._process = _CONTEXT.Process(target=_run_python, args=(child_stdin, child_stdout, command[1:]))
-        with _LOCK:
+        with _LOCK, pytest.MonkeyPatch.context() as patch:
+            # multiprocessing runs the main module in each child, too: that of pytest, or the example that a test runs.
+            patch.setitem(sys.modules, "__main__", ModuleType("__main__"))
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
