@@ -351,7 +351,7 @@ def dice(request: pytest.FixtureRequest) -> Iterator[random.Random]:
     yield random.Random(request.param)
 
 
-@thinned(lambda dice, steps_ahead, **_: dice == steps_ahead)
+@thinned(lambda dice, steps_ahead, loaded: dice == steps_ahead and loaded != "qwen3_next_moe")
 def test_in_any_order_of_events(loaded: LoadedModel, dice: random.Random) -> None:
     """Requests that ask and that do not, of a few prompts with common beginnings, in too few blocks."""
     engine, truth = engine_of(loaded, num_blocks=40), Truth(loaded)

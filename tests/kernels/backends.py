@@ -108,6 +108,12 @@ def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rar
     return pytest.param(*values, id=id, marks=marks)
 
 
+both_dtypes = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
+)
+"""Of kernels by themselves, which an interpreter computes: those of float16 are left to `make test-all`, as above."""
+
+
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:
     return f"{served[0]}-{str(served[1]).removeprefix('torch.')}"
 

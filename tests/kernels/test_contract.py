@@ -377,6 +377,7 @@ def test_a_row_does_not_depend_on_what_the_others_hold(row_op: RowOp) -> None:
 
 
 @every_op
+@thinned(lambda row_op, **_: not row_op[0].interpreted)
 def test_a_row_does_not_depend_on_threads_or_its_place_in_memory(row_op: RowOp, two_threads: None) -> None:
     everything = torch.arange(len(row_op))
     expected = row_op(*row_op.rows)

@@ -17,11 +17,10 @@ from trueroll.kernels import reference
 from trueroll.kernels.triton import attention
 from trueroll.kernels.triton.attention import NARROW, PARTITION, paged_attention
 
-from ..backends import Served
+from ..backends import Served, both_dtypes
 from ..inputs import Paged, randn, same_bits
 
 KEYS = NARROW[0]
-DTYPES = (torch.bfloat16, torch.float16)
 Chunk = tuple[int, int, int]  # sequence, first query, end of the queries
 
 
@@ -92,7 +91,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 PREFILL, DECODE = ["_prefill_kernel"], ["_decode_kernel", "_fold_kernel"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@both_dtypes
 @pytest.mark.parametrize(
     "size,group,kv_heads,window,soft_cap,with_sinks",
     [
@@ -187,7 +186,7 @@ def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
     assert launched == DECODE * 2
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@both_dtypes
 def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: torch.dtype) -> None:
     """Of each head by itself."""
     sinks = torch.tensor([-torch.inf, 1e4, -1e4, 0.0]).to(dtype)
@@ -199,7 +198,7 @@ def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: t
     assert (found[:, 3] != expected[:, 3]).any(1).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@both_dtypes
 def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
     """Chunks and single queries in one call, in an order that mixes them."""
     sequences = sequences_of([40, 530, 130, 64], dtype, group=3, kv_heads=2, sinks=sinks_of(6, dtype))
@@ -211,7 +210,7 @@ def test_company_does_not_matter(launched: list[str], dtype: torch.dtype) -> Non
     assert same_bits(torch.cat(together[::-1]), torch.cat(sequences.attend(chunks[::-1])))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@both_dtypes
 def test_block_size_does_not_matter(launched: list[str], dtype: torch.dtype) -> None:
     chunks = [(0, 500, 540), (1, 69, 70), (0, 514, 515)]
     found = [torch.cat(sequences_of([540, 70], dtype, block_size=n).attend(chunks)) for n in (2, 16, 64, 48)]
@@ -280,7 +279,8 @@ def test_what_a_table_has_behind_the_windows_is_never_read(launched: list[str], 
     assert same_bits(attend_in_a_graph(sequences, [single], 2048), expected[1])
 
 
-@pytest.mark.parametrize("dtype,window", [*((dtype, None) for dtype in DTYPES), (torch.bfloat16, 70)], ids=str)
+@pytest.mark.parametrize("window", [None, 70])
+@both_dtypes
 def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype, window: int | None) -> None:
     """Whatever the host takes for the longest context, and however many programs share the partitions."""
     sequences = sequences_of([1100, 70, 513], dtype, group=7, window=window)

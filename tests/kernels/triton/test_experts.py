@@ -16,11 +16,11 @@ from trueroll.kernels.triton import experts, products, rows
 from trueroll.kernels.triton.products import NARROW_TILE, Tile
 
 from ..accuracy import FLOAT32
+from ..backends import both_dtypes
 from ..inputs import randn, same_bits, strided
 from .test_products import PIECES
 
 HIDDEN, INNER = 136, 72  # a tail behind the last step of a tile, and features that fill no tile
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 SPEC = ExpertsSpec(5, 2, INNER)
 BIASED = ExpertsSpec(5, 3, INNER, activation="clamped_silu", bias=True)
 ODD = ExpertsSpec(4, 2, 33, activation="gelu_tanh")  # elements are loaded one by one

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from matrix import thinned
 
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.specs import ExpertsSpec
@@ -19,6 +20,7 @@ MOST = 3072
     ("hidden", "inner", "heads", "kv_heads"),
     [(3584, 18944, 3584, 512), (1024, 3072, 2048, 1024), (576, 1536, 576, 192), (256, 520, 256, 64)],
 )
+@thinned(lambda hidden, **_: hidden in (3584, 256))
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     hidden: int, inner: int, heads: int, kv_heads: int
 ) -> None:
@@ -51,6 +53,7 @@ def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     ],
     ids=["Qwen3-30B-A3B", "gpt-oss-20b", "a tile for 32 to 62 rows", "odd"],
 )
+@thinned(lambda hidden, **_: hidden in (2880, 99))
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles_of_experts(
     spec: ExpertsSpec, hidden: int, tiles: int
 ) -> None:

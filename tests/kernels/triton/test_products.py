@@ -16,12 +16,12 @@ from trueroll.kernels.triton.machine import H200
 from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 
 from ..accuracy import check
+from ..backends import both_dtypes
 from ..inputs import randn, same_bits
 
 TOKENS = 1 + max(tile.width for tile in TILES)
 FEATURES = 65
 PIECES = 2
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 # Columns that are loaded without a mask, with one in the second piece, and one by one (the second piece is empty).
 WHOLE, MASKED, ODD = (256, torch.bfloat16), (200, torch.float16), (121, torch.bfloat16)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,12 +13,12 @@ from trueroll.kernels.specs import DeltaNetSpec, NormSpec
 from trueroll.kernels.triton import recurrence
 
 from ..accuracy import FLOAT32
+from ..backends import both_dtypes
 from ..delta_nets import make_weights
 from ..inputs import randn, same_bits
 
 SPEC = DeltaNetSpec(1, 2, 5, 20, 4, NormSpec(1e-6))
 """Three tiles of columns, the last one not full."""
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def batch_of(starts: list[int], reads: list[int], writes: list[int]) -> StateBatch:

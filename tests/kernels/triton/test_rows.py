@@ -15,11 +15,11 @@ from trueroll.kernels.specs import NormSpec
 from trueroll.kernels.triton import rows
 
 from ..accuracy import check
+from ..backends import both_dtypes
 from ..inputs import NORM, ZERO_CENTERED, empty_caches, randn, same_bits
 
 ROWS = 5
 HEAD_SIZES = [16, 64, 80, 96, 128, 256]
-both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def angles(count: int, size: int) -> tuple[Tensor, Tensor]:

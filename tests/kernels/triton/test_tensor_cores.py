@@ -22,6 +22,7 @@ from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 from ...gpu import moved
 from ...gpu import test_tensor_cores as on_a_gpu
 from ...gpu.test_tensor_cores import piece_of
+from ..backends import both_dtypes
 from ..inputs import randn, same_bits
 from ..tensor_cores import TENSOR_CORES, TensorCore, check_product, multiply, multiply_add
 from .test_experts import BIASED, ODD, cut, step_by_step
@@ -31,7 +32,6 @@ from .test_products import cut_everything
 HOPPER = TENSOR_CORES[9]
 DTYPES = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
 COLUMNS = (256, 200, 121)  # whole steps of a tile, tails, elements loaded one by one
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 
 
 def compute_with(core: TensorCore, monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> None:
