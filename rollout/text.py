@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trueroll.errors import ConfigError, ModelError, brief, said
+from trueroll.errors import ConfigError, ModelError, UnavailableError, brief, said
 
 from ..engine.models.trials import TrialError, attempt
 from . import protocol
@@ -126,7 +126,7 @@ class TextModel:
         """Raises ModelError for whatever a tokenizer raises, of which its files decide."""
         try:
             yield
-        except (ModelError, TooMany):
+        except (ModelError, TooMany, UnavailableError):
             raise
         except Exception as error:
             raise self._explanation(expected, error) from None

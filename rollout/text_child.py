@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import select
 import socket
 import struct
@@ -19,13 +18,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from trueroll.errors import said
+from trueroll.errors import UnavailableError, said
 
-from ..engine.models.trials import Limits, close_all_but, limit_cpu, limit_memory
+from ..engine.models.trials import Limits, close_all_but, end, forked, limit_cpu, limit_memory, room_for_a_process
 
 LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
 """Time for one call; memory of the child beyond this process's."""
@@ -73,7 +73,7 @@ class TextChild:
         self._process: _Process | None = None
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
-        """The tokens of a text, int32. Raise TooMany, ChildError."""
+        """The tokens of a text, int32. Raise TooMany, ChildError, UnavailableError."""
         return self._ask_for_tokens(("encode", (add_special_tokens, most)), is_abandoned, text)
 
     def encode_conversation(
@@ -84,11 +84,11 @@ class TextChild:
         most: int,
         is_abandoned: IsAbandoned = never,
     ) -> np.ndarray:
-        """The tokens of a conversation in the chat template, int32. Raise TooMany, ChildError."""
+        """The tokens of a conversation in the chat template, int32. Raise TooMany, ChildError, UnavailableError."""
         return self._ask_for_tokens(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
-        """The text of tokens. Raise ChildError."""
+        """The text of tokens. Raise ChildError, UnavailableError."""
         tokens = np.asarray(token_ids).tolist()
         return self._ask(("decode", (tokens, skip_special_tokens)), is_abandoned).decode(errors="replace")
 
@@ -132,17 +132,21 @@ def _read_reply(reply: bytes) -> bytes:
 
 
 class _Process:
-    """A process that answers, until this object is gone or this process has ended."""
+    """A process that answers, until this object is gone or this process has ended. `pid`: its id."""
 
     def __init__(self, tokenizer: Any, limits: Limits) -> None:
+        """Raise UnavailableError where the machine has no room for it."""
         self._seconds = limits.seconds
-        self._socket, other = socket.socketpair()
+        with room_for_a_process():
+            self._socket, other = socket.socketpair()
         self._socket.setblocking(False)
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run, args=(other, tokenizer, limits), daemon=True)
-        self._process.start()
-        other.close()
-        self.end = weakref.finalize(self, _end, self._process, self._socket)
+        with other:
+            try:
+                self.pid = forked(partial(_run, other, tokenizer, limits))
+            except UnavailableError:
+                self._socket.close()
+                raise
+        self.end = weakref.finalize(self, _end, self.pid, self._socket)
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
         """`+` and the answer, `-` and what is wrong, `!` and what is wrong with the tokenizer, `>` and how much there
@@ -184,9 +188,8 @@ class _Process:
         return b"".join(parts)
 
 
-def _end(process: Any, ours: socket.socket) -> None:
-    process.kill()
-    process.join()
+def _end(pid: int, ours: socket.socket) -> None:
+    end(pid)
     ours.close()
 
 

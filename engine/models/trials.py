@@ -11,12 +11,12 @@ import resource
 import select
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
 
-from trueroll.errors import ModelError, said
+from trueroll.errors import ModelError, UnavailableError, said
 
 _MAX_TEXT_BYTES = 4096
 
@@ -41,27 +41,57 @@ class TrialError(Exception):
 
 def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
     """Do `work` in a forked child process, whose memory is then forgotten. Raise TrialError if it raises or exceeds the
-    limits.
+    limits, UnavailableError where the machine has no room for a process.
     """
     limits = limits or Limits()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _try(work, limits, writer)
-    os.close(writer)
-    try:
-        told = _read(reader, time.monotonic() + limits.seconds)
-    finally:
-        os.close(reader)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    with room_for_a_process():
+        reader, writer = os.pipe()
+    with open(reader, "rb", 0):
+        with open(writer, "wb", 0):
+            child = forked(partial(_try, work, limits, writer))
+        try:
+            told = _read(reader, time.monotonic() + limits.seconds)
+        finally:
+            end(child)
     if told != b"+":
         raise TrialError(told[1:].decode(errors="replace") or f"it needs more than {limits}, or crashes")
 
 
-def _try(work: Callable[[], object], limits: Limits, writer: int) -> NoReturn:
-    """In the child, which does not return."""
+@contextmanager
+def room_for_a_process() -> Iterator[None]:
+    """Raises UnavailableError in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(
+            f"processes: expected room for one more, found: {error}; try again, or let this one have more processes, "
+            "files or memory (ulimit -a)"
+        ) from None
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do `work` in a child process, which then ends without what this one does at its end; returns its id. Raise
+    UnavailableError where the machine has no room for a process.
+    """
+    with room_for_a_process():
+        child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return child
+
+
+def end(child: int) -> None:
+    """Kill a process that `forked` started, and wait until it is gone."""
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
+    """In the child."""
     told = b"-"
     try:
         close_all_but(writer)
@@ -74,9 +104,7 @@ def _try(work: Callable[[], object], limits: Limits, writer: int) -> NoReturn:
     except BaseException as error:  # a panic of a library is no Exception
         cause = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
         told += said(cause).encode()[:_MAX_TEXT_BYTES]
-    finally:
-        os.write(writer, told)
-        os._exit(0)
+    os.write(writer, told)
 
 
 def _read(reader: int, deadline: float) -> bytes:

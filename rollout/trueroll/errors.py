@@ -82,7 +82,7 @@ class ForbiddenError(TruerollError):
 
 
 class UnavailableError(TruerollError):
-    """The worker is in a state in which it accepts no new requests."""
+    """The worker, or the machine, is in a state in which no new request is taken."""
 
     code = "unavailable"
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import errno
+import gc
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,7 +26,7 @@ from transformers import AutoTokenizer, dynamic_module_utils
 
 from trueroll.engine.models import loader
 from trueroll.engine.request import SamplingParams
-from trueroll.errors import ConfigError, ModelError
+from trueroll.errors import ConfigError, ModelError, UnavailableError
 from trueroll.rollout import text, text_child
 from trueroll.rollout.text import TextModel, TooMany
 from trueroll.rollout.tools import text as printing
@@ -171,7 +174,7 @@ def test_code_in_a_model_folder_is_never_run(folder: Path, tmp_path: Path, monke
 def pid_of(model: TextModel) -> int:
     process = model._children[False]._process
     assert process is not None
-    return process._process.pid or 0
+    return process.pid
 
 
 def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
@@ -200,6 +203,39 @@ def test_a_child_whose_call_is_abandoned_ends(folder: Path) -> None:
         model.encode_conversation([{"role": "user"}], {}, is_abandoned=is_abandoned)
     assert len(asked) == 1 and not psutil.pid_exists(asked[0])
     assert model.decode(model.encode("still")) == "still"
+
+
+def no_process() -> int:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def test_where_no_process_can_be_made_the_machine_is_named_and_nothing_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = TextModel(str(folder))
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", no_process)
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="expected room for one more, .*unavailable; try again"):
+                model.encode("hi")
+        assert open_files() == before
+        with pytest.raises(UnavailableError):
+            TextModel(str(folder))
+        assert open_files() == before
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, files[1]))
+    try:
+        with pytest.raises(UnavailableError, match="Too many open files; try again"):
+            model.encode("hi")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    assert model.decode(model.encode("hi")) == "hi"
+
+
+def open_files() -> set[str]:
+    gc.collect()
+    return set(os.listdir("/proc/self/fd"))
 
 
 def test_what_does_not_fit_is_counted_and_not_sent_back(folder: Path) -> None:
