@@ -9,7 +9,6 @@ that died, hung, was abandoned or used up its limits is replaced when it is need
 from __future__ import annotations
 
 import gc
-import json
 import select
 import socket
 import struct
@@ -21,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
+import msgpack
 import numpy as np
 
 from trueroll.errors import UnavailableError, said
@@ -74,7 +74,7 @@ class TextChild:
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
         """The tokens of a text, int32. Raise TooMany, ChildError, UnavailableError."""
-        return self._ask_for_tokens(("encode", (add_special_tokens, most)), is_abandoned, text)
+        return self._ask_for_tokens(("encode", (add_special_tokens, most, text)), is_abandoned)
 
     def encode_conversation(
         self,
@@ -89,7 +89,7 @@ class TextChild:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
         """The text of tokens. Raise ChildError, UnavailableError."""
-        tokens = np.asarray(token_ids).tolist()
+        tokens = np.asarray(token_ids, np.int64).tobytes()
         return self._ask(("decode", (tokens, skip_special_tokens)), is_abandoned).decode(errors="replace")
 
     def close(self) -> None:
@@ -97,20 +97,17 @@ class TextChild:
         if (process := self._process) is not None:
             process.end()
 
-    def _ask_for_tokens(self, call: Call, is_abandoned: IsAbandoned, text: str | None = None) -> np.ndarray:
-        reply = self._ask(call, is_abandoned, text)
+    def _ask_for_tokens(self, call: Call, is_abandoned: IsAbandoned) -> np.ndarray:
+        reply = self._ask(call, is_abandoned)
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
-    def _ask(self, call: Call, is_abandoned: IsAbandoned, text: str | None = None) -> bytes:
-        """Send the call as one line of JSON, followed by the bytes of `text`, its last argument: to make JSON of a long
-        text would hold up all threads of this process. Conversations and lists of tokens are in the JSON.
-        """
-        try:
-            message = json.dumps(call).encode()
-        except RecursionError:
+    def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
+        try:  # not JSON: to make that of a long text would hold up all threads of this process for many times as long
+            message: bytes = msgpack.Packer(default=_as_digits).pack(call)
+        except UnicodeEncodeError as error:
+            raise ChildError(f"{error.object[error.start]!r} is no character") from None
+        except ValueError:
             raise ChildError("a conversation nested too deeply") from None
-        if text is not None:
-            message += b"\n" + text.encode(errors="surrogatepass")
         with self._lock:
             if self._process is None:
                 self._process = _Process(self._tokenizer, self._limits or LIMITS)
@@ -119,6 +116,11 @@ class TextChild:
                 self._process.end()
                 self._process = None
         return _read_reply(reply)
+
+
+def _as_digits(value: Any) -> msgpack.ExtType:
+    """What MessagePack has no number for: an integer of more than 64 bits."""
+    return msgpack.ExtType(0, str(value).encode())
 
 
 def _read_reply(reply: bytes) -> bytes:
@@ -209,10 +211,7 @@ def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
 
 def _answer(tokenizer: Any, message: bytes) -> bytes:
     try:
-        call, has_text, text = message.partition(b"\n")
-        kind, arguments = json.loads(call)
-        if has_text:
-            arguments.append(text.decode(errors="surrogatepass"))
+        kind, arguments = msgpack.unpackb(message, ext_hook=lambda _, digits: int(digits))
         return b"+" + _ANSWERS[kind](tokenizer, *arguments)
     except TooMany as error:
         return f">{error.what} {error.count}".encode()
@@ -249,7 +248,8 @@ def _encode_conversation(
     return _encode(tokenizer, False, most, text)
 
 
-def _decode(tokenizer: Any, token_ids: list[int], skip_special_tokens: bool) -> bytes:
+def _decode(tokenizer: Any, tokens: bytes, skip_special_tokens: bool) -> bytes:
+    token_ids = np.frombuffer(tokens, np.int64).tolist()
     text = tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     return text.encode()
 

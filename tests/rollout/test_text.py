@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +189,20 @@ def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
     with pytest.raises(ModelError, match="MemoryError"):
         model.encode_chat("huge")
     assert model.decode(model.encode_chat("good")) == "ok" and pid_of(model) != first
+
+
+def test_a_child_gets_what_the_caller_has(folder: Path) -> None:
+    """Integers of any size, and text that is none as an error."""
+    model = with_template(
+        folder, "{{ messages[0].many }} {{ messages[0].few }} {{ messages[0].share }} {{ messages[0].word }}"
+    )
+    message = {"many": 10**39, "few": -(2**70), "share": 0.1, "word": "Grüße 👋"}
+    assert model.decode(model.encode_conversation([message], {})) == f"{10**39} {-(2**70)} 0.1 Grüße 👋"
+    for encode in (model.encode, model.encode_chat):
+        with pytest.raises(ModelError, match=r"'\\ud800' is no character"):
+            encode("a \ud800")
+    with pytest.raises(ModelError, match="nested too deeply"):
+        model.encode_conversation([{"content": reduce(lambda inner, _: [inner], range(2000), [])}], {})
 
 
 def test_a_child_whose_call_is_abandoned_ends(folder: Path) -> None:

@@ -232,9 +232,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     ask = TextChild._ask
 
-    def noting(self: TextChild, call: Any, is_abandoned: Callable[[], bool], text: str | None = None) -> bytes:
+    def noting(self: TextChild, call: Any, is_abandoned: Callable[[], bool]) -> bytes:
         calls.append(call[0])
-        return ask(self, call, is_abandoned, text)
+        return ask(self, call, is_abandoned)
 
     monkeypatch.setattr(TextChild, "_ask", noting)
     return calls
