@@ -338,14 +338,14 @@ def test_what_a_killed_front_end_asked_for_is_ended(
     with RolloutClient(running.address) as client, ThreadPoolExecutor(4) as threads:
         with command(running.address, "0", "--tokenizer", str(chat_model)) as front:
             asked = [threads.submit(front.post, "/v1/completions", body | {"stream": flag}) for flag in (True, False)]
-            other = threads.submit(client.generate, [[1, SLOW_STEP]], SamplingParams(max_tokens=200))
+            other = threads.submit(client.generate, [[1, SLOW_STEP]], SamplingParams(max_tokens=60))
             wait_until(lambda: num_open(running) == 3)
             client.pause()
             asked.append(threads.submit(front.post, "/v1/completions", body))
             wait_until(lambda: num_open(running) == 4)
         wait_until(lambda: num_open(running) == 1)
         client.resume()
-        assert len(other.result()[0].samples[0].token_ids) == 200
+        assert len(other.result()[0].samples[0].token_ids) == 60
         wait_until(lambda: running.worker.health().requests["kept"] == 0)
         assert fake.stats().samples_finished == {"abort": 2, "length": 1}, "what was held up had not begun"
         assert all(each.exception() is not None for each in asked)
