@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from trueroll.errors import InvalidRequestError, ModelError
+from trueroll.errors import InvalidRequestError, ModelError, UnavailableError
 
 from ..models.tokenizer import load_tokenizer
 
@@ -126,7 +126,9 @@ def _explained() -> Iterator[None]:
 
 @cache
 def load_vocabulary(folder: Path) -> Vocabulary:
-    """The tokenizer of a model folder. Raise InvalidRequestError if it has none that can be read."""
+    """The tokenizer of a model folder. Raise InvalidRequestError if it has none that can be read, UnavailableError
+    where the machine has no room for the process that tries it.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise InvalidRequestError(f"stop: expected {path}, found no such file; use stop_token_ids instead")
@@ -134,7 +136,7 @@ def load_vocabulary(folder: Path) -> Vocabulary:
         return Vocabulary(load_tokenizer(path))
     except ModelError as error:
         raise InvalidRequestError(f"stop: {error}, or use stop_token_ids") from error
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, UnavailableError):
         raise
     except BaseException as error:  # of no narrower class
         raise InvalidRequestError(
