@@ -14,14 +14,14 @@ NUM_BYTES = 2**10
 
 
 class Characters:
-    """A tokenizer whose tokens are the code points of a text."""
+    """A stand-in for a tokenizer: each code point of a text is one token."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [*map(ord, text)]
 
 
-@pytest.mark.parametrize("text", ["", "a", "a\nb\0c\n", "é\U0001f600", "\ud800", "x" * 2**20], ids=range(6))
-def test_a_text_goes_as_it_is_behind_the_call(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["", "a", "a\nb\0c\n", "é\U0001f600", "x" * 2**20], ids=range(5))
+def test_a_text_goes_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON of a long one would hold up all threads."""
     sent: list[bytes] = []
 
@@ -35,7 +35,7 @@ def test_a_text_goes_as_it_is_behind_the_call(text: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("trueroll.rollout.text_child._Process", Answering)
     assert TextChild(Characters()).encode(text, False, 2**31).tolist() == [*map(ord, text)]
-    assert sent[0].endswith(b"]]\n" + text.encode(errors="surrogatepass"))
+    assert sent[0].endswith(text.encode())
 
 
 def test_an_answer_that_comes_in_drops_is_given_up() -> None:
