@@ -102,8 +102,8 @@ class TextChild:
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
-        try:  # not JSON: to make that of a long text would hold up all threads of this process for many times as long
-            message: bytes = msgpack.Packer(default=_as_digits).pack(call)
+        try:  # not JSON, which for a long text holds up all threads of this process for ten times as long
+            message: bytes = msgpack.Packer(default=_large_integer).pack(call)
         except UnicodeEncodeError as error:
             raise ChildError(f"{error.object[error.start]!r} is no character") from None
         except ValueError:
@@ -118,9 +118,15 @@ class TextChild:
         return _read_reply(reply)
 
 
-def _as_digits(value: Any) -> msgpack.ExtType:
-    """What MessagePack has no number for: an integer of more than 64 bits."""
-    return msgpack.ExtType(0, str(value).encode())
+def _large_integer(value: Any) -> msgpack.ExtType:
+    """An integer of more than 64 bits, for which MessagePack has no number. Raise TypeError for anything else."""
+    if not isinstance(value, int):
+        raise TypeError(f"a conversation has JSON values only, got {type(value).__name__}")
+    return msgpack.ExtType(0, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _read_large_integer(code: int, value: bytes) -> int:
+    return int.from_bytes(value, "little", signed=True)
 
 
 def _read_reply(reply: bytes) -> bytes:
@@ -211,7 +217,7 @@ def _run(pipe: socket.socket, tokenizer: Any, limits: Limits) -> None:
 
 def _answer(tokenizer: Any, message: bytes) -> bytes:
     try:
-        kind, arguments = msgpack.unpackb(message, ext_hook=lambda _, digits: int(digits))
+        kind, arguments = msgpack.unpackb(message, ext_hook=_read_large_integer)
         return b"+" + _ANSWERS[kind](tokenizer, *arguments)
     except TooMany as error:
         return f">{error.what} {error.count}".encode()

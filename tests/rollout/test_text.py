@@ -201,6 +201,12 @@ def test_a_child_gets_what_the_caller_has(folder: Path) -> None:
     for encode in (model.encode, model.encode_chat):
         with pytest.raises(ModelError, match=r"'\\ud800' is no character"):
             encode("a \ud800")
+    for value in (2**64, -(2**63) - 1, 10**5000):
+        sign = with_template(folder, "{{ 'more' if messages[0].n > 0 else 'less' }} {{ messages[0].n % 1000 }}")
+        expected = f"{'more' if value > 0 else 'less'} {value % 1000}"
+        assert sign.decode(sign.encode_conversation([{"n": value}], {})) == expected
+    with pytest.raises(ModelError, match="a conversation has JSON values only, got set"):
+        model.encode_conversation([{"content": {1}}], {})
     with pytest.raises(ModelError, match="nested too deeply"):
         model.encode_conversation([{"content": reduce(lambda inner, _: [inner], range(2000), [])}], {})
 
