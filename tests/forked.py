@@ -74,6 +74,7 @@ class ForkedPopen:
 
 def _run_python(stdin: Connection, stdout: Connection, arguments: Sequence[str]) -> None:
     """What `python ARGUMENTS` runs, which end with `-m MODULE` or a file."""
+    assert not hasattr(sys.modules["__main__"], "__file__"), "multiprocessing has run the parent's main module here"
     os.setsid()
     for pipe, number in ((stdin, 0), (stdout, 1)):
         os.dup2(pipe.fileno(), number)

@@ -111,7 +111,7 @@ def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rar
 both_dtypes = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
 )
-"""Of kernels by themselves, which an interpreter computes: those of float16 are left to `make test-all`, as above."""
+"""For tests of single kernels in the interpreter. `make test-all` has the float16 cells, as above."""
 
 
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:
