@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from trueroll.engine.models import tokenizer as tokenizer_module
+from trueroll.engine.models import trials
 from trueroll.engine.outputs.stop_strings import StopStrings, Vocabulary, load_vocabulary
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError, UnavailableError
 
 from ..drive import bits, generate, make_engine, run, tokens
 
@@ -336,6 +337,17 @@ def test_what_ends_the_process_is_no_fault_of_a_sample(
     engine = make_engine(own_llama)
     with pytest.raises(type(error)):
         run(engine, [generate("r", tokens(20), stop=["z"])])
+
+
+def test_an_engine_that_cannot_try_its_tokenizer_for_want_of_a_process_does_not_start(
+    own_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_vocabulary.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(trials.os, "fork", fail(BlockingIOError("no room")))
+        with pytest.raises(UnavailableError, match="processes: expected room for one more, found: no room"):
+            make_engine(own_llama)
+    run(make_engine(own_llama), [generate("r", tokens(20), stop=["z"])])
 
 
 @pytest.mark.parametrize("fault", ["panics when read", "panics when asked", "is broken", "is missing"])

@@ -291,6 +291,23 @@ def test_without_a_worker_health_says_so(
             assert response.headers["Retry-After"] == "1"
 
 
+def test_where_no_process_can_be_made_a_text_is_told_to_come_later(
+    fronted: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", no_process)
+        response = fronted.post("/v1/completions", body)
+        assert response.status_code == 503 and response.headers["Retry-After"] == "1"
+        error = error_of(response)
+        assert error["code"] == "unavailable" and "expected room for one more" in error["message"]
+    assert fronted.post("/v1/completions", body).status_code == 200
+
+
+def no_process() -> int:
+    raise BlockingIOError("no room")
+
+
 def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_model: Path) -> None:
     process = subprocess.Popen([*PROGRAM, "http", worker.address, "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
