@@ -1,11 +1,11 @@
 """How near to its limits an NVIDIA GPU runs: `python examples/gpu_report.py [SECTION ...] [--json FILE]`.
 
-Five sections, each printed as soon as it is measured: `products` against cuBLAS, `attention` against torch's
-scaled_dot_product_attention (SDPA), `steps`, a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA,
-`workloads`, the requests per second of one that VeXact published for one H100, and `serving`, tokens per second for 64
-to 512 sequences. Weights are random. A section that fails shows its error, the next one is measured all the same, and
-the exit code is 1; a missed goal is no failure. `--rehearse` runs it all on a CPU with tiny sizes and the reference
-kernels: its figures mean nothing.
+Six sections, each printed as soon as it is measured: `products` against cuBLAS, `tiles`, the same products in every
+tile of the tables, `attention` against torch's scaled_dot_product_attention (SDPA), `steps`, a decode step of
+Qwen2.5-7B against the same step on cuBLAS and SDPA, `workloads`, the requests per second of one that VeXact published
+for one H100, and `serving`, tokens per second for 64 to 512 sequences. Weights are random. A section that fails shows
+its error, the next one is measured all the same, and the exit code is 1; a missed goal is no failure. `--rehearse`
+runs it all on a CPU with tiny sizes and the reference kernels: its figures mean nothing.
 
 Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Several copies
 of the weights, and of the keys and values of decodes, are used in turn, so that none of them is still in the GPU's
@@ -28,6 +28,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,8 @@ from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, 
 from trueroll.kernels.layer import run_layers
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec
+from trueroll.kernels.triton import products
+from trueroll.kernels.triton.products import Way, factor_of, way_of, ways_of
 from trueroll.rollout.tools.bench import EngineSystem, Workload
 
 Row = dict[str, Any]
@@ -59,6 +62,7 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
 # Weights [N, K] of Qwen2.5-7B.
 PRODUCTS = dict(qkv=(4608, 3584), o=(3584, 3584), gate_up=(37888, 3584), down=(3584, 18944), head=(152064, 3584))
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 129, 256, 512, 1024, 2048, 4096, 8192)
+TILE_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
 MOST_HEAD_ROWS = 512  # more logits are never in memory at once
 # (sequences, queries of each, tokens of each)
 DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 8192), (64, 1, 1024), (64, 1, 4096))
@@ -73,7 +77,7 @@ SERVED, SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = ("qwen3-0.6b", "qwen2.5-7b"), (64
 KV_MEMORY = 32 * 2**30  # room for all of them
 RUNS = 3
 REPLAYS = 9
-COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H200
+COLD_BYTES = 256 * 2**20  # several times the L2 cache of an H100 or H200
 REPLAY_SECONDS, MOST_CALLS = 3e-3, 500
 load = cache(load_dummy)
 
@@ -160,6 +164,28 @@ def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
             x, cost = random(rows, shape[1]), product_cost(rows, *shape)
             times = compare((special.get(name, ops.linear), F.linear), [(x, w) for w in weights], machine.limit(*cost))
             yield product_row(f"{name} {shape[0]}x{shape[1]}", rows, cost, *times, machine)
+
+
+def measure_tiles(ops: Backend, machine: Machine) -> Iterator[Row]:
+    """In which tile a product is fastest, beside the one that is chosen. `pieces`: each has a program of its own."""
+    for name, (n, k) in PRODUCTS.items():
+        weights = [random(n, k) for _ in range(-(-COLD_BYTES // (2 * n * k)))]
+        op = ops.lm_head if name == "head" else ops.linear
+        for rows in (rows for rows in TILE_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
+            x, limit, factor = random(rows, k), machine.limit(*product_cost(rows, n, k)), factor_of((weights[0],))
+            times = {way: time_in(way, op, [(x, weight) for weight in weights], limit) for way in ways_of(rows, factor)}
+            yield tile_row(f"{name} {n}x{k}", rows, times, way_of(rows, factor))
+
+
+def time_in(way: Way, op: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], limit: float) -> float:
+    with patch.object(products, "way_of", lambda tokens, factor: way):
+        return compare((op,), inputs, limit)[0]
+
+
+def tile_row(name: str, rows: int, times: dict[Way, float], chosen: Way) -> Row:
+    (tile, is_apart), fastest = min(times.items(), key=lambda each: each[1])
+    shown = {"product": name, "rows": rows, "fastest": str(tuple(tile)), "pieces": is_apart, "us": fastest * 1e6}
+    return shown | {"chosen": str(tuple(chosen[0])), "chosen us": times[chosen] * 1e6, "times": times[chosen] / fastest}
 
 
 def product_row(name: str, rows: int, cost: tuple[int, int], ours: float, cublas: float, machine: Machine) -> Row:
@@ -328,6 +354,7 @@ def measure_serving(ops: Backend, machine: Machine) -> Iterator[Row]:
         groups = [Workload("groups of 8", n // 8, 0, PROMPT_TOKENS, 8, NEW_TOKENS, 1.0) for n in SEQUENCES]
         for workload in (*groups, Workload("shared", REQUESTS, SHARED_TOKENS, OWN_TOKENS, 1, NEW_TOKENS, 0.0)):
             yield serving_row(name, workload, median_seconds(system, workload))
+        del system  # its memory is the next one's
 
 
 def serving_row(model: str, workload: Workload, seconds: float) -> Row:
@@ -339,6 +366,7 @@ def serving_row(model: str, workload: Workload, seconds: float) -> Row:
 
 SECTIONS: dict[str, tuple[str, Callable[[Backend, Machine], Iterator[Row]]]] = {
     "products": ("Products; goals: 90% of memory up to 64 rows, 85% of cuBLAS from 512", measure_products),
+    "tiles": ("Tiles: features, tokens, more tokens, depth, warps, stages", measure_tiles),
     "attention": ("Attention", measure_attention),
     "steps": ("Decode step of Qwen2.5-7B; goal: at most 1.1 times as long", measure_steps),
     "workloads": (
@@ -383,6 +411,7 @@ def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list
 SMALL: dict[str, Any] = dict(
     PRODUCTS={"o": (64, 48), "gate_up": (64, 48), "head": (512, 48)},
     NUM_ROWS=(1, 256, 512),
+    TILE_ROWS=(1,),
     COLD_BYTES=2**14,
     DECODES=((2, 1, 32),),
     PREFILLS=((1, 32, 32),),

@@ -1,4 +1,4 @@
-"""A model of the time that launches of the Triton kernels take on an H200. No number here is measured.
+"""A model of the time that launches of the Triton kernels take on an H100. No number here is measured.
 
 A kernel takes as long as the slowest of what it needs: bytes from memory and from L2, which all SMs share; and on the
 SM that has most to do, its matrix units, its shared memory, its other instructions, and the waiting of a program for
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inspect import signature
 
 from trueroll.kernels.triton.launch import Launch
-from trueroll.kernels.triton.machine import H200
+from trueroll.kernels.triton.machine import H100
 
 REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # of an SM
 HELD = 25e6
@@ -60,25 +60,25 @@ class Modelled:
 def resident(registers: int, shared: int, warps: int) -> int:
     """How many programs an SM holds at a time, of so many registers a thread and bytes of shared memory."""
     of_registers = REGISTERS // (-(-max(registers, 1) // 8) * 8 * 32 * warps)
-    return min(of_registers, H200.shared_memory // (shared + 1024), WARPS // warps, PROGRAMS)
+    return min(of_registers, H100.shared_memory // (shared + 1024), WARPS // warps, PROGRAMS)
 
 
 def model(work: Work, programs_of_sm: int) -> Modelled:
     """The time of a launch, of whose programs an SM holds so many."""
     clocks = {"matrix units": work.matrix, "shared memory": work.shared, "instructions": work.instructions}
     seconds = {
-        "memory": work.memory / H200.memory,
-        "L2": work.l2 / H200.l2,
-        **{name: number / H200.clock for name, number in clocks.items()},
+        "memory": work.memory / H100.memory,
+        "L2": work.l2 / H100.l2,
+        **{name: number / H100.clock for name, number in clocks.items()},
         "waiting": work.alone / min(programs_of_sm, max(1, most_on_an_sm(work.programs))),
     }
     bound = max(seconds, key=lambda name: seconds[name])
-    waves = work.programs / (H200.sms * programs_of_sm)
-    return Modelled(work, waves, H200.launch + seconds[bound], bound)
+    waves = work.programs / (H100.sms * programs_of_sm)
+    return Modelled(work, waves, H100.launch + seconds[bound], bound)
 
 
 def most_on_an_sm(programs: int) -> int:
-    return -(-programs // H200.sms)
+    return -(-programs // H100.sms)
 
 
 def work_of(launch: Launch) -> Work:
@@ -131,9 +131,9 @@ def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, s
         programs=1,
         memory=0,
         l2=loaded,
-        matrix=steps * 16 * features * width / H200.multiply_adds,
-        shared=(read + loaded) / H200.shared_bytes,
-        alone=length / depth * H200.latency / (stages - 1),
+        matrix=steps * 16 * features * width / H100.multiply_adds,
+        shared=(read + loaded) / H100.shared_bytes,
+        alone=length / depth * H100.latency / (stages - 1),
     )
 
 
@@ -158,7 +158,7 @@ def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[in
     stored = 2 * size * kv_heads * 2 * sum(contexts)
     asked = 2 * 2 * size * kv_heads * group * sum(queries)
     total = sum(programs) * kv_heads
-    most = max(total / H200.sms, max(programs) if queries[0] > 1 else 1)
+    most = max(total / H100.sms, max(programs) if queries[0] > 1 else 1)
     clocks = most * tile.matrix, most * tile.shared, most * tile.instructions
     return Work(math.prod(launch.grid), stored, total * tile.l2 + asked, *clocks, most * tile.alone)
 
@@ -174,9 +174,9 @@ def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
     """Of one program and one tile of keys. Scores and weights stay in registers; queries, keys and values are read from
     shared memory by matrix instructions of 64 rows, those of wide heads by two groups of four warps.
     """
-    matrix = 2 * keys * rows * size / H200.multiply_adds
+    matrix = 2 * keys * rows * size / H100.multiply_adds
     loaded, groups = 2 * 2 * keys * size, warps // 4
-    read = 2 * rows // 64 * (groups * (64 + keys) * size + keys * size) / H200.shared_bytes
+    read = 2 * rows // 64 * (groups * (64 + keys) * size + keys * size) / H100.shared_bytes
     shuffles = SHUFFLES * warps
     addresses = 4 * loaded / 16 / 128
     instructions = (groups * OPERATIONS * keys * rows + size * rows) / 128 + addresses
@@ -187,9 +187,9 @@ def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
         memory=0,
         l2=loaded,
         matrix=matrix,
-        shared=read + loaded / H200.shared_bytes + shuffles,
+        shared=read + loaded / H100.shared_bytes + shuffles,
         instructions=max(instructions, exponentials),
-        alone=one_by_one / H200.clock,
+        alone=one_by_one / H100.clock,
     )
 
 

@@ -2,7 +2,7 @@
 
 Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on tensors without
 memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes
-there; or, for the layers of one model, the time that a model of an H200 (`triton_model`) gives for it.
+there; or, for the layers of one model, the time that a model of an H100 (`triton_model`) gives for it.
 """
 
 from __future__ import annotations
@@ -497,7 +497,7 @@ def work_of(launch: Launch, step: Step) -> Work:
 
 def print_model(model: Model) -> None:
     """One line for each product and attention of each step, and one line for each step."""
-    for name, value in asdict(machine.H200).items():
+    for name, value in asdict(machine.H100).items():
         print(f"- {name} {value:g}: {machine.REASONS[name]}")
     print(*(f"- {name}: {reason}" for name, reason in triton_model.REASONS.items()), "", sep="\n")
     steps = steps_of(model)
@@ -530,8 +530,8 @@ def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
     layer = sum(seconds.values()) - seconds["head"]
     whole = model.layers * layer + seconds["head"]
     times = f"{products * 1e6:.0f} | {limit / products:.0%} | {seconds['attention'] * 1e6:.0f}"
-    of_arithmetic = flops / seconds["attention"] / machine.H200.arithmetic
-    of_memory = step_bytes(model, step) / machine.H200.memory / whole
+    of_arithmetic = flops / seconds["attention"] / machine.H100.arithmetic
+    of_memory = step_bytes(model, step) / machine.H100.memory / whole
     return f"{times} | {of_arithmetic:.0%} | {layer * 1e6:.0f} | {whole * 1e3:.2f} | {of_memory:.0%}"
 
 
@@ -550,7 +550,7 @@ def product_shapes(model: Model) -> list[tuple[int, int]]:
 
 def product_limit(n: int, k: int, rows: int) -> float:
     """The seconds that a product of `rows` with a weight [n, k] takes at least."""
-    return max(2 * n * k / machine.H200.memory, 2 * n * k * rows / machine.H200.arithmetic)
+    return max(2 * n * k / machine.H100.memory, 2 * n * k * rows / machine.H100.arithmetic)
 
 
 def main() -> None:
@@ -566,7 +566,7 @@ def main() -> None:
     parser.add_argument("--few", action="store_true", help="print one form of each kernel for one GPU as JSON")
     parser.add_argument("--all", action="store_true", help="print every launch of every model for every GPU as JSON")
     parser.add_argument(
-        "--model", action="store_true", help="print what a model of an H200 makes of the layers of one model"
+        "--model", action="store_true", help="print what a model of an H100 makes of the layers of one model"
     )
     options = parser.parse_args()
     if options.model:

@@ -16,14 +16,14 @@ norms, and what follows the products of q, k and v. Activations are copied if `l
 be contiguous and begin at a multiple of 16 bytes. A weight may be a shard of a whole one, some of its rows: it has the
 bits of the whole if `full_rows` says how many rows that has.
 
-How a tile is chosen: by a model of the time on an H200 (`machine`), not by measurement. All programs together read an
-element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of features;
-the SM with most programs multiplies longest; and matrix instructions share the bandwidth of shared memory with loads.
-For few tokens the time is that of reading weights from memory, then nearly that of reading them from L2, so one tile
-takes all tokens, up to 288. Weights of 8192 rows have tiles for all SMs. Others are cut: into four pieces at most, and
-none below 768 columns, so that a program reads 96 KB or more. As long as storing and folding them takes less time than
-it saves, each piece has a program of its own; one program with all pieces needs a second accumulator, and so has
-smaller tiles. For many tokens tiles are as large as registers allow.
+How a tile is chosen: by a model of the time on an H100 (`machine`), fitted to measured times. All programs together
+read an element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of
+features; the SM with most programs multiplies longest; and matrix instructions share the bandwidth of shared memory
+with loads. For few tokens the time is that of reading weights from memory, then nearly that of reading them from L2,
+so one tile takes all tokens of up to 192. Weights of 8192 rows have tiles for all SMs. Others are cut: into four pieces
+at most, and none below 768 columns, so that a program reads 96 KB or more. As long as storing and folding them takes
+less time than it saves, each piece has a program of its own; one program with all pieces needs a second accumulator,
+and so has smaller tiles. For many tokens tiles are as large as registers allow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton.language as tl
@@ -41,7 +41,7 @@ from ..contract import CLAMP, CLAMPED_SLOPE
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import Activation
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
-from .machine import H200
+from .machine import H100
 
 
 class Tile(NamedTuple):
@@ -72,18 +72,18 @@ TILES = (
     Tile(128, 64, 32, 64, 8, 4),
     Tile(128, 128, 0, 64, 8, 4),
     Tile(128, 128, 16, 64, 8, 4),
-    Tile(128, 128, 64, 64, 8, 4),
-    Tile(128, 256, 0, 64, 8, 3),
+    Tile(256, 128, 0, 64, 8, 4),
+    Tile(128, 256, 0, 64, 8, 4),
     Tile(128, 256, 32, 64, 8, 3),
     Tile(128, 256, 64, 64, 8, 3),
-    Tile(256, 128, 0, 64, 8, 3),
-    Tile(256, 128, 16, 64, 8, 3),
 )
 # Where one program sums several pieces, or results are stored one by one: both take registers.
-CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 3))
+CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 4))
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # pieces of more would take hundreds of MB
 FOLD_COLUMNS = 1024
+FEW_TOKENS = 192
+TWO_ACCUMULATORS, FOLD_PASSES = 1.2, 3  # how much longer they take; how often parts pass through memory: both fitted
 PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -91,7 +91,11 @@ _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
 _CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 
-class _Factor(NamedTuple):
+Way: TypeAlias = tuple[Tile, bool]
+"""A tile, and whether each piece has a program of its own."""
+
+
+class Factor(NamedTuple):
     """Weights side by side, with the same columns, and into how many pieces the columns of each are cut."""
 
     weights: tuple[Tensor, ...]
@@ -134,9 +138,9 @@ def linear_add(
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
     """The bits of gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
-    x, factor = aligned(x), _factor((gate, up), (full_rows,) * 2)
+    x, factor = aligned(x), factor_of((gate, up), (full_rows,) * 2)
     out = x.new_empty(len(x), len(gate))
-    tile, apart = _way(len(x), factor)
+    tile, apart = way_of(len(x), factor)
     if apart:
         _launch_fold(_fold_gate_up_kernel, _parts(x, factor, tile, apart), out, ACTIVATION=activation)
     else:
@@ -160,8 +164,8 @@ def qkv_parts(
     float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a bias, rounded
     once, has the bits of `linear` with that weight alone.
     """
-    factor = _factor(weights, full_rows)
-    return _parts(aligned(hidden), factor, *_way(len(hidden), factor))
+    factor = factor_of(weights, full_rows)
+    return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
 
 
 def _linear(
@@ -173,12 +177,12 @@ def _linear(
     full_rows: int | None,
 ) -> Tensor:
     """The product in this dtype, finished as `_finish` does."""
-    x, factor = aligned(x), _factor((weight,), (full_rows,))
+    x, factor = aligned(x), factor_of((weight,), (full_rows,))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     # Pointers that the kernel does not read have to point somewhere.
     extras = [x if extra is None else aligned(extra) for extra in (bias, residual)]
     which = dict(BIAS=bias is not None, RESIDUAL=residual is not None)
-    tile, apart = _way(len(x), factor)
+    tile, apart = way_of(len(x), factor)
     if apart:
         _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), *extras, out, **which)
     else:
@@ -186,53 +190,57 @@ def _linear(
     return out
 
 
-def _factor(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> _Factor:
-    full = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True))
-    return _Factor(weights, tuple(k_splits(rows, weights[0].shape[1]) for rows in full))
+def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...] = (None, None, None)) -> Factor:
+    full = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=False))
+    return Factor(weights, tuple(k_splits(rows, weights[0].shape[1]) for rows in full))
 
 
-def _way(tokens: int, factor: _Factor) -> tuple[Tile, bool]:
-    """The tile, and whether each piece has a program of its own."""
-    columns, pieces = factor.columns, max(factor.pieces)
+def way_of(tokens: int, factor: Factor) -> Way:
+    """The way that is taken."""
+    return _fastest(ways_of(tokens, factor), tokens, factor.columns, factor.rows, max(factor.pieces))
+
+
+def ways_of(tokens: int, factor: Factor) -> tuple[Way, ...]:
+    """Those that are possible."""
     tiles = TILES if math.gcd(*factor.rows) % 8 == 0 else CUT_TILES
-    whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
-    if columns % 8:
+    whole, apart = (CUT_TILES, tiles) if max(factor.pieces) > 1 else (tiles, ())
+    if factor.columns % 8:
         whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
-    return _fastest(whole, apart if tokens <= APART_TOKENS else (), tokens, columns, factor.rows, pieces)
+    if tokens > APART_TOKENS:
+        apart = ()
+    return *((tile, False) for tile in whole), *((tile, True) for tile in apart)
 
 
 @lru_cache(maxsize=4096)
-def _fastest(
-    whole: tuple[Tile, ...],
-    apart: tuple[Tile, ...],
-    tokens: int,
-    columns: int,
-    rows: tuple[int, ...],
-    pieces: int,
-) -> tuple[Tile, bool]:
-    """Of these tiles for programs with all pieces, and those for programs with one each; the first of equal ones."""
-    ways = [(tile, False) for tile in whole] + [(tile, True) for tile in apart]
-    return min(ways, key=lambda way: _seconds(way[0], tokens, columns, rows, pieces if way[1] else 1))
+def _fastest(ways: tuple[Way, ...], tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> Way:
+    """The first of equal ones."""
+    return min(ways, key=lambda way: _cost(way[0], tokens, columns, rows, pieces if way[1] else 1))
 
 
-def _seconds(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> float:
-    """What an H200 takes for the product, in as many parts, by the slowest of what it needs."""
+def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
+    """The seconds that an H100 takes for the product, in as many parts, by the slowest of what it needs. Where they are
+    the same, one tile of tokens is better, if there are few, then a smaller one.
+    """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length
     stored = 4 * parts * tokens * sum(rows) if parts > 1 else 0
     read = length * tile.features / 1024 * (2048 * (1 + (tile.more > 0)) + 32 * tile.width)
     clocks = max(
-        tile.features * tile.width * length / H200.multiply_adds,
-        (read + loaded) / H200.shared_bytes,
+        tile.features * tile.width * length / H100.multiply_adds,
+        (read + loaded) / H100.shared_bytes,
     )
+    if tile.more:
+        clocks *= TWO_ACCUMULATORS
     stage = 2 * (tile.features + tile.width) * tile.depth
-    waves = divide_up(programs, H200.sms * (H200.shared_memory // (stage * tile.stages)))
-    return stored / H200.l2 + max(
-        2 * columns * sum(rows) / H200.memory,
-        (programs * loaded + stored) / H200.l2,
-        divide_up(programs, H200.sms) * clocks / H200.clock,
-        waves * length / tile.depth * H200.latency / (tile.stages - 1),
+    waves = divide_up(programs, H100.sms * (H100.shared_memory // (stage * tile.stages)))
+    folding = FOLD_PASSES * stored / H100.memory + H100.launch if parts > 1 else 0.0
+    seconds = folding + max(
+        2 * columns * sum(rows) / H100.memory,
+        (programs * loaded + stored) / H100.l2,
+        divide_up(programs, H100.sms) * clocks / H100.clock,
+        waves * length / tile.depth * H100.latency / (tile.stages - 1),
     )
+    return seconds, divide_up(tokens, tile.width) if tokens <= FEW_TOKENS else 0, tile.features * tile.width
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
@@ -244,7 +252,7 @@ def divide_up(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _constants(tile: Tile, factor: _Factor) -> dict[str, Any]:
+def _constants(tile: Tile, factor: Factor) -> dict[str, Any]:
     """What the kernels of products are compiled for."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
     return dict(UNIT=unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
@@ -255,7 +263,7 @@ def unit(size: int) -> int:
     return math.gcd(size, 128)
 
 
-def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: _Factor, *others: Tensor, **constants: Any) -> None:
+def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: Tensor, **constants: Any) -> None:
     """Launches a kernel on x, the weights and others: products of x with each weight, summed and finished."""
     tokens, columns, features = len(x), factor.columns, factor.rows[0]
     width_unit = unit(features)
@@ -272,7 +280,7 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
     launch(kernel, grid, parts, *tensors, tokens, features, warps=4, **constants)
 
 
-def _parts(x: Tensor, factor: _Factor, tile: Tile, apart: bool) -> Tensor:
+def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
     """Products of x with one to three weights side by side: a part for each piece if they are `apart`, else one."""
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
@@ -295,8 +303,11 @@ def _tile_of_program():
 
 @device_function
 def _row(base_ptr, row, rows, columns):
-    """Where rows of a matrix [rows, columns] begin. Rows past its end are its last one: nothing of them is stored."""
-    return base_ptr + tl.minimum(row, rows - 1).to(tl.int64) * columns
+    """Where rows of a matrix [rows, columns] begin. Rows past its end are others of it: nothing of them is stored.
+
+    They are not all the same one, or every program would read one line of memory again and again.
+    """
+    return base_ptr + (row % rows).to(tl.int64) * columns
 
 
 @device_function

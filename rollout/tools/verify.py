@@ -173,6 +173,9 @@ class _Lab:
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects)
+        budget = min(
+            cell.budget, MAX_NUM_SEQS * self.sizes.num_positions
+        )  # no step has more; a GPU plans for all of it
         return EngineConfig(
             model=self.config.model,
             dtype=self.config.dtype,
@@ -181,8 +184,8 @@ class _Lab:
             block_size=cell.block_size,
             num_blocks=num_blocks if cell.is_starved else None,
             max_model_len=self.sizes.num_positions,
-            max_num_seqs=min(MAX_NUM_SEQS, cell.budget),
-            max_num_batched_tokens=cell.budget,
+            max_num_seqs=min(MAX_NUM_SEQS, budget),
+            max_num_batched_tokens=budget,
             enable_prefix_caching=cell.cache != "off",
             state_interval=cell.interval,
             state_budget=CHECKPOINTS if cell.checkpoints is None else cell.checkpoints,

@@ -148,11 +148,12 @@ def test_every_section_is_measured_and_written(
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--json", str(file)])
     on_a_cpu.main()
     written, text = json.loads(file.read_text()), capsys.readouterr().out
-    assert written["failed"] == [] and [len(rows) for rows in written["sections"].values()] == [9, 2, 2, 1, 2]
+    assert written["failed"] == [] and [len(rows) for rows in written["sections"].values()] == [9, 3, 2, 2, 1, 2]
     assert list(written["sections"]) == list(on_a_cpu.SECTIONS)
     assert all(title[:20] in text for title, _ in on_a_cpu.SECTIONS.values())
-    products, attention, steps, workloads, serving = written["sections"].values()
+    products, tiles, attention, steps, workloads, serving = written["sections"].values()
     assert {row["product"] for row in products} == {"o 64x48", "gate_up 64x48", "head 512x48"}
+    assert all(row["times"] >= 1 for row in tiles)
     assert all(row["of cuBLAS"] == 1.0 for row in products) and all(row["of SDPA"] == 1.0 for row in attention)
     assert all(row["times as long"] == 1.0 and 0 < row["differs by"] < 0.03 for row in steps)
     assert workloads[0]["requests/s"] > 0 and workloads[0]["cache off"] > 0

@@ -72,6 +72,11 @@ def quick(served: Served) -> Served:
 
 
 @pytest.fixture
+def mixing(served: Served) -> Served:
+    return served
+
+
+@pytest.fixture
 def two_threads() -> Iterator[None]:
     """The threads of the CPU are nothing to a GPU; a test that changes their number gives them back."""
     before = torch.get_num_threads()

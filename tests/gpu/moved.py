@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = dict(
     eos_token_id=2,
 )
 T = TypeVar("T")
-_WRITES_TO_MEMORIES = ("qkv", "write_kv", "convolve", "delta_rule", "layers")
+_WRITES = ("qkv", "write_kv", "convolve", "delta_rule", "layers", "merge_into")
 
 
 def sized(real: T, rehearsed: T) -> T:
@@ -56,11 +56,10 @@ class Moved:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def compute(*args: Any, **options: Any) -> Any:
-            there = move(args, DEVICE)
-            result = move(getattr(self._ops, name)(*there, **options), torch.device("cpu"))
-            for ours, theirs in zip(args, there, strict=True):
-                if name in _WRITES_TO_MEMORIES:
-                    copy_back(ours, theirs)
+            there, options_there = move(args, DEVICE), {key: move(value, DEVICE) for key, value in options.items()}
+            result = move(getattr(self._ops, name)(*there, **options_there), torch.device("cpu"))
+            if name in _WRITES:
+                copy_back([*args, *options.values()], [*there, *options_there.values()])
             return result
 
         return compute

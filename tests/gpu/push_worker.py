@@ -51,7 +51,7 @@ def start_worker(device: str) -> WorkerProcess:
 
 def load(config: EngineConfig) -> Any:
     engine = FakeEngine(DeviceWeights(config.device))
-    engine.info = FakeInfo(device=config.device)
+    engine.info, engine.weight_version = FakeInfo(device=config.device), 0
     return engine
 
 

@@ -53,8 +53,8 @@ def failing_cells(config: EngineConfig, loaded: LoadedModel) -> list[str]:
     assert loaded.backend.name == "triton" and loaded.backend.can_capture == (DEVICE.type == "cuda")
     sizes = sized(verify.SIZES, verify.Sizes((5,), max_tokens=6, longest_token_by_token=5, varied_length=5))
     results = list(verify.run_matrix(config, loaded, sizes))
-    assert len(results) == len(verify.CELLS) + 1 and all(result.tokens > 0 for result in results[1:])
-    return [result.cell.name for result in results if not result.passed]
+    assert len(results) > len(verify.CELLS) and all(result.tokens > 0 for result in results[1:])
+    return [f"{r.cell.name}: {r.differences} differ, {r.failed_premises}" for r in results if not r.passed]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -80,7 +80,7 @@ def replays(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @dense_and_mixture
 def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
     """Ten samples, of which ever fewer go on."""
-    config = config_of(two_layers, max_num_batched_tokens=4096)
+    config = config_of(two_layers, max_model_len=2048, max_num_batched_tokens=4096)
     loaded = load_dummy(config)
     requests = [
         generate(str(i), tokens(500 + i, seed=i), n=1 + i, temperature=float(i > 0), max_tokens=8 + 6 * i)
@@ -119,7 +119,7 @@ def kinds_of(chunks: Chunks) -> set[str]:
 def test_a_step_is_queued_without_waiting_for_the_device(
     two_layers: Path, replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(two_layers, max_num_seqs=64, max_num_batched_tokens=64)
+    config = config_of(two_layers, max_model_len=2048, max_num_seqs=64, max_num_batched_tokens=64)
     engine = Engine(config, load_dummy(config))
     requests = [
         generate("plain", tokens(20), temperature=1.0, max_tokens=12),
@@ -195,7 +195,7 @@ def test_serving_compiles_no_kernel_and_captures_no_graph(
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture)
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: seen.append("compile"))
-    config = config_of(two_layers, max_num_seqs=48, max_num_batched_tokens=700)
+    config = config_of(two_layers, max_model_len=2048, max_num_seqs=48, max_num_batched_tokens=700)
     engine = Engine(config, load_dummy(config))
     assert "capture" in seen
     seen.clear()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -35,14 +36,18 @@ ROW_CHECKS = (
     contract.test_a_row_does_not_depend_on_what_the_others_hold,
     partial(contract.test_a_row_does_not_depend_on_threads_or_its_place_in_memory, two_threads=None),
 )
+PLAIN = dict(heads=6, kv_heads=2, size=64)
 HEADS = ((6, 2, 64), (4, 4, 80), (9, 1, 16), (28, 4, 128), (3, 3, 96), (4, 2, 256), (50, 1, 48))
 OTHER_CHECKS = (
     partial(contract.test_a_product_does_not_depend_on_the_number_of_rows, threads=1, two_threads=None),
     *(
-        partial(contract.test_attention_does_not_depend_on_block_size, block_size=n, heads=6, kv_heads=2, size=64)
-        for n in (2, 24, 512)
+        partial(contract.test_attention_does_not_depend_on_block_size, block_size=n, **PLAIN, attention=attention)
+        for n, attention in ((2, {}), (24, {}), (512, {}), (24, {"window": 140, "sinks": True}))
     ),
-    *(partial(contract.test_attention_does_not_depend_on_who_shares_blocks, block_size=n) for n in (2, 24, 256)),
+    *(
+        partial(contract.test_attention_does_not_depend_on_who_shares_blocks, block_size=n, window=window)
+        for n, window in ((2, None), (24, None), (256, None), (16, 60), (24, 299))
+    ),
     *(
         partial(contract.test_attention_does_not_depend_on_a_place_in_memory, place=place)
         for place in (contract.shifted, contract.strided)
@@ -108,9 +113,12 @@ def test_contract(served: Served, name: str, check: Callable[[RowOp], None], two
     check(OPS[name](served))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
-def test_attention_company(served: Served, heads: int, kv_heads: int, size: int) -> None:
-    contract.test_attention_does_not_depend_on_chunks_or_company(served, heads, kv_heads, size)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "attention"),
+    [(*heads, {}) for heads in HEADS] + [(6, 2, 64, each) for each in contract.ATTENTION],
+)
+def test_attention_company(served: Served, heads: int, kv_heads: int, size: int, attention: dict[str, Any]) -> None:
+    contract.test_attention_does_not_depend_on_chunks_or_company(served, heads, kv_heads, size, attention)
 
 
 @pytest.mark.parametrize("check", OTHER_CHECKS, ids=name_of)

@@ -36,7 +36,7 @@ SHAPES = [
 
 def piece_of(weight: Tensor) -> int:
     """The columns of its pieces."""
-    return products._factor((weight,), (None,)).piece_lengths[0] * products.PIECE_UNIT.value
+    return products.factor_of((weight,), (None,)).piece_lengths[0] * products.PIECE_UNIT.value
 
 
 @pytest.fixture

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from types import ModuleType
 
 import pytest
@@ -27,3 +32,27 @@ def test_every_check_of_ops_runs_on_a_gpu(module: ModuleType) -> None:
     assert checks_of(module) - checks_of(on_a_gpu) - checks == (
         ABOUT_THREADS | WITH_CASES_OF_ITS_OWN if module is test_contract else set()
     )
+
+
+@pytest.mark.parametrize("check", [*on_a_gpu.ROW_CHECKS, *on_a_gpu.OTHER_CHECKS], ids=on_a_gpu.name_of)
+def test_what_a_check_asks_for_is_given_on_a_gpu(check: Callable[..., None]) -> None:
+    signature(check).bind("ops of one dtype")
+
+
+@pytest.mark.parametrize(
+    "module,names",
+    [
+        (test_joined_ops, ["test_qkv", "test_layers", "test_next_tokens", "test_next_token_statistics"]),
+        (test_accuracy, ["test_attention", "test_attention_with_window_and_soft_cap"]),
+    ],
+)
+def test_a_check_with_cases_of_its_own_takes_what_it_is_given(module: ModuleType, names: list[str]) -> None:
+    for name in names:
+        assert list(signature(getattr(on_a_gpu, name)).parameters) == list(signature(getattr(module, name)).parameters)
+
+
+def test_a_gpu_has_every_fixture_that_its_tests_ask_for() -> None:
+    command = [sys.executable, "-P", "-m", "pytest", "--setup-plan", "-qq", on_a_gpu.__file__]
+    environment = os.environ | {"TRUEROLL_REHEARSAL": "1"}
+    planned = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert planned.returncode == 0 and "test_layers_with_experts" in planned.stdout, planned.stdout[-2000:]

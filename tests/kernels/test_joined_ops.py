@@ -22,16 +22,13 @@ from trueroll.kernels.contract import (
     ExpertsWeights,
     Layer,
     Memory,
-    Norms,
     Pages,
     Rotation,
     StateBatch,
     Wanted,
     Weight,
 )
-from trueroll.kernels.cpu.weight import PackedLayers
 from trueroll.kernels.layer import project, run_layers
-from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 
 from .backends import Served, for_served
@@ -319,23 +316,6 @@ def test_layers_with_experts(mixing: Served, name: str) -> None:
         assert all(map(same_bits, memories, expected_memories))
 
 
-def test_which_layers_run_in_one_native_call() -> None:
-    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [GATED]).ops, torch.float32)
-    for all_specs in (HYBRIDS, MIXTURES):
-        packed = {
-            name: isinstance(HybridStep.new(served, *specs).step.layers, PackedLayers)
-            for name, specs in all_specs.items()
-        }
-        assert packed == {name: name != "joined" for name in all_specs}
-
-
-def test_experts_of_whole_panels_alone_are_served() -> None:
-    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [GATED]).ops, torch.float32)
-    layers = make_layers(served, layer_spec(experts=EXPERTS), hidden=130)
-    with pytest.raises(ValueError, match="sizes that are multiples of 16, found 130 and 48; take the backend"):
-        served.ops.new_layers(layers)
-
-
 @for_served("name", [(name,) for name in LAYERS], interpreted=1)
 def test_layers(served: Served, name: str) -> None:
     step = make_step(served, *LAYERS[name])
@@ -358,24 +338,6 @@ def test_layers_from_anywhere_in_memory(quick: Served) -> None:
     apart = Step(step.layers, strided(step.x), rotations, step.caches, [Pages(strided(slots), batch)])
     (expected, expected_caches), (found, caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
-
-
-def test_packed_layers_are_made_of_contiguous_tensors() -> None:
-    served = Served(select_backend("cpu", torch.device("cpu"), torch.float32, [layer_spec()]).ops, torch.float32)
-    (layer,) = make_layers(served, layer_spec(**BOTH))
-    bq, bk, bv = layer.mixer.biases or ()
-    q_norm, k_norm = layer.mixer.qk_norms or ()
-    before = layer.mixer_norms.before
-    assert before is not None
-    for changed in (
-        dataclasses.replace(layer, mixer_norms=Norms(strided(before), None)),
-        dataclasses.replace(layer, mlp_norms=Norms(strided(before), None)),
-        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, biases=(bq, bk, strided(bv)))),
-        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qk_norms=(strided(q_norm), k_norm))),
-    ):
-        with pytest.raises(ValueError, match=r"side by side, found shape \[\d+\] with strides \[2\]"):
-            served.ops.new_layers([layer, changed])
-    assert tuple(served.ops.new_layers([layer, layer])) == (layer, layer)
 
 
 def test_each_layer_has_its_caches(quick: Served) -> None:

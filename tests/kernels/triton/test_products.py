@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from trueroll.kernels.specs import Activation
 from trueroll.kernels.triton import launch, products, rows
-from trueroll.kernels.triton.machine import H200
 from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 
 from ..accuracy import check
@@ -33,7 +31,7 @@ def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> None:
     """All products by this tile, with a program for each piece or one for all."""
-    monkeypatch.setattr(products, "_way", lambda tokens, factor: (tile, apart))
+    monkeypatch.setattr(products, "way_of", lambda tokens, factor: (tile, apart))
 
 
 def inputs(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -218,10 +216,10 @@ def test_pieces_are_whole_steps_and_none_is_empty(rows: int, columns: int) -> No
     assert all(length % tile.depth == 0 for tile in (*TILES, *CUT_TILES, NARROW_TILE))
 
 
-def weights_of(*shapes: tuple[int, int]) -> products._Factor:
+def weights_of(*shapes: tuple[int, int]) -> products.Factor:
     """Weights without memory."""
     weights = tuple(torch.empty(shape, device="meta") for shape in shapes)
-    return products._factor(weights, (None,) * len(weights))
+    return products.factor_of(weights, (None,) * len(weights))
 
 
 @pytest.mark.parametrize("weight", ["o", "down"])
@@ -242,21 +240,20 @@ COUNTS = (1, 16, 17, 64, 65, 97, 128, 129, 145, 193, 256, 257, 289, 321, 512, 51
 
 
 @pytest.mark.parametrize("weight", LAYER)
-def test_up_to_256_tokens_are_one_tile_and_many_fill_the_gpu(weight: str) -> None:
-    """So that no program reads a weight that another one reads, and each SM has a program."""
+def test_up_to_128_tokens_are_one_tile(weight: str) -> None:
+    """So that no program reads a weight that another one reads. Pieces have programs of their own up to 96."""
     factor = weights_of(*LAYER[weight])
-    for tokens in COUNTS:
-        tile, apart = products._way(tokens, factor)
-        programs = math.prod(products._grid(tile, tokens, factor.rows))
-        assert tokens <= tile.width if tokens <= 256 else programs * (4 if apart else 1) >= 0.8 * H200.sms, tokens
-        assert apart == (max(factor.pieces) > 1) or tokens > 256, tokens
+    for tokens in (count for count in COUNTS if count <= 128):
+        tile, apart = products.way_of(tokens, factor)
+        assert tokens <= tile.width, tokens
+        assert apart == (max(factor.pieces) > 1) or tokens > 96, tokens
 
 
 @pytest.mark.parametrize("shape", [(1001, 480), (1001, 3584)])
 def test_results_that_are_stored_one_by_one_have_small_tiles(shape: tuple[int, int]) -> None:
     """Their addresses take the registers that large tiles need: those spill."""
     for tokens in COUNTS:
-        assert products._way(tokens, weights_of(shape))[0] in CUT_TILES, tokens
+        assert products.way_of(tokens, weights_of(shape))[0] in CUT_TILES, tokens
 
 
 @cache
@@ -276,7 +273,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 ) -> None:
     """By the tiles that a layer of Qwen2.5-7B has there, and by programs for one or for all pieces, as there."""
     x, small, expected = rows_by_one_tile()
-    way = products._way(tokens, weights_of(*LAYER[weight]))
+    way = products.way_of(tokens, weights_of(*LAYER[weight]))
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 4)
     use_tile(monkeypatch, *way)
     assert same_bits(products.linear(x[:tokens], small), expected[:tokens]), way

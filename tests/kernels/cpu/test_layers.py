@@ -1,0 +1,57 @@
+"""Which layers the native kernels run in one call, and what they take for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from trueroll.kernels.contract import Norms
+from trueroll.kernels.cpu.weight import PackedLayers
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import LayerSpec
+
+from ..backends import Served
+from ..inputs import EXPERTS, layer_spec, make_layers, strided
+from ..test_joined_ops import BOTH, GATED, HYBRIDS, MIXTURES, HybridStep
+
+
+def native(layers: Sequence[LayerSpec]) -> Served:
+    return Served(select_backend("cpu", torch.device("cpu"), torch.float32, layers).ops, torch.float32)
+
+
+def test_which_layers_run_in_one_native_call() -> None:
+    served = native([GATED])
+    for all_specs in (HYBRIDS, MIXTURES):
+        packed = {
+            name: isinstance(HybridStep.new(served, *specs).step.layers, PackedLayers)
+            for name, specs in all_specs.items()
+        }
+        assert packed == {name: name != "joined" for name in all_specs}
+
+
+def test_experts_of_whole_panels_alone_are_served() -> None:
+    served = native([GATED])
+    layers = make_layers(served, layer_spec(experts=EXPERTS), hidden=130)
+    with pytest.raises(ValueError, match="sizes that are multiples of 16, found 130 and 48; take the backend"):
+        served.ops.new_layers(layers)
+
+
+def test_packed_layers_are_made_of_contiguous_tensors() -> None:
+    served = native([layer_spec()])
+    (layer,) = make_layers(served, layer_spec(**BOTH))
+    bq, bk, bv = layer.mixer.biases or ()
+    q_norm, k_norm = layer.mixer.qk_norms or ()
+    before = layer.mixer_norms.before
+    assert before is not None
+    for changed in (
+        dataclasses.replace(layer, mixer_norms=Norms(strided(before), None)),
+        dataclasses.replace(layer, mlp_norms=Norms(strided(before), None)),
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, biases=(bq, bk, strided(bv)))),
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qk_norms=(strided(q_norm), k_norm))),
+    ):
+        with pytest.raises(ValueError, match=r"side by side, found shape \[\d+\] with strides \[2\]"):
+            served.ops.new_layers([layer, changed])
+    assert tuple(served.ops.new_layers([layer, layer])) == (layer, layer)
