@@ -45,6 +45,10 @@ Call: TypeAlias = StageBucket | VerifyPush
 _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource
 
 
+TRAINER_FIRST = 1.0
+"""Seconds that a group may take longer to form than the trainer waits, who alone can tell which worker is silent."""
+
+
 class _Closed(Exception):
     """The receiver was closed while it had something to do."""
 
@@ -306,7 +310,7 @@ def _open_source(
     match source:
         case CollectiveSource():
             policy.check_host(source.host)
-            limits = begin.timeout, begin_seconds(begin)
+            limits = begin.timeout, begin_seconds(begin) + TRAINER_FIRST
             if source.backend == "gloo":
                 return GlooReader(source, begin.push_id, *limits, is_closed)
             return NcclReader(source, begin.push_id, *limits, device, is_closed)
