@@ -157,7 +157,7 @@ def measure_machine() -> Machine:
 
 def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
     """cuBLAS computes plain products; `gate_up` has its activation as well, `lm_head` gives float32 logits."""
-    special = {"gate_up": lambda x, weight: ops.gate_up(x, *weight.chunk(2), "silu"), "head": ops.lm_head}
+    special = special_products(ops)
     for name, shape in PRODUCTS.items():
         weights = [random(*shape) for _ in range(-(-COLD_BYTES // (2 * math.prod(shape))))]
         for rows in (rows for rows in NUM_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
@@ -166,14 +166,23 @@ def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
             yield product_row(f"{name} {shape[0]}x{shape[1]}", rows, cost, *times, machine)
 
 
+def special_products(ops: Backend) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    """Products that are not plain ones, by their names in `PRODUCTS`."""
+    return {"gate_up": lambda x, weight: ops.gate_up(x, *weight.chunk(2), "silu"), "head": ops.lm_head}
+
+
 def measure_tiles(ops: Backend, machine: Machine) -> Iterator[Row]:
     """In which tile a product is fastest, beside the one that is chosen. `pieces`: each has a program of its own."""
+    special = special_products(ops)
     for name, (n, k) in PRODUCTS.items():
         weights = [random(n, k) for _ in range(-(-COLD_BYTES // (2 * n * k)))]
-        op = ops.lm_head if name == "head" else ops.linear
+        parts = weights[0].chunk(2 if name == "gate_up" else 1)
+        factor = factor_of(parts, (None,) * len(parts))
         for rows in (rows for rows in TILE_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
-            x, limit, factor = random(rows, k), machine.limit(*product_cost(rows, n, k)), factor_of((weights[0],))
-            times = {way: time_in(way, op, [(x, weight) for weight in weights], limit) for way in ways_of(rows, factor)}
+            x, limit = random(rows, k), machine.limit(*product_cost(rows, n, k))
+            inputs, op = [(x, weight) for weight in weights], special.get(name, ops.linear)
+            ways = ways_of(rows, factor.columns, factor.rows, max(factor.pieces))
+            times = {way: time_in(way, op, inputs, limit) for way in ways}
             yield tile_row(f"{name} {n}x{k}", rows, times, way_of(rows, factor))
 
 

@@ -1,4 +1,4 @@
-"""A model of the time that launches of the Triton kernels take on an H100. No number here is measured.
+"""A model of the time that launches of the Triton kernels take on an H100. Its results are not measured.
 
 A kernel takes as long as the slowest of what it needs: bytes from memory and from L2, which all SMs share; and on the
 SM that has most to do, its matrix units, its shared memory, its other instructions, and the waiting of a program for

@@ -1,8 +1,9 @@
 """The GPU that tiles are chosen for, as far as a model of a kernel's time needs to know it.
 
-Each number has its reason. "Fitted" means: products of Qwen2.5-7B's weights and 16 to 8,192 tokens were timed in each
-tile on an H100 (`examples/gpu_report.py tiles`), and with these numbers the model chooses tiles that take on average
-1.3% longer than the fastest. No bit depends on them.
+Each number has its reason. "Fitted" means: it makes the model choose tiles that take on average 1.3% longer than the
+fastest, of those in which products of Qwen2.5-7B with 16 to 8,192 tokens were timed on an H100. The times are in
+`tests/kernels/triton/h100_tiles.json`; `examples/gpu_report.py tiles` measures such on another GPU. No bit depends on
+them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ How a tile is chosen: by a model of the time on an H100 (`machine`), fitted to m
 read an element of a weight from L2 once for each tile of tokens, and an element of a token once for each tile of
 features; the SM with most programs multiplies longest; and matrix instructions share the bandwidth of shared memory
 with loads. For few tokens the time is that of reading weights from memory, then nearly that of reading them from L2,
-so one tile takes all tokens of up to 192. Weights of 8192 rows have tiles for all SMs. Others are cut: into four pieces
-at most, and none below 768 columns, so that a program reads 96 KB or more. As long as storing and folding them takes
+so up to 128 tokens are one tile. Weights of 8192 rows have tiles for all SMs. Others are cut: into four pieces at
+most, and none below 768 columns, so that a program reads 96 KB or more. As long as storing and folding them takes
 less time than it saves, each piece has a program of its own; one program with all pieces needs a second accumulator,
 and so has smaller tiles. For many tokens tiles are as large as registers allow.
 """
@@ -82,8 +82,9 @@ CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 12
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # where K is no multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # pieces of more would take hundreds of MB
 FOLD_COLUMNS = 1024
-FEW_TOKENS = 192
-TWO_ACCUMULATORS, FOLD_PASSES = 1.2, 3  # how much longer they take; how often parts pass through memory: both fitted
+FEW_TOKENS = 192  # up to so many, one tile of tokens is preferred to several
+TWO_ACCUMULATORS = 1.2  # times as long as one for the same work; fitted
+FOLD_PASSES = 3  # how often parts pass through memory; fitted
 PIECE_UNIT = tl.constexpr(128)  # a piece is a multiple of it, and it is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs take in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -190,36 +191,36 @@ def _linear(
     return out
 
 
-def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...] = (None, None, None)) -> Factor:
-    full = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=False))
+def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> Factor:
+    full = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True))
     return Factor(weights, tuple(k_splits(rows, weights[0].shape[1]) for rows in full))
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """The way that is taken."""
-    return _fastest(ways_of(tokens, factor), tokens, factor.columns, factor.rows, max(factor.pieces))
-
-
-def ways_of(tokens: int, factor: Factor) -> tuple[Way, ...]:
-    """Those that are possible."""
-    tiles = TILES if math.gcd(*factor.rows) % 8 == 0 else CUT_TILES
-    whole, apart = (CUT_TILES, tiles) if max(factor.pieces) > 1 else (tiles, ())
-    if factor.columns % 8:
-        whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
-    if tokens > APART_TOKENS:
-        apart = ()
-    return *((tile, False) for tile in whole), *((tile, True) for tile in apart)
+    """How a product with so many tokens is computed: in the way that takes the least time by the model."""
+    return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
 @lru_cache(maxsize=4096)
-def _fastest(ways: tuple[Way, ...], tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> Way:
-    """The first of equal ones."""
+def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> Way:
+    ways = ways_of(tokens, columns, rows, pieces)
     return min(ways, key=lambda way: _cost(way[0], tokens, columns, rows, pieces if way[1] else 1))
 
 
+def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> list[Way]:
+    """All in which such weights side by side may be multiplied, to the same bits. `pieces`: the most of a weight."""
+    tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
+    whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
+    if columns % 8:
+        whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
+    if tokens > APART_TOKENS:
+        apart = ()
+    return [(tile, False) for tile in whole] + [(tile, True) for tile in apart]
+
+
 def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
-    """The seconds that an H100 takes for the product, in as many parts, by the slowest of what it needs. Where they are
-    the same, one tile of tokens is better, if there are few, then a smaller one.
+    """What orders ways: the seconds that an H100 takes for the product, in as many parts, by the slowest of what it
+    needs; where these are equal, the tiles of tokens, if tokens are few; then the size of the tile.
     """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length
