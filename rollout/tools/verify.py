@@ -173,9 +173,8 @@ class _Lab:
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects)
-        budget = min(
-            cell.budget, MAX_NUM_SEQS * self.sizes.num_positions
-        )  # no step has more; a GPU plans for all of it
+        # No step can have more tokens, and a GPU compiles and plans for as many as the engine allows.
+        budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
         return EngineConfig(
             model=self.config.model,
             dtype=self.config.dtype,

@@ -46,7 +46,9 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 TRAINER_FIRST = 1.0
-"""Seconds that a group may take longer to form than the trainer waits, who alone can tell which worker is silent."""
+"""Seconds. A worker waits so much longer for the group to form than the trainer does: if one worker is silent, the
+trainer gives up first, and its error names that worker. The others cannot tell which one it is.
+"""
 
 
 class _Closed(Exception):

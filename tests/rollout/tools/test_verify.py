@@ -32,7 +32,7 @@ from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, TokenStatistics,
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools import verify
-from trueroll.rollout.tools.verify_premises import Cell, Run, check_premises, check_variations
+from trueroll.rollout.tools.verify_premises import UNLIMITED, Cell, Run, check_premises, check_variations
 
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
 # The native kernels are fast enough for a prompt that the attention cuts into four.
@@ -278,6 +278,22 @@ def test_each_cell_has_a_name_of_its_own() -> None:
     names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS, *verify.ROUTE_CELLS)]
     assert len(set(names)) == len(names)
     assert "cache warm, with 1 other, no checkpoints" in names
+
+
+def test_no_engine_plans_for_more_tokens_than_can_meet_in_a_step(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets: list[int] = []
+
+    def note(config: EngineConfig, loaded: LoadedModel) -> Engine:
+        budgets.append(config.max_num_batched_tokens)
+        return Engine(config, loaded)
+
+    monkeypatch.setattr(verify, "Engine", note)
+    monkeypatch.setattr(verify, "CELLS", (Cell(budget=UNLIMITED),))
+    config = EngineConfig(model=str(tiny_llama))
+    _, result = verify.run_matrix(config, load_model(config), SMALL)
+    assert result.passed and max(budgets) == verify.MAX_NUM_SEQS * SMALL.num_positions < UNLIMITED
 
 
 def failed_premises(cell: Cell, run: Run) -> list[str]:

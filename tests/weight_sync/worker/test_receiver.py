@@ -36,6 +36,7 @@ from trueroll.weight_sync.payload.tensors import raw_bytes, word_sum
 from trueroll.weight_sync.transports.policy import PushPolicy
 from trueroll.weight_sync.transports.shared import SharedReader, SharedSlots
 from trueroll.weight_sync.worker import assembly as assembly_module
+from trueroll.weight_sync.worker import receiver as receiver_module
 from trueroll.weight_sync.worker.events import Broken, Opened, PushEvent, Reached
 from trueroll.weight_sync.worker.receiver import Receiver
 
@@ -497,6 +498,21 @@ def test_a_silent_trainer_breaks_the_push() -> None:
     feed.receiver.join(SECONDS)
     assert not feed.receiver.is_alive()
     assert feed.receiver.staging is None
+
+
+def test_a_worker_waits_longer_for_a_group_than_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the trainer names the worker that is silent, before another one says that the group did not form."""
+    limits: list[float] = []
+
+    def no_reader(source: object, push_id: str, timeout: float, join_timeout: float, *_: object) -> None:
+        limits.extend((timeout, join_timeout))
+        raise PushError("none")
+
+    monkeypatch.setattr(receiver_module, "GlooReader", no_reader)
+    feed = Feed(timeout=2.0, source=CollectiveSource(host="127.0.0.1", port=1, rank=1, world_size=2))
+    assert isinstance(feed.next(), Broken)
+    assert limits[0] == 2.0 and limits[1] >= 3.0
+    feed.receiver.join(SECONDS)
 
 
 def test_a_closed_receiver_lets_everything_go(feed: Feed) -> None:
