@@ -76,6 +76,7 @@ def test_pause_keeps_or_ends_what_runs(fronted: Front, running: WorkerOnThread, 
         fake.flow.set()
         assert fronted.post("/resume").json() == {"status": "resumed"}
         assert kept.result().json()["choices"] == expected
+        wait_until(lambda: num_open(running) == 0)  # what is open next is the next request
         fake.flow.clear()
         ended = threads.submit(fronted.post, "/v1/completions", body)
         wait_until(lambda: num_open(running) == 1)
