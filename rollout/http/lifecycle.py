@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,15 @@ from ..network.keys import Key
 from .errors import HttpError, given_twice
 from .fields import Fields, checked
 from .guard import Counters
+from .watch import Watch
 from .wire import answer, read_json
 
 if TYPE_CHECKING:
     import torch
 
 HEALTH_SECONDS = 5.0
+PATIENCE_SECONDS = 0.025
+"""`/health` waits so long for the worker while there is a recent report."""
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 _LISTS = {"tags"}
@@ -46,22 +50,44 @@ class UpdateFields(Fields):
     weight_version: Version | None = None
 
 
+def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> Any:
+    """A handler after which no earlier report of the worker counts."""
+
+    @wraps(handle)
+    async def handle_and_note(self: Lifecycle, request: Request) -> Response:
+        try:
+            return await handle(self, request)
+        finally:
+            self.watch.note_change()
+
+    return handle_and_note
+
+
 class Lifecycle:
-    """The calls that concern the worker, not a request. `keys`: `server_public_key` and `client_key`."""
+    """The calls that concern the worker, not a request. `keys`: `server_public_key` and `client_key`. `watch`: of the
+    same worker.
+    """
 
     def __init__(
-        self, client: AsyncRolloutClient, address: str, keys: tuple[Key | None, Key | None], counters: Counters
+        self,
+        client: AsyncRolloutClient,
+        watch: Watch,
+        address: str,
+        keys: tuple[Key | None, Key | None],
+        counters: Counters,
     ) -> None:
+        self.watch = watch
         self._client, self._address, self._keys, self._counters = client, address, keys, counters
         self._push_lock = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
-        """200 while the worker answers and has not failed."""
+        """200 while the worker answers and has not failed, or did so a moment ago."""
         _queries(request, {})
-        health = await self._health()
-        told = {"state": health.state, "weight_version": health.weight_version}
+        health, age = await self._health_or_report()
+        told = {"state": health.state, "weight_version": health.weight_version, "age_seconds": round(age, 3)}
         return answer(told, 503 if health.state == "failed" else 200)
 
+    @_changing
     async def pause(self, request: Request) -> Response:
         """Generate nothing until `/resume`."""
         queries = _queries(request, {"mode": _PAUSES, "clear_cache": ("true", "false")})
@@ -76,6 +102,7 @@ class Lifecycle:
             await self._client.invalidate_prefix_cache()
         return answer({"status": "paused"})
 
+    @_changing
     async def resume(self, request: Request) -> Response:
         """End a pause."""
         _queries(request, {})
@@ -86,6 +113,7 @@ class Lifecycle:
         _queries(request, {})
         return answer({"is_paused": (await self._health()).state == "paused"})
 
+    @_changing
     async def sleep(self, request: Request) -> Response:
         """Give memory back until `/wake_up`."""
         queries = _queries(request, {"level": ("1", "2"), "mode": _PAUSES, "tags": protocol.ALL_TAGS})
@@ -96,6 +124,7 @@ class Lifecycle:
         )
         return _told(status)
 
+    @_changing
     async def wake_up(self, request: Request) -> Response:
         """Take memory again."""
         return _told(await self._client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
@@ -104,11 +133,13 @@ class Lifecycle:
         _queries(request, {})
         return answer({"is_sleeping": bool((await self._health()).sleeping)})
 
+    @_changing
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Forget all cached prefixes."""
         _queries(request, {"reset_running_requests": ("false",), "reset_external": ("false",)})
         return _told(await self._client.invalidate_prefix_cache())
 
+    @_changing
     async def update_weights(self, request: Request) -> Response:
         """Serve the weights in a folder: of a push by `disk`, or of a checkpoint in Hugging Face format."""
         _queries(request, {})
@@ -129,6 +160,17 @@ class Lifecycle:
         registry.register(self._counters)
         content_type, page = exposition(registry, request.headers.get("Accept", ""))
         return Response(page, headers={"Content-Type": content_type})
+
+    async def _health_or_report(self) -> tuple[protocol.Health, float]:
+        """What the worker says, 0 seconds old, or its recent report if that takes long."""
+        if (report := self.watch.report()) is not None:
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    return await self._client.health(), 0.0
+            except TimeoutError:
+                health, age = report
+                return health, age + PATIENCE_SECONDS
+        return await self._health(), 0.0
 
     async def _health(self) -> protocol.Health:
         try:

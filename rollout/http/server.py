@@ -89,7 +89,8 @@ async def run(
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
         watch = Watch(client)
-        app = make_app(served, Lifecycle(client, config.address, keys, counters), watch, config, clients, counters)
+        lifecycle = Lifecycle(client, watch, config.address, keys, counters)
+        app = make_app(served, lifecycle, watch, config, clients, counters)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -24,12 +25,14 @@ import torch
 from fake_engine import SHAPES, SLOW_STEP, FakeEngine
 from http_fronts import Front, error_of, events, front_end
 from serving import WorkerOnThread, fake_process, serving
+from starlette.requests import Request
 from transformers import AutoModelForCausalLM
 
 from trueroll.errors import brief
-from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess
-from trueroll.rollout.http import app, server
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, protocol
+from trueroll.rollout.http import app, lifecycle, server, watch
 from trueroll.rollout.http.config import HttpConfig
+from trueroll.rollout.http.lifecycle import Lifecycle
 from trueroll.weight_sync.payload.manifest import MANIFEST_FILE
 
 PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
@@ -287,9 +290,74 @@ def test_without_a_worker_health_says_so(
     worker = fake_process(address=f"ipc://{tmp_path}/worker.sock")
     with front_end(worker.address, tokenizer=str(chat_model)) as front:
         worker.kill()
+        wait_until(lambda: front.get("/health").status_code == 503)  # what it reported last counts for a moment
         for response in (front.get("/health"), front.post("/v1/completions", {"prompt": [1]}), front.get("/metrics")):
             assert response.status_code == 503 and error_of(response)["code"] == "worker_lost"
             assert response.headers["Retry-After"] == "1"
+
+
+class SlowWorker:
+    """A client of a worker that answers while `answers` is set."""
+
+    def __init__(self) -> None:
+        self.answers = asyncio.Event()
+        self.state = "ready"
+        self.num_asked = 0
+
+    async def health(self) -> protocol.Health:
+        self.num_asked += 1
+        state = self.state
+        await self.answers.wait()
+        fields = dict(id="a", instance="b", seconds_since_progress=0.0, weight_version=3, engine=None)
+        return protocol.Health(state=state, requests={}, memory={}, limits={}, **fields)  # type: ignore[arg-type]
+
+    async def stats(self) -> protocol.Stats:
+        return protocol.Stats(id="a", engine={}, service={})
+
+    async def resume(self) -> None:
+        self.state = "paused"  # as if somebody else had paused it since
+
+
+async def asked_by_turns(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def test_while_the_worker_is_slow_health_tells_what_it_said_a_moment_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never what it said before a call of this front end changed its state."""
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(watch, "REPORT_SECONDS", 60.0)
+    request = Request({"type": "http", "method": "GET", "query_string": b"", "headers": []})
+
+    async def ask() -> None:
+        worker = SlowWorker()
+        looking = watch.Watch(worker)  # type: ignore[arg-type]
+        calls = Lifecycle(worker, looking, "", (None, None), None)  # type: ignore[arg-type]
+        worker.answers.set()
+        assert json.loads((await calls.health(request)).body) == dict(state="ready", weight_version=3, age_seconds=0)
+        looks = asyncio.create_task(looking.run())
+        await asked_by_turns(lambda: looking.report() is not None)
+        worker.answers.clear()
+        told = json.loads((await calls.health(request)).body)
+        assert told["state"] == "ready" and 0 < told["age_seconds"] < 60
+        num_asked = worker.num_asked
+        await asked_by_turns(lambda: worker.num_asked > num_asked)  # a look that will be answered after the change
+        await calls.resume(request)
+        assert looking.report() is None
+        asked = asyncio.create_task(calls.health(request))
+        await asyncio.wait({asked}, timeout=4 * lifecycle.PATIENCE_SECONDS)
+        assert not asked.done()
+        worker.answers.set()
+        assert json.loads((await asked).body) == dict(state="paused", weight_version=3, age_seconds=0)
+        await asked_by_turns(lambda: looking.report() is not None)
+        health, _ = looking.report() or (None, None)
+        assert health is not None and health.state == "paused"
+        monkeypatch.setattr(watch, "REPORT_SECONDS", -1.0)
+        assert looking.report() is None, "too old"
+        looks.cancel()
+
+    asyncio.run(ask())
 
 
 def test_where_no_process_can_be_made_a_text_is_told_to_come_later(
