@@ -24,6 +24,7 @@ inline void configure_tiles(long upper, long lower, long steps) {
     shape(5, lower, 4 * steps);
     shape(6, steps, 4 * LANES);
     shape(7, steps, 4 * LANES);
+    asm volatile("" : : "m"(config));  // GCC 12 takes the next line to read 8 bytes, and may drop what wrote the others
     _tile_loadconfig(config);
 }
 
