@@ -3,10 +3,11 @@
 Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
 Does not own the product that gives the logits (products.py).
 
-`log_probs`, `sample` and `next_tokens` run the same two kernels, compiled alike for any number of rows, so their bits
+Every op here that gives log-probs runs the same two kernels, compiled alike for any number of rows, so their bits
 agree. The first cuts each row at absolute multiples of SECTION and reduces a section to what the second folds: the
 highest logit, the sum of exponentials below it, and the best token. A NaN logit makes the sum NaN, and so the log-prob
-of every token of its row. `token_statistics` folds the same parts. Nothing here reads a value on the host.
+of every token of its row. `token_statistics` takes the folded sums: to fold them in a kernel of its own, with other
+warps, would add them in another order. Nothing here reads a value on the host.
 """
 
 from __future__ import annotations
@@ -65,39 +66,39 @@ def _choose(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of `next_tokens` for rows of float32 logits [M, V]; the other arguments are columns of `Wanted`."""
-    asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
-    parts = _reduce_sections(*asked, aligned(seeds), aligned(positions))
-    out = torch.empty_like(targets), torch.empty_like(temperatures), torch.empty_like(raw)
-    launch(_fold_sections_kernel, (len(logits),), *asked, *parts, *out, warps=1, **_sizes(logits))
-    return out
+    return _choose_and_sum(logits, targets, temperatures, raw, seeds, positions)[:3]
 
 
-def _reduce_sections(*asked: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `_reduce_section_kernel` gives, each [M, sections], for its inputs."""
-    rows, vocab_size = asked[0].shape
+def _choose_and_sum(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Those of `_choose`, and of each row the highest logit and the sum of exp(logit - that), float32 [M]."""
+    rows, vocab_size = logits.shape
     sections = -(-vocab_size // SECTION)
-    peaks, totals, bests = (asked[0].new_empty(rows, sections) for _ in range(3))
+    asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
+    draws = aligned(seeds), aligned(positions)
+    peaks, totals, bests = (logits.new_empty(rows, sections) for _ in range(3))
     parts = peaks, totals, bests, torch.empty_like(bests, dtype=torch.int32)
-    launch(_reduce_section_kernel, (rows, sections), *asked, *parts, warps=4, V=vocab_size, SECTION=SECTION)
-    return parts
-
-
-def _sizes(logits: Tensor) -> dict[str, int]:
-    sections = -(-logits.shape[1] // SECTION)
-    return dict(V=logits.shape[1], SECTIONS=sections, SPAN=triton.next_power_of_2(sections))
+    launch(_reduce_section_kernel, (rows, sections), *asked, *draws, *parts, warps=4, V=vocab_size, SECTION=SECTION)
+    out = torch.empty_like(targets), torch.empty_like(temperatures), torch.empty_like(raw)
+    sums = logits.new_empty(rows), logits.new_empty(rows)
+    sizes = dict(V=vocab_size, SECTIONS=sections, SPAN=triton.next_power_of_2(sections))
+    launch(_fold_sections_kernel, (rows,), *asked, *parts, *out, *sums, warps=1, **sizes)
+    return *out, *sums
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
     """torch's sort and gather only move data."""
     logits, ids = aligned(logits), aligned(token_ids)
     ones = torch.ones_like(ids, dtype=torch.float32)
-    peaks, totals, _, _ = _reduce_sections(logits, ids, ones, ones.bool(), ids, ids)
+    _, log_probs, _, peaks, totals = _choose_and_sum(logits, ids, ones, ones.bool(), ids, ids)
     top_ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
-    found = logits.gather(1, torch.cat((ids[:, None], top_ids), 1))
-    log_probs, entropy = torch.empty_like(found), torch.empty_like(ones)
-    args = logits, peaks, totals, found, log_probs, entropy, 1 + k
-    launch(_statistics_kernel, (len(logits),), *args, warps=4, **_sizes(logits), SECTION=SECTION, WIDTH=_LISTED)
-    return TokenStatistics(log_probs[:, 0], entropy, top_ids, log_probs[:, 1:])
+    top_logits, entropy = aligned(logits.gather(1, top_ids)), torch.empty_like(ones)
+    top_log_probs = torch.empty_like(top_logits)
+    args = logits, peaks, totals, top_logits, top_log_probs, entropy, k
+    sizes = dict(V=logits.shape[1], SECTION=SECTION, WIDTH=_LISTED)
+    launch(_statistics_kernel, (len(logits),), *args, warps=4, **sizes)
+    return TokenStatistics(log_probs, entropy, top_ids, top_log_probs)
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -166,11 +167,13 @@ def _fold_sections_kernel(
     token_ids_ptr: tl.tensor,
     logprobs_ptr: tl.tensor,
     finite_ptr: tl.tensor,
+    peak_ptr: tl.tensor,
+    total_ptr: tl.tensor,
     V: tl.constexpr,
     SECTIONS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """One row: its token, the token's log-prob, and whether both are numbers."""
+    """One row: its token, the token's log-prob, whether both are numbers, and the sums of its sections."""
     row = tl.program_id(0).to(tl.int64)
     sections = tl.arange(0, SPAN)
     parts, real = row * SECTIONS + sections, sections < SECTIONS
@@ -179,44 +182,36 @@ def _fold_sections_kernel(
     target = tl.load(targets_ptr + row)
     token = tl.where(target < 0, tl.min(tl.where(bests == tl.max(bests, 0), best_ids, V), 0), target)
 
-    peak, total = _fold_sums(peaks_ptr, totals_ptr, row, SECTIONS, SPAN)
+    peaks = tl.load(peaks_ptr + parts, mask=real, other=-float("inf"))
+    totals = tl.load(totals_ptr + parts, mask=real, other=0.0)
+    peak = tl.max(peaks, 0)
+    total = tl.sum(totals * tl.exp(peaks - _zero_if_none(peak)), 0)
     logit = tl.load(logits_ptr + row * V + token)
     scaled = tl.div_rn(logit, tl.load(temperatures_ptr + row))
     logprob = tl.where(tl.load(raw_ptr + row), logit, scaled) - peak - tl.log(total)
     tl.store(token_ids_ptr + row, token)
     tl.store(logprobs_ptr + row, logprob)
     tl.store(finite_ptr + row, (tl.abs(scaled) < float("inf")) & (logprob == logprob))
-
-
-@device_function
-def _fold_sums(peaks_ptr: tl.tensor, totals_ptr: tl.tensor, row: tl.tensor, SECTIONS: tl.constexpr, SPAN: tl.constexpr):
-    """(highest logit, sum of exp(logit - that)) of a row, from its sections."""
-    sections = tl.arange(0, SPAN)
-    parts, real = row * SECTIONS + sections, sections < SECTIONS
-    peaks = tl.load(peaks_ptr + parts, mask=real, other=-float("inf"))
-    totals = tl.load(totals_ptr + parts, mask=real, other=0.0)
-    peak = tl.max(peaks, 0)
-    return peak, tl.sum(totals * tl.exp(peaks - _zero_if_none(peak)), 0)
+    tl.store(peak_ptr + row, peak)
+    tl.store(total_ptr + row, total)
 
 
 @exact_jit
 def _statistics_kernel(
     logits_ptr: tl.tensor,
-    peaks_ptr: tl.tensor,
-    totals_ptr: tl.tensor,
+    peak_ptr: tl.tensor,
+    total_ptr: tl.tensor,
     found_ptr: tl.tensor,
     log_probs_ptr: tl.tensor,
     entropy_ptr: tl.tensor,
     count: tl.tensor,
     V: tl.constexpr,
-    SECTIONS: tl.constexpr,
-    SPAN: tl.constexpr,
     SECTION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
     """One row: the log-probs of `count` logits of it, and its entropy."""
     row = tl.program_id(0).to(tl.int64)
-    peak, total = _fold_sums(peaks_ptr, totals_ptr, row, SECTIONS, SPAN)
+    peak, total = tl.load(peak_ptr + row), tl.load(total_ptr + row)
     weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)
     for start in range(0, V, SECTION):
         ids = start + tl.arange(0, SECTION)

@@ -10,8 +10,9 @@ from trueroll.kernels.contract import AttentionBatch, Backend
 from .moved import DEVICE, random, same, sized
 
 BLOCK_SIZE, KV_HEADS, HEADS, SIZE = 16, 4, 28, 128
-BLOCKS = 2**31 // (BLOCK_SIZE * KV_HEADS * SIZE) + 128
 LENS = sized((1500, 700, 3), (40, 3))
+WIDTH = -(-max(LENS) // BLOCK_SIZE)
+BLOCKS = 2**31 // (BLOCK_SIZE * KV_HEADS * SIZE) + len(LENS) * WIDTH
 
 
 def new_cache() -> Tensor:
@@ -28,8 +29,7 @@ def slots_of(tables: Tensor) -> Tensor:
 def test_attention_at_both_ends_of_large_caches(kernels: Backend) -> None:
     """Prefill, decode, and decode as graphs have it, of the same keys and values in the first and the last blocks."""
     k_cache, v_cache = new_cache(), new_cache()
-    width = -(-max(LENS) // BLOCK_SIZE)
-    near = torch.arange(len(LENS) * width, device=DEVICE).view(len(LENS), width)
+    near = torch.arange(len(LENS) * WIDTH, device=DEVICE).view(len(LENS), WIDTH)
     far = BLOCKS - 1 - near
     assert int(slots_of(far).min()) * KV_HEADS * SIZE >= 2**31, "premise: beyond 2**31 elements"
     k, v = (random(sum(LENS), KV_HEADS, SIZE, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
@@ -44,7 +44,7 @@ def test_attention_at_both_ends_of_large_caches(kernels: Backend) -> None:
         batches = (
             (q, AttentionBatch(queries, list(LENS), tables)),
             (last, AttentionBatch(range(len(LENS) + 1), list(LENS), tables)),
-            (last, AttentionBatch(range(len(LENS) + 1), [width * BLOCK_SIZE] * len(LENS), tables, lens)),
+            (last, AttentionBatch(range(len(LENS) + 1), [WIDTH * BLOCK_SIZE] * len(LENS), tables, lens)),
         )
         found.append([kernels.paged_attention(rows, k_cache, v_cache, batch, SIZE**-0.5) for rows, batch in batches])
     assert all(out.isfinite().all() for out in found[0])

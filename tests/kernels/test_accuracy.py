@@ -325,7 +325,7 @@ def rows_with_ties(vocab_size: int) -> Tensor:
     return rows
 
 
-@pytest.mark.parametrize("vocab_size,k", [(17, 17), (50, 50), (1001, 1), (2100, 8), (2100, 0)])
+@pytest.mark.parametrize("vocab_size,k", [(17, 17), (50, 50), (1001, 1), (2100, 8), (2100, 0), (152064, 8)])
 def test_token_statistics(ops: Backend, vocab_size: int, k: int) -> None:
     rows, ids = rows_with_ties(vocab_size), torch.arange(6) * 769 % vocab_size
     found = ops.token_statistics(rows, ids, k)
