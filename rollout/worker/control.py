@@ -639,9 +639,10 @@ class Control:
 
     def _finish_commit(self, call: protocol.CommitPush, seconds: float) -> None:
         assert self._push is not None
-        started, self._push, self._served_push = self._push.receiver.progress.started, None, call.push_id
         self._timings.commit_pause.observe(seconds)
-        self._timings.push.observe(time.monotonic() - started)
+        self._timings.push.observe(time.monotonic() - self._push.receiver.progress.started)
+        self._push.staging = None
+        self._push, self._served_push = None, call.push_id
         log.info("push %s: version %d is served", call.push_id, self._host.weight_version())
         self._reply_push(call.id, call.push_id, "committed", seconds)
 
@@ -672,6 +673,7 @@ class Control:
             self._abandoned.append(self._push.receiver)
         self._refuse_all(self._push, error)
         self._push.receiver.close()
+        self._push.staging = None
         self._push = None
 
     def _refuse_all(self, push: _Push, error: TruerollError) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engine import SHAPES, STAGING_BYTES, FakeEngine
+from fake_engine import SHAPES, STAGING_BYTES, FakeEngine, FakeStaging
 from pushing import HandPush, ask
 from serving import RawClient, WorkerOnThread, serving
 
@@ -562,6 +564,29 @@ def test_an_aborted_push_is_forgotten(raw: RawClient, engine: FakeEngine) -> Non
         assert push.abort()["phase"] == "aborted" and push.abort()["phase"] == "aborted"
         assert push.commit()["code"] == "push_failed"
     assert engine.actions == [] and raw.health()["push"] is None
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_what_a_push_has_staged_goes_with_it_and_waits_for_no_garbage_collection(
+    raw: RawClient, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    staged: list[weakref.ref[FakeStaging]] = []
+    new = FakeStaging.__init__
+
+    def note(staging: FakeStaging, *args: Any) -> None:
+        staged.append(weakref.ref(staging))
+        new(staging, *args)
+
+    monkeypatch.setattr(FakeStaging, "__init__", note)
+    gc.disable()
+    try:
+        with HandPush(raw, NEW) as push:
+            push.up_to_verify()
+            assert staged[0]() is not None
+            getattr(push, end)()
+            wait_until(lambda: staged[0]() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain"])
