@@ -7,6 +7,7 @@ the rates, how long `/health` was silent, and how the attacks ended.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -28,7 +29,10 @@ MOST_SILENT_MS = 100.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--num-threads", type=int, help="of the worker")
+    leaves_one = max(1, (os.cpu_count() or 1) - 1)
+    parser.add_argument(
+        "--num-threads", type=int, default=leaves_one, help="of the worker; one core is left to the front end"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of the siege; alone takes a tenth, at least 10")
     parser.add_argument("--attackers", type=int, default=192)
     parser.add_argument("--good", type=int, default=8)
