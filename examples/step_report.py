@@ -79,11 +79,11 @@ class Host:
                 num_threads=1,
             )
             self.engine = Engine(config, load_dummy(config))
-        self.engine._runs_ahead = True
+        self.engine._executor.runs_ahead = True
         self.random = np.random.default_rng(0)
         hidden = torch.zeros(1, MODEL["hidden_size"])
-        self.engine._runner.forward = lambda token_ids, *_: ModelOutput(hidden.expand(len(token_ids), -1), {})
-        self.engine._sampler.next_tokens = lambda _, wanted: self.draw(len(wanted.rows))
+        self.engine._executor._runner.forward = lambda token_ids, *_: ModelOutput(hidden.expand(len(token_ids), -1), {})
+        self.engine._executor._sampler.next_tokens = lambda _, wanted: self.draw(len(wanted.rows))
         for i in range(num_sequences // GROUP):
             params = SamplingParams(n=GROUP, max_tokens=STEPS + 32, seed=i)
             self.engine.add(GenerateRequest(str(i), self.random.integers(1, 1000, PROMPT).astype(np.int32), params))

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueroll.engine.engine import PoolStats
 from trueroll.engine.request import (
     GenerateRequest,
     Output,
@@ -29,6 +28,7 @@ from trueroll.engine.request import (
     WeightSpan,
     derive_seed,
 )
+from trueroll.engine.stats import PoolStats
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 from trueroll.weight_sync.payload.manifest import checksum
 from trueroll.weight_sync.payload.tensors import raw_bytes

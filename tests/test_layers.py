@@ -80,6 +80,7 @@ OUTPUTS = {"request", "outputs"}
 ENGINE = {
     "request": set(),
     "config": {"request"},
+    "stats": set(),
     "outputs.tops": set(),
     "outputs.routes": set(),
     "outputs.stop_strings": {"models"},
@@ -96,6 +97,7 @@ ENGINE = {
     "scheduling.recurrent": {"cache.prefix_cache", "cache.states", "scheduling.lanes", "scheduling.sequence"},
     "scheduling.scheduler": {"outputs", "cache.prefix_cache", "cache.routes", "cache.states"}
     | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence")},
+    "scheduling.prompts": {"scheduling.sequence"},
     "models": {"models"},
     "running.draws": OUTPUTS,
     "running.step": OUTPUTS | {"scheduling.lanes", "scheduling.sequence", "running.draws"},
@@ -108,6 +110,16 @@ ENGINE = {
     "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
+    "running.executor": {"config", "models", "outputs.routes", "request"}
+    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "sampler", "step", "warm_up")}
+    | {"running.weights"},
+    "ledger": OUTPUTS | {"scheduling.sequence"},
+    "admission": OUTPUTS
+    | {"ledger", "running.loading"}
+    | {f"scheduling.{name}" for name in ("prompts", "scheduler", "sequence")},
+    "pipeline": OUTPUTS
+    | {"ledger", "running.executor", "running.sampler", "running.step"}
+    | {f"scheduling.{name}" for name in ("prompts", "scheduler", "sequence")},
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = set()

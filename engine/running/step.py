@@ -42,7 +42,7 @@ class Step:
     `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers. And for each window of the
     model's layers `slots` [M], where in the cache the KV of the tokens goes; `block_tables` [N, max_blocks], those of
     `AttentionBatch`; `block_copies` [C, 2], source and destination of each block that is copied before anything is
-    computed.
+    computed. `records_routes`: somebody records which experts are chosen for some of the tokens.
     """
 
     token_ids: np.ndarray
@@ -56,6 +56,7 @@ class Step:
     block_copies: Sequence[np.ndarray]
     draws: Draws
     scores: Sequence[ScoredRows]
+    records_routes: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +116,7 @@ def plan_step(
         block_copies=[_pairs(copies) for copies in block_copies],
         draws=_draws(chunks, lanes, purposes, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in purposes.scores],
+        records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
     )
 
 

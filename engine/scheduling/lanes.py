@@ -1,73 +1,60 @@
 """The running sequences as arrays, kept from step to step: what a step needs of each is gathered at once.
 
-Owns which lane of the arrays each running sequence has. A sequence itself is the truth: its lane repeats what every
-step asks of it. Scheduler and engine write both, many lanes at a time where they change in every step.
+Owns which lane of the arrays each running sequence has, and gives sequences their tokens: tokens and counters change
+together. Counters of a running sequence are stored here alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as AnySequence
-from typing import Any
 
 import numpy as np
 
+from ...kernels.contract import NO_SLOT
 from ..outputs.draw_records import DRAW
 from ..outputs.open_requests import OpenSample
-from .sequence import Generation, Sequence
+from .sequence import Columns, Generation, Sequence
 
 _FEWEST_BLOCKS = 16
 
 
-class Lanes:
-    """Up to `capacity` running sequences; the place of each is `sequence.lane`. Columns, int64 [capacity]:
+class Lanes(Columns):
+    """Up to `capacity` running sequences; the place of each is `sequence.lane`. Beside the columns of all:
 
-    `num_tokens`, `num_computed`, `num_prompt_tokens`, `unseen_row` (-1 for none), `num_blocks`, `source`, `target`:
-    what they are of a sequence. `last_token`: the last one that is seen. `tables`, for each group [capacity, blocks]:
-    their block tables, filled up with zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one
-    sample that has tokens; `samples`, `draws`: that sample and its `DRAW`.
+    `num_blocks`, int64 [capacity]; `tables`, for each group int64 [capacity, blocks]: the block tables, filled up with
+    zeros. `sequences`: themselves. `is_decoding`, bool: whether they are of one sample that has tokens; `samples`,
+    `draws`: that sample and its `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
-        self.num_tokens = np.zeros(capacity, np.int64)
-        self.num_computed = np.zeros(capacity, np.int64)
-        self.num_prompt_tokens = np.zeros(capacity, np.int64)
-        self.unseen_row = np.zeros(capacity, np.int64)
+        super().__init__(capacity)
         self.num_blocks = np.zeros(capacity, np.int64)
-        self.last_token = np.zeros(capacity, np.int64)
-        self.source, self.target = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         self.tables = [np.zeros((capacity, _FEWEST_BLOCKS), np.int64) for _ in range(num_groups)]
         self.sequences, self.samples = np.full(capacity, None, object), np.full(capacity, None, object)
         self.is_decoding, self.draws = np.zeros(capacity, np.bool_), np.zeros(capacity, DRAW)
         self._free = list(reversed(range(capacity)))
 
-    def enter(self, sequence: Sequence) -> None:
-        """Gives a sequence that begins to run a lane."""
-        sequence.lane = lane = self._free.pop()
+    def enter(self, sequence: Sequence, num_computed: int = 0, slot: int = NO_SLOT, source: int = NO_SLOT) -> None:
+        """Gives a sequence that begins to run, with KV of its first `num_computed` tokens, a lane."""
+        lane = self._free.pop()
+        sequence.columns, sequence.lane = self, lane
         self.sequences[lane] = sequence
+        self.num_computed[lane], self.num_prompt_tokens[lane] = num_computed, sequence.num_prompt_tokens
+        self.slot[lane], self.source[lane], self.target[lane] = slot, source, slot
+        self.num_blocks[lane] = 0
         for table in self.tables:
             table[lane] = 0
-        self.num_blocks[lane] = 0
-        self.repeat(sequence)
+        self.add_blocks(sequence)
+        self._see(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Takes the lane of a sequence that runs no longer."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
         self._free.append(sequence.lane)
-        sequence.lane = -1
-
-    def repeat(self, sequence: Sequence) -> None:
-        """Writes the lane of a sequence anew, if it has one."""
-        lane = sequence.lane
-        if lane < 0:
-            return
-        for name, value in self._values(sequence).items():
-            getattr(self, name)[lane] = value
-        self.add_blocks(sequence)
-        if (sample := self.samples[lane]) is not None:
-            self.draws[lane] = sample.draw
+        sequence.columns, sequence.lane = None, -1
 
     def add_blocks(self, sequence: Sequence) -> None:
-        """Repeats the blocks that a sequence with a lane got."""
+        """Adds to a lane the blocks that its sequence got."""
         lane, table = sequence.lane, sequence.table
         known, count = int(self.num_blocks[lane]), len(table)
         if count > self.tables[0].shape[1]:
@@ -76,54 +63,73 @@ class Lanes:
             rows[lane, known:count] = blocks[known:]
         self.num_blocks[lane] = count
 
-    def holds(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> np.ndarray:
-        """Which of some lanes are still those of the sequences that had them, bool [lanes]."""
-        return np.fromiter((sequence.lane for sequence in sequences), np.int64, len(lanes)) == lanes
+    def expect_first(self, sequence: Sequence, row: int) -> None:
+        """Counts the token of this row of the draws under way as the first one of a sequence of one sample."""
+        self.num_tokens[sequence.lane] += 1
+        self.unseen_row[sequence.lane] = row
+        self._find_sample(sequence)
 
     def expect(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> None:
         """Counts, for sequences that decode, the token of row i of the draws under way as the i-th one's next token,
         unless that is the last one it may get.
         """
-        goes_on = self.holds(lanes, sequences) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
+        goes_on = self._holds(lanes, sequences) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
         rows = np.flatnonzero(goes_on)
         self.num_tokens[lanes[rows]] += 1
         self.unseen_row[lanes[rows]] = rows
-        for row in rows.tolist():
-            sequences[row].unseen_row = row
 
-    def see(self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int]) -> None:
-        """Repeats that each of some sequences got its next token, which may have been counted before it was seen."""
-        held = np.flatnonzero(self.holds(lanes, sequences))
+    def begin(self, sequence: Sequence, sample: OpenSample, token_id: int) -> None:
+        """From now on a sequence, which may wait, is of this sample alone, whose first token it gets."""
+        sequence.purpose = Generation([sample])
+        sequence.tokens.append(token_id)
+        if sequence.lane >= 0:
+            self._see(sequence)
+
+    def accept(self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int]) -> None:
+        """Gives each of some sequences that decode its next token. `lanes`: those that they had when the step was
+        planned; who left its lane since gets it, too.
+        """
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            sequence.tokens.append(token_id)
+        held = np.flatnonzero(self._holds(lanes, sequences))
         lanes = lanes[held]
         self.last_token[lanes] = np.array(token_ids)[held]
         self.num_tokens[lanes] += self.unseen_row[lanes] < 0
         self.unseen_row[lanes] = -1
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise RuntimeError unless each sequence that runs has a lane that repeats it, and there is no other lane."""
-        for sequence in running:
-            lane = sequence.lane
-            same = lane >= 0 and self.sequences[lane] is sequence
-            same = same and all(getattr(self, name)[lane] == value for name, value in self._values(sequence).items())
-            blocks = [blocks.tolist() for blocks in sequence.table.blocks]
-            if not same or [table[lane, : self.num_blocks[lane]].tolist() for table in self.tables] != blocks:
-                raise RuntimeError(f"lanes: expected what lane {lane} repeats to be that of sequence {sequence.order}")
+        """Raise RuntimeError unless each sequence that runs has a lane that fits it, and there is no other lane."""
+        if wrong := [sequence for sequence in running if not self._fits(sequence)]:
+            raise RuntimeError(f"lanes: expected a lane that fits sequence {wrong[0].order}, found {wrong[0].lane}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: expected {len(running)} lanes in use, as many as sequences run")
 
-    def _values(self, sequence: Sequence) -> dict[str, Any]:
-        sample = _sample_of(sequence)
-        return dict(
-            num_tokens=sequence.num_tokens,
-            num_computed=sequence.num_computed,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            unseen_row=-1 if sequence.unseen_row is None else sequence.unseen_row,
-            last_token=sequence.tokens[-1],
-            source=sequence.source,
-            target=sequence.target,
-            is_decoding=sample is not None,
-            samples=sample,
-        )
+    def _holds(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> np.ndarray:
+        """Which of some lanes are still those of the sequences that had them, bool [lanes]."""
+        return np.fromiter((sequence.lane for sequence in sequences), np.int64, len(lanes)) == lanes
+
+    def _see(self, sequence: Sequence) -> None:
+        """All tokens of a running sequence are seen."""
+        lane = sequence.lane
+        self.num_tokens[lane], self.last_token[lane] = len(sequence.tokens), sequence.tokens[-1]
+        self.unseen_row[lane] = -1
+        self._find_sample(sequence)
+
+    def _find_sample(self, sequence: Sequence) -> None:
+        lane, sample = sequence.lane, _sample_of(sequence)
+        self.samples[lane], self.is_decoding[lane] = sample, sample is not None
+        if sample is not None:
+            self.draws[lane] = sample.draw
+
+    def _fits(self, sequence: Sequence) -> bool:
+        lane, sample = sequence.lane, _sample_of(sequence)
+        if lane < 0 or self.sequences[lane] is not sequence or self.samples[lane] is not sample:
+            return False
+        counts = len(sequence.tokens) + (self.unseen_row[lane] >= 0), sequence.num_prompt_tokens, sequence.tokens[-1]
+        stored = self.num_tokens[lane], self.num_prompt_tokens[lane], self.last_token[lane]
+        blocks = [table[lane, : self.num_blocks[lane]].tolist() for table in self.tables]
+        is_same = counts == stored and self.is_decoding[lane] == (sample is not None)
+        return bool(is_same) and blocks == [blocks.tolist() for blocks in sequence.table.blocks]
 
 
 def _wider(rows: np.ndarray, width: int) -> np.ndarray:

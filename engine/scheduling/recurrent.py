@@ -1,8 +1,9 @@
 """Which slot of recurrent state each running sequence reads and writes, and where checkpoints are taken.
 
-A running sequence has a slot of its own, `sequence.slot`. It reads `sequence.source`: its own after a step, none if it
-begins, a checkpoint's or a parent's if it goes on from there. It writes `sequence.target`: its own, or one reserved for
-a checkpoint. It holds a reference to each, and a step under way holds one to the checkpoint that it writes.
+A running sequence has a `slot` of its own. It reads its `source`: its own after a step, none if it begins, a
+checkpoint's or a parent's if it goes on from there. It writes its `target`: its own, or one reserved for a checkpoint.
+It holds a reference to each, and a step under way holds one to the checkpoint that it writes. All three are columns of
+its lane (`sequence.Columns`).
 
 Checkpoints lie at absolute positions, all of them borders of blocks, and chunks are cut there:
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +44,16 @@ class Intervals:
 NO_CHECKPOINTS = Intervals(0, 0)
 
 
+class Slots(NamedTuple):
+    """What a sequence begins to run with: a slot of its own, and the one whose state it goes on from."""
+
+    own: int
+    source: int
+
+
+NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
+
+
 class RecurrentStates:
     """The slots of running sequences, and the checkpoints that their steps take."""
 
@@ -53,20 +65,18 @@ class RecurrentStates:
         self._branches: dict[bytes, Sequence] = {}  # by the last block before them: who takes the checkpoint there
         self._pending: dict[tuple[Sequence, int], int] = {}  # of steps under way: sequence and position -> slot
 
-    def begin(self, sequence: Sequence, hits: list[Entry]) -> bool:
-        """Gives a sequence that is about to run a slot, and the state at the end of `hits`. False, with nothing
-        changed, if there is no slot.
+    def begin(self, hits: list[Entry]) -> Slots | None:
+        """Slots for a sequence that is about to run, with the state at the end of `hits`. None, with nothing changed,
+        if there is none left.
         """
         # First what is restored, so that taking a slot cannot evict it.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT
         own = self.slots.take()
         if own is None:
             self._drop(source)
-            return False
-        sequence.slot = sequence.target = own
-        sequence.source = source
+            return None
         self.slots.stats.restored += source != NO_SLOT
-        return True
+        return Slots(own, source)
 
     def branch_under_way(self, sequence: Sequence, num_resumed: int, num_hits: int) -> bytes | None:
         """Of the blocks that a sequence would have to compute though they are cached, the last one at whose end another
@@ -92,16 +102,17 @@ class RecurrentStates:
                 del self._branches[key]
             sequence.branch = 0
 
-    def fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Lets a child go on from its parent's state, which stays as it is from now on. False if there is no slot."""
-        if self.slots.num_available < 1 + (parent.source == parent.slot):
-            return False
-        if parent.source == parent.slot:
-            parent.slot = parent.target = self._taken()
-            self._lanes.repeat(parent)
-        child.slot = child.target = self._taken()
-        child.source = self.slots.share(parent.source)
-        return True
+    def fork(self, parent: Sequence) -> Slots | None:
+        """Slots for a child that goes on from its parent's state, which stays as it is from now on. None if there is
+        none left.
+        """
+        lanes, lane = self._lanes, parent.lane
+        is_own = lanes.source[lane] == lanes.slot[lane]
+        if self.slots.num_available < 1 + is_own:
+            return None
+        if is_own:
+            lanes.slot[lane] = lanes.target[lane] = self._taken()
+        return Slots(self._taken(), self.slots.share(int(lanes.source[lane])))
 
     def cut(self, sequence: Sequence, size: int) -> int:
         """As much of the next `size` tokens as ends at the next checkpoint, for which a slot is then reserved."""
@@ -113,8 +124,7 @@ class RecurrentStates:
             if sequence.num_computed + size >= sequence.branch:
                 self._leave_branch(sequence)
             return size
-        sequence.target = reserved
-        self._lanes.repeat(sequence)
+        self._lanes.target[sequence.lane] = reserved
         return place - sequence.num_computed
 
     def cuts_decodes(self, lanes: np.ndarray) -> bool:
@@ -122,24 +132,16 @@ class RecurrentStates:
         interval = self._intervals.decodes if self.slots.budget else 0
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
 
-    def cancel(self, sequence: Sequence) -> None:
-        """Takes back what `cut` reserved for a step that is not computed."""
-        if sequence.target != sequence.slot:
-            self.slots.cancel(sequence.target)
-            sequence.target = sequence.slot
-
     def advance(self, chunks: Chunks) -> None:
         """Records that a step leaves the states of `chunks` in their targets: the next one goes on from there."""
-        lanes = chunks.lanes
-        moved = np.flatnonzero(self._lanes.source[lanes] != self._lanes.target[lanes])
-        for sequence, _, end in chunks.take(moved):
-            if sequence.source != sequence.slot:
-                self._drop(sequence.source)
-            if sequence.target != sequence.slot:
-                self._pending[sequence, end] = sequence.target
-                self.slots.share(sequence.target)
-            sequence.source, sequence.target = sequence.target, sequence.slot
-            self._lanes.repeat(sequence)
+        slot, source, target = self._lanes.slot, self._lanes.source, self._lanes.target
+        for place in np.flatnonzero(source[chunks.lanes] != target[chunks.lanes]).tolist():
+            lane, end = chunks.lanes[place], int(chunks.ends[place])
+            if source[lane] != slot[lane]:
+                self._drop(int(source[lane]))
+            if target[lane] != slot[lane]:
+                self._pending[chunks.sequences[place], end] = self.slots.share(int(target[lane]))
+            source[lane], target[lane] = target[lane], slot[lane]
 
     def publish(self, chunks: Chunks, epoch: int) -> None:
         """Makes the checkpoints ready at which `chunks` end, now that these are published; those of an earlier epoch,
@@ -159,20 +161,24 @@ class RecurrentStates:
                 self.slots.cancel(slot)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes its slots from a sequence that runs no longer."""
-        if sequence.slot == NO_SLOT:
-            return
+        """Takes the slots of a sequence that is about to leave its lane; what `cut` reserved is not computed."""
         self._leave_branch(sequence)
-        self.cancel(sequence)
-        if sequence.source != sequence.slot:
-            self._drop(sequence.source)
-        self.slots.release(sequence.slot)
-        sequence.slot = sequence.source = sequence.target = NO_SLOT
+        slot, source, target = self._held(sequence)
+        if target != slot:
+            self.slots.cancel(target)
+        if source != slot:
+            self._drop(source)
+        self.slots.release(slot)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         """Raise RuntimeError unless each slot is accounted for."""
-        held = [slot for s in running for slot in {s.slot, s.source, s.target} - {NO_SLOT}]
+        held = [slot for sequence in running for slot in {*self._held(sequence)} - {NO_SLOT}]
         self.slots.check_integrity([*held, *self._pending.values()])
+
+    def _held(self, sequence: Sequence) -> tuple[int, int, int]:
+        """Slot, source and target of a running sequence."""
+        lanes, lane = self._lanes, sequence.lane
+        return int(lanes.slot[lane]), int(lanes.source[lane]), int(lanes.target[lane])
 
     def _next(self, sequence: Sequence) -> int:
         """Where the next checkpoint of a sequence lies; 0 if there is none within its tokens."""

@@ -30,14 +30,14 @@ from ..cache.routes import RouteRecords
 from ..cache.states import StateSlots
 from ..outputs.open_requests import OpenSample
 from .lanes import Lanes
-from .recurrent import NO_CHECKPOINTS, Intervals, RecurrentStates
+from .recurrent import NO_CHECKPOINTS, NO_SLOTS, Intervals, RecurrentStates, Slots
 from .sequence import Chunks, Generation, Sequence
 
 # To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
 _MOST_LOOKUPS_IN_VAIN = 32
 
 
-class Admission(Enum):
+class Outcome(Enum):
     """What became of a waiting sequence in this step."""
 
     ADMITTED = auto()
@@ -164,8 +164,6 @@ class Scheduler:
 
     def advance(self, chunks: Chunks) -> None:
         """Records that a step computes the KV of `chunks`: the next one goes on from their ends."""
-        for sequence, end in zip(chunks.sequences, chunks.ends.tolist(), strict=True):
-            sequence.num_computed = end
         self.lanes.num_computed[chunks.lanes] = chunks.ends
         if self.states is not None:
             self.states.advance(chunks)
@@ -214,16 +212,18 @@ class Scheduler:
         child.routes = None if parent.routes is None else parent.routes.fork()
         num_fresh = len(parent.table) - parent.num_computed // self.cache.block_size
         has_room = len(self.running) < self.max_num_seqs and num_fresh <= self.cache.num_available
-        has_room = has_room and len(parent.table) > 0
-        if not has_room or (self.states is not None and not self.states.fork(parent, child)):
+        slots = self._fork_slots(parent) if has_room and parent.table else None
+        if slots is None:
             self.add(child)
             return child
         child.table, copies = self.cache.fork(parent.table, parent.num_computed)
-        child.num_computed = parent.num_computed
-        self._run(child)
+        self._run(child, parent.num_computed, slots)
         for pending, new in zip(self._block_copies, copies, strict=True):
             pending.update(new)
         return child
+
+    def _fork_slots(self, parent: Sequence) -> Slots | None:
+        return NO_SLOTS if self.states is None else self.states.fork(parent)
 
     def take_block_copies(self) -> list[dict[int, int]]:
         """What has to be copied before the next step computes anything, once: of each group destination to source."""
@@ -241,7 +241,6 @@ class Scheduler:
             self._stop(sequence)
         else:
             _remove(self._ready, sequence)
-        self._release(sequence)
 
     def recompute_running(self) -> None:
         """Takes all blocks from every running sequence; they wait, and are computed anew when their turn comes."""
@@ -316,25 +315,23 @@ class Scheduler:
     def _suspend(self, sequence: Sequence) -> None:
         """Takes all blocks from a running sequence. It waits to be computed anew; its published blocks may be hit."""
         self._stop(sequence)
-        self._release(sequence)
         self.add(sequence)
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: Sequence, num_computed: int, slots: Slots) -> None:
         insort(self.running, sequence, key=_order)
-        self.lanes.enter(sequence)
+        self.lanes.enter(sequence, num_computed, *slots)
         self._running_lanes = None
 
     def _stop(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
-        self.lanes.leave(sequence)
-        self._running_lanes = None
-
-    def _release(self, sequence: Sequence) -> None:
+        """Takes all that a running sequence holds."""
         self.cache.unclaim(sequence.chain)
         self.cache.release(sequence.table)
         if self.states is not None:
             self.states.release(sequence)
-        sequence.table, sequence.num_computed = Table(), 0
+        sequence.table = Table()
+        _remove(self.running, sequence)
+        self.lanes.leave(sequence)
+        self._running_lanes = None
 
     def _admit_waiting(self, plan: _Plan) -> None:
         self._take_back()
@@ -343,9 +340,9 @@ class Scheduler:
             if plan.budget == 0 or len(self.running) >= self.max_num_seqs:
                 break
             outcome = self._admit(self._ready[0], plan)
-            if outcome is Admission.WAIT_FOR_BLOCKS:
+            if outcome is Outcome.WAIT_FOR_BLOCKS:
                 break
-            lookups_in_vain += outcome is Admission.WAIT_FOR_PREFIX
+            lookups_in_vain += outcome is Outcome.WAIT_FOR_PREFIX
         self.stats.deferred_admissions += self._num_aside
 
     def _take_back(self) -> None:
@@ -361,7 +358,7 @@ class Scheduler:
         """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
         return self.cache.is_claimed(key) or (self.states is not None and self.states.is_branch(key))
 
-    def _admit(self, sequence: Sequence, plan: _Plan) -> Admission:
+    def _admit(self, sequence: Sequence, plan: _Plan) -> Outcome:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
         cache = self.cache
         if sequence.chain.epoch != cache.epoch:
@@ -373,23 +370,23 @@ class Scheduler:
         claim = cache.find_claim(sequence.chain, len(hits), limit)
         if claim is not None:
             self._set_aside(sequence, claim)
-            return Admission.WAIT_FOR_PREFIX
+            return Outcome.WAIT_FOR_PREFIX
         resumed = hits if self.states is None else cache.deepest(hits, self.states.slots.is_ready)
         if self.states is not None:
             branch = self.states.branch_under_way(sequence, len(resumed), len(hits))
             if branch is not None:
                 self._set_aside(sequence, branch)
-                return Admission.WAIT_FOR_PREFIX
+                return Outcome.WAIT_FOR_PREFIX
         if not cache.can_hold(resumed, sequence.num_tokens, self.max_num_batched_tokens):
-            return Admission.WAIT_FOR_BLOCKS
-        if self.states is not None:
-            if not self.states.begin(sequence, resumed):
-                return Admission.WAIT_FOR_BLOCKS
-            if len(resumed) < len(hits):
-                self.states.expect_branch(sequence, len(hits))
-        self._start(sequence, resumed, plan)
+            return Outcome.WAIT_FOR_BLOCKS
+        slots = NO_SLOTS if self.states is None else self.states.begin(resumed)
+        if slots is None:
+            return Outcome.WAIT_FOR_BLOCKS
+        if self.states is not None and len(resumed) < len(hits):
+            self.states.expect_branch(sequence, len(hits))
+        self._start(sequence, resumed, slots, plan)
         self.stats.shortened_hits += (len(found) - len(resumed)) * cache.block_size
-        return Admission.ADMITTED
+        return Outcome.ADMITTED
 
     def _renew(self, sequence: Sequence) -> None:
         """Gives a sequence a chain of the current epoch."""
@@ -411,16 +408,15 @@ class Scheduler:
         sequence.claim = claim
         self._aside.setdefault(claim, set()).add(sequence)
 
-    def _start(self, sequence: Sequence, hits: list[Entry], plan: _Plan) -> None:
+    def _start(self, sequence: Sequence, hits: list[Entry], slots: Slots, plan: _Plan) -> None:
         cache = self.cache
-        sequence.num_computed = len(hits) * cache.block_size
         sequence.table = cache.allocate(hits, 0)
         sequence.chain.entries = hits
         if self.routes is not None and sequence.routes is not None and sequence.needs_routes:
             sequence.routes.begin(self.routes.rows(hits))
         cache.claim(sequence.chain)
         _remove(self._ready, sequence)
-        self._run(sequence)
+        self._run(sequence, len(hits) * cache.block_size, slots)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
             self.stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...kernels.contract import NO_SLOT
 from ..cache.prefix_cache import Chain, Table
 from ..outputs.open_requests import OpenSample, OpenScore
 from ..outputs.routes import Routes
@@ -28,28 +27,39 @@ class Generation:
 Purpose: TypeAlias = Generation | OpenScore
 
 
+class Columns:
+    """What every step asks of running sequences: arrays with an element for each lane, int64 [capacity].
+
+    `num_tokens`: all tokens so far, prompt and decoded, with one that is still unseen. `num_computed`: the tokens [0,
+    num_computed) have their KV in the sequence's blocks, or will have it when the steps under way are done.
+    `last_token`: the last one that is seen. `unseen_row`: of the draws of the step under way, the one that gives the
+    token behind it; -1 if none is unseen. `slot`, `source`, `target`: where its recurrent state lies (`recurrent`).
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
+        self.last_token, self.unseen_row = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        self.slot, self.source, self.target = (np.zeros(capacity, np.int64) for _ in range(3))
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Tokens [0, num_tokens), of which [0, num_computed) have their KV in the blocks of `table`, or will have it when
-    the steps under way are done.
+    """Tokens to be computed. While it runs its counters are in `columns`, at `lane`, and nowhere else.
 
-    The scheduler writes `num_computed`, `table`, `branch`, `slot`, `source`, `target`, `chain`, `claim`,
-    `num_cached_tokens` and `lane`; the engine writes the rest, and has what changed repeated in the sequence's lane
-    (`Lanes`). Both write `routes`.
+    The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`, the lanes (`Lanes`) write
+    `tokens`, `purpose`, `columns` and `lane`. Scheduler and engine write `routes`.
 
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
+    `tokens`: those that are seen.
     `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
     `cache_salt`: the request's own, for a new chain after an invalidation.
-    `unseen_row`: of the draws of the step under way, the one that gives the token after `tokens`; `num_tokens` counts
-    that token already. None if no token is unseen.
     `claim`: the hash of the block that it waits for while another sequence computes that; None if it waits for none.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
-    `lane`: that of a running sequence in `Lanes`; -1 of one that waits.
     `branch`: how many of its first tokens were in the cache when it was admitted, if no checkpoint of their state was;
     0 otherwise, or once there is one.
-    `slot`, `source`, `target`: where its recurrent state lies (`recurrent`); NO_SLOT if it waits or the model has none.
     `routes`: the experts that were chosen for its tokens, as far as steps are done; None if nobody asked for them. Of
     one that waits after a token was drawn, all its tokens but the last have theirs.
+    `lane`: -1 of a sequence that waits, which holds no blocks.
     """
 
     order: tuple[int, int]
@@ -58,22 +68,23 @@ class Sequence:
     chain: Chain
     purpose: Purpose
     cache_salt: str | None = None
-    unseen_row: int | None = None
-    num_computed: int = 0
     table: Table = field(default_factory=Table)
     claim: bytes | None = None
     num_cached_tokens: int | None = None
-    lane: int = -1
     branch: int = 0
-    slot: int = NO_SLOT
-    source: int = NO_SLOT
-    target: int = NO_SLOT
     routes: Routes | None = None
+    columns: Columns | None = None
+    lane: int = -1
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and decoded, with the unseen one."""
-        return len(self.tokens) + (self.unseen_row is not None)
+        """All tokens so far, prompt and decoded; of one that runs with the unseen one."""
+        return len(self.tokens) if self.columns is None else int(self.columns.num_tokens[self.lane])
+
+    @property
+    def num_computed(self) -> int:
+        """Of its first tokens, those that have their KV, or will have it when the steps under way are done."""
+        return 0 if self.columns is None else int(self.columns.num_computed[self.lane])
 
     @property
     def num_decoded(self) -> int:

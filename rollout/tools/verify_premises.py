@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from ...engine.engine import EngineStats
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, SamplingParams
+from ...engine.stats import EngineStats
 
 UNLIMITED = 2**20
 

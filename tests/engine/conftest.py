@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from trueroll.engine import engine
+from trueroll.engine.running import executor
 
 
 @pytest.fixture(params=[0, 1], ids=["in-step", "ahead"])
 def steps_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Engines that finish each step before the next, as on a CPU, and engines that queue one ahead, as on a GPU."""
-    monkeypatch.setattr(engine, "_runs_ahead", lambda device: bool(request.param))
+    monkeypatch.setattr(executor, "runs_ahead", lambda device: bool(request.param))
     return request.param

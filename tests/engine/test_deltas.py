@@ -99,7 +99,7 @@ def test_a_request_that_is_not_streamed_has_none(tiny_llama: Path) -> None:
 def test_what_is_streamed_late_is_told_from_the_beginning_once(tiny_llama: Path) -> None:
     reader = Reader(make_engine(tiny_llama))
     reader.engine.add(generate("r", tokens(20), n=2, max_tokens=9))
-    while not any(sample.token_ids for sample in reader.engine._sequences):
+    while not any(sample.token_ids for sample in reader.engine._ledger._sequences):
         reader.step()
     reader.step(), reader.step()
     assert not reader.told

@@ -367,9 +367,9 @@ def test_weights_that_are_no_numbers_end_their_samples_only(tiny_llama: Path, ba
     expected = run(make_engine(tiny_llama, backend=backend), [generate("good", prompts["good"], temperature=0.0)])
     assert 7 not in expected["good", 0].token_ids
     engine = make_engine(tiny_llama, backend=backend)
-    embedding = engine._loaded.model.embed.to_dense().clone()
+    embedding = engine._executor._runner.model.embed.to_dense().clone()
     embedding[7] = torch.nan
-    engine._loaded.model.embed.copy_(embedding)
+    engine._executor._runner.model.embed.copy_(embedding)
     samples = run(engine, [generate(name, prompt, temperature=0.0) for name, prompt in prompts.items()])
     assert samples["bad", 0].finish_reason == "error" and "NaN" in (samples["bad", 0].error or "")
     assert bits(samples["good", 0]) == bits(expected["good", 0])
@@ -419,9 +419,9 @@ def test_a_ban_of_the_whole_vocabulary_is_rejected(tiny_llama: Path) -> None:
 
 def test_what_min_tokens_bans_is_made_once_for_a_request(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, banned = make_engine(tiny_llama), []
-    draw = engine._sampler.draw
+    draw = engine._executor._sampler.draw
     monkeypatch.setattr(
-        engine._sampler,
+        engine._executor._sampler,
         "draw",
         lambda hidden, draws: banned.extend(d.banned for d in draws.special.values()) or draw(hidden, draws),
     )
@@ -506,7 +506,7 @@ def test_defaults_follow_the_device(tiny_llama: Path) -> None:
 
 def test_kv_memory_is_counted_in_whole_blocks(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, num_blocks=None, kv_memory=10 * 8192 + 4096)
-    allocated = sum(cache.nbytes for caches in engine._runner.memories for cache in caches)
+    allocated = sum(cache.nbytes for caches in engine._executor._runner.memories for cache in caches)
     assert engine.info.num_blocks == 10 and engine.info.kv_bytes == allocated == 10 * 8192
 
 
@@ -518,7 +518,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(tiny_llama: Path, 
 
 
 def test_the_log_says_what_memory_is_for(tiny_qwen3_5: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "trueroll.engine.engine"):
+    with caplog.at_level(logging.INFO, "trueroll.engine.running.executor"):
         info = make_engine(tiny_qwen3_5, state_budget=7).info
     assert info.scratch_bytes > 0 and info.live_states == 72
     assert caplog.messages == [

@@ -147,11 +147,11 @@ def test_preempted_samples_keep_their_records(loaded: LoadedModel) -> None:
 def test_entries_without_are_enriched_by_who_computes_them(loaded: LoadedModel) -> None:
     engine, prompt, truth = engine_of(loaded), tokens(33), Truth(loaded)
     [plain] = run(engine, [generate("plain", prompt)]).values()
-    index = {key: [*entry.blocks] for key, entry in engine._cache._index.items()}
+    index = {key: [*entry.blocks] for key, entry in engine._scheduler.cache._index.items()}
     assert engine.memory()["routed_experts"] == 0
     [first] = run(engine, [asked("first", prompt)]).values()
     assert first.num_cached_tokens == 0 and engine.stats().shortened_hits >= 32
-    assert engine._cache._index.keys() == index.keys(), "the same prefixes"
+    assert engine._scheduler.cache._index.keys() == index.keys(), "the same prefixes"
     assert engine.memory()["routed_experts"] == len(index) * BLOCK * engine.info.route_bytes
     [second] = run(engine, [asked("second", prompt)]).values()
     assert second.num_cached_tokens == 32, "the record is there"
@@ -242,7 +242,7 @@ def test_sleep_and_memory(mixture: LoadedModel) -> None:
         engine.step()
     assert engine.memory()["routed_experts"] > 0
     outputs = engine.sleep(1, ("kv_cache",), "recompute")
-    assert outputs == [] and engine._routes is not None and engine._routes.num_bytes == 0
+    assert outputs == [] and engine._scheduler.routes is not None and engine._scheduler.routes.num_bytes == 0
     engine.wake_up(("kv_cache",))
     outputs = drain(engine)
     assert engine.stats().recomputed == 2, "premise"
@@ -368,8 +368,8 @@ def test_in_any_order_of_events(loaded: LoadedModel, dice: random.Random) -> Non
             engine.invalidate_prefix_cache()
         elif dice.random() < 0.03:
             outputs += engine.interrupt("recompute")
-        elif dice.random() < 0.05 and engine._open:
-            outputs += engine.abort(dice.choice([*engine._open]))
+        elif dice.random() < 0.05 and engine._ledger:
+            outputs += engine.abort(dice.choice([*engine._ledger]))
         outputs += engine.step()
         engine.check_integrity()
     checked = 0

@@ -146,7 +146,7 @@ def test_requests_go_on_after_the_kv_cache_slept(tiny_model: Path, backend: str,
     assert stats.recomputed >= 4 and stats.preemptions == 0 and stats.blocks_in_use == 0
     engine.check_integrity()
     engine.wake_up(BOTH)
-    assert not any(cache.any() for caches in engine._runner.memories for cache in caches)
+    assert not any(cache.any() for caches in engine._executor._runner.memories for cache in caches)
     assert contents(drain(engine)) == contents(drain(calm))
     assert engine.stats().computed_tokens - computed > calm.stats().computed_tokens - computed
 
@@ -242,14 +242,14 @@ def resident() -> int:
 
 def fill(engine: Engine) -> None:
     """Uses all of the KV cache."""
-    for caches in engine._runner.memories:
+    for caches in engine._executor._runner.memories:
         for cache in caches:
             cache.fill_(1)
 
 
 def test_a_kv_cache_takes_memory_as_it_is_used(large: Path) -> None:
     engine = make_engine(large, num_blocks=None, kv_memory=512 * MIB)
-    caches = [cache for pair in engine._runner.memories for cache in pair]
+    caches = [cache for pair in engine._executor._runner.memories for cache in pair]
     start = resident()
     for cache in caches:
         cache[:: 2 * MIB // cache[0].nbytes] = 1

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trueroll.engine import engine
+from trueroll.engine.running import executor
 from trueroll.kernels.contract import Backend
 from trueroll.kernels.selection import select_backend
 
@@ -41,7 +41,7 @@ def gpu() -> torch.device:
 def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine queues a step while the one before computes, in a rehearsal too."""
     if IS_REHEARSAL:
-        monkeypatch.setattr(engine, "_runs_ahead", lambda device: True)
+        monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from trueroll.engine import engine as engine_module
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
+from trueroll.engine.running import executor as executor_module
 from trueroll.engine.running.graphs import DecodeGraphs
 from trueroll.engine.running.loading import LoadedModel, load_dummy
 from trueroll.engine.scheduling.sequence import Chunk
@@ -58,7 +58,7 @@ def loaded(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> LoadedModel
     """Its weights. In a rehearsal a step computed anew stands in for a graph."""
     loaded = load_dummy(config)
     if IS_REHEARSAL:
-        monkeypatch.setattr(engine_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, [])))
+        monkeypatch.setattr(executor_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, [])))
         return dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
     return loaded
 
@@ -82,14 +82,14 @@ def serve(engine: Engine, asked: list[GenerateRequest], monkeypatch: pytest.Monk
     """The samples, and how many decoded in each step that only decoded. The shared prefix is found in the cache."""
     run(engine, [generate("first", tokens(SHARED), max_tokens=1)])
     sizes: list[int] = []
-    launch: Callable[[list[Chunk]], object] = engine._launch
+    launch: Callable[[list[Chunk]], object] = engine._pipeline._launch
 
     def note(chunks: list[Chunk]) -> object:
         if all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks):
             sizes.append(len(chunks))
         return launch(chunks)
 
-    monkeypatch.setattr(engine, "_launch", note)
+    monkeypatch.setattr(engine._pipeline, "_launch", note)
     return run(engine, asked), sizes
 
 
@@ -109,11 +109,11 @@ def test_decode_has_the_bits_of_prefill_and_of_graphs(
     asked = requests()
     with_graphs = Engine(config, loaded)
     expected, sizes = serve(with_graphs, asked, monkeypatch)
-    assert sizes == list(ALIVE) and with_graphs._graphs is not None and with_graphs.stats().preemptions == 0
+    assert sizes == list(ALIVE) and with_graphs._executor._graphs is not None and with_graphs.stats().preemptions == 0
     assert min(sample.num_cached_tokens for sample in expected.values()) > SHARED - config.block_size
     without = Engine(config.model_copy(update={"cuda_graphs": False}), loaded)
     found, sizes = serve(without, asked, monkeypatch)
-    assert sizes == list(ALIVE) and without._graphs is None
+    assert sizes == list(ALIVE) and without._executor._graphs is None
     assert differing(found, expected) == []
     alone = {key: sample for request in asked[:4] for key, sample in run(without, [request]).items()}
     assert differing(alone, expected) == []

@@ -131,14 +131,14 @@ def test_a_step_is_queued_without_waiting_for_the_device(
     engine.invalidate_prefix_cache()
     replays.clear()
     kinds: set[str] = set()
-    launch: Callable[[Chunks], object] = engine._launch
+    launch: Callable[[Chunks], object] = engine._pipeline._launch
 
     def launch_without_waiting(chunks: Chunks) -> object:
         kinds.update(kinds_of(chunks))
         with no_waiting():
             return launch(chunks)
 
-    monkeypatch.setattr(engine, "_launch", launch_without_waiting)
+    monkeypatch.setattr(engine._pipeline, "_launch", launch_without_waiting)
     assert all_bits(engine, requests) == expected
     assert kinds == {"mixed", "filters", "score"} and replays, "all kinds of steps ran"
     with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
@@ -213,7 +213,7 @@ def test_serving_compiles_no_kernel_and_captures_no_graph(
     seen.clear()
     all_bits(engine, requests)
     assert seen == []
-    engine._sampler.ops.rmsnorm(torch.ones(1, 1234, dtype=torch.bfloat16, device=DEVICE), *norm_of(1234))
+    engine._executor._sampler.ops.rmsnorm(torch.ones(1, 1234, dtype=torch.bfloat16, device=DEVICE), *norm_of(1234))
     assert seen == ["compile"], "premise: compiling is noticed"
 
 

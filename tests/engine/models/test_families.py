@@ -104,7 +104,7 @@ def check_against_transformers(folder: Path, backend: str) -> None:
 
 def logits(engine: Engine, ids: np.ndarray) -> Tensor:
     """Of every token of a prompt, in one step."""
-    model = engine._loaded.model
+    model = engine._executor._runner.model
     positions = torch.arange(len(ids))
     tables = torch.arange(-(-len(ids) // 16))[None]
     shapes = [(tables.numel(), 16, layer.mixer.num_kv_heads, layer.mixer.head_dim) for layer in model.spec.layers]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from trueroll.engine import engine as engine_module
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
+from trueroll.engine.running import executor as executor_module
 from trueroll.engine.running.model_runner import ModelRunner
 from trueroll.engine.running.sampler import Drawing
 from trueroll.engine.scheduling.scheduler import Scheduler
@@ -26,13 +26,13 @@ TOPS = ("entropy", "top_token_ids", "top_logprobs")
 
 @pytest.fixture(autouse=True)
 def _ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "_runs_ahead", lambda device: True)
+    monkeypatch.setattr(executor_module, "runs_ahead", lambda device: True)
 
 
 def engine_in_step(model: Path) -> Engine:
     """An engine that finishes each step before the next, as on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "_runs_ahead", lambda device: False)
+        patch.setattr(executor_module, "runs_ahead", lambda device: False)
         return make_engine(model)
 
 
@@ -160,8 +160,8 @@ def test_whatever_comes_between_steps_samples_keep_their_bits(tiny_llama: Path, 
             engine.add(waiting.pop(0))
         elif action < 0.33:
             outputs += engine.interrupt("recompute")
-        elif action < 0.36 and engine._open:
-            outputs += engine.abort(rng.choice(list(engine._open)))
+        elif action < 0.36 and engine._ledger:
+            outputs += engine.abort(rng.choice(list(engine._ledger)))
         else:
             outputs += engine.step()
         engine.check_integrity()

@@ -20,11 +20,11 @@ from matrix import thinned
 from torch import Tensor
 
 from tiny import make_tiny_model
-from trueroll.engine import engine as engine_module
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelInput, ModelOutput
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
+from trueroll.engine.running import executor as executor_module
 from trueroll.engine.running.graphs import DecodeGraphs, Outputs
 from trueroll.engine.running.loading import load_dummy, load_model
 from trueroll.kernels import reference
@@ -89,7 +89,7 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
         return attention(q, k_cache, v_cache, batch, *options)
 
     monkeypatch.setattr(reference, "paged_attention", read_lens)
-    monkeypatch.setattr(engine_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
+    monkeypatch.setattr(executor_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
 
     def make(cuda_graphs: bool, folder: Path = model, load: Any = load_model, **changes: Any) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
@@ -163,10 +163,10 @@ def test_graphs_have_tables_for_each_window(
     requests = [generate("group", prompt(9), n=3, max_tokens=5)]
     expected = serve(make_engine(False, **settings), requests)
     engine = make_engine(True, **settings)
-    window = engine._cache.pools[1]
+    window = engine._scheduler.cache.pools[1]
     window.release(window.take(window.num_blocks)[::-1])
     assert serve(engine, requests) == expected and log.count("replay") > 4
-    inputs = engine._graphs._graphs[4].inputs
+    inputs = engine._executor._graphs._graphs[4].inputs
     assert (inputs.slots[0] != inputs.slots[1]).all(), "premise: the windows have other blocks"
     assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), "padding has its own"
 
@@ -206,13 +206,13 @@ def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engin
     assert log == ["capture"] * 2 * 4, "a forward pass and a draw of 8, 4, 2 and 1 rows"
     del log[:]
     serve(engine, mixed_requests())
-    assert set(log) == {"replay"} and len(set(engine._graphs._graphs)) == 4
+    assert set(log) == {"replay"} and len(set(engine._executor._graphs._graphs)) == 4
 
 
 def test_the_largest_graph_is_captured_first(make_engine: MakeEngine) -> None:
     """The others find room in its memory."""
-    assert list(make_engine(True, max_num_seqs=3)._graphs._graphs) == [4, 2, 1]
-    assert list(make_engine(True, max_num_seqs=1)._graphs._graphs) == [1]
+    assert list(make_engine(True, max_num_seqs=3)._executor._graphs._graphs) == [4, 2, 1]
+    assert list(make_engine(True, max_num_seqs=1)._executor._graphs._graphs) == [1]
 
 
 @pytest.mark.parametrize(
@@ -224,8 +224,8 @@ def test_the_forward_pass_of_single_decodes_is_replayed_whatever_they_draw(
     requests = [generate("r", prompt(7), max_tokens=4, **params), generate("s", prompt(5, seed=1), max_tokens=4)]
     expected = serve_all(make_engine(False), requests)
     engine, computed = make_engine(True), []
-    run = engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda step, drawn: computed.append(step) or run(step, drawn))
+    run = engine._executor._runner.run
+    monkeypatch.setattr(engine._executor._runner, "run", lambda step, drawn: computed.append(step) or run(step, drawn))
     del log[:]
     assert serve_all(engine, requests) == expected
     assert [len(step.token_ids) for step in computed] == [12], "the prompts alone"
@@ -267,12 +267,12 @@ def test_any_mixture_of_requests(make_engine: MakeEngine, log: list[str], seed: 
 def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(True)
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
-    graphs = engine._graphs._graphs[4]
+    graphs = engine._executor._graphs._graphs[4]
     inputs = graphs.inputs
     assert inputs.slots[0][3] == NUM_BLOCKS * BLOCK_SIZE != inputs.slots[0][2], (
         "premise: three rows of four were filled"
     )
-    caches = [cache for pair in engine._runner.memories for cache in pair]
+    caches = [cache for pair in engine._executor._runner.memories for cache in pair]
     before = [cache[:NUM_BLOCKS].clone() for cache in caches]
     with torch.inference_mode():
         for column in (*inputs.slots, *inputs.tables):
@@ -313,10 +313,10 @@ def test_a_hybrid_goes_on_from_a_checkpoint_as_if_it_had_begun(
 def test_padding_touches_no_state(make_engine: MakeEngine, hybrid: Path) -> None:
     engine = make_engine(True, folder=hybrid)
     run(engine, [generate("r", prompt(3), n=3, max_tokens=3)])
-    graphs, slots = engine._graphs._graphs[4], engine.info.num_slots
+    graphs, slots = engine._executor._graphs._graphs[4], engine.info.num_slots
     states = graphs.inputs.states
     assert states[:, 3].tolist() == [NO_SLOT, slots] and slots not in states[:, :3], "premise: three rows of four"
-    (memory, tails), *_ = engine._runner.memories
+    (memory, tails), *_ = engine._executor._runner.memories
     assert len(memory) == len(tails) == slots + 1
     before = memory[:slots].clone(), tails[:slots].clone()
     with torch.inference_mode():
@@ -335,10 +335,10 @@ def test_a_sleep_forgets_the_graphs_and_they_are_captured_once_all_is_awake(
     request = generate("r", prompt(3), n=2, max_tokens=3)
     first = serve(engine, [request])
     engine.sleep(1, ("weights", "kv_cache"), "recompute")
-    assert not engine._graphs._graphs
+    assert not engine._executor._graphs._graphs
     del log[:]
     engine.wake_up(("weights",))
-    assert log == [] and not engine._graphs._graphs, "the KV cache still sleeps"
+    assert log == [] and not engine._executor._graphs._graphs, "the KV cache still sleeps"
     for _ in range(2):
         engine.wake_up(("kv_cache",))
         assert log == ["capture"] * 2 * 4
@@ -351,12 +351,12 @@ def test_a_step_computes_as_many_rows_as_its_graph_has(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, lens = make_engine(True), []
-    forward = engine._runner.model.forward
+    forward = engine._executor._runner.model.forward
 
     def note(tokens: ModelInput) -> ModelOutput:
         lens.append(len(tokens.token_ids))
         return forward(tokens)
 
-    monkeypatch.setattr(engine._runner.model, "forward", note)
+    monkeypatch.setattr(engine._executor._runner.model, "forward", note)
     run(engine, [generate("r", prompt(7), max_tokens=4)])
     assert lens == [7, 1, 1, 1]

@@ -27,16 +27,19 @@ def sample(seed: int = 7, **params: Any) -> OpenSample:
     return OpenSample(request, 0, (0, 0), seed, record, frozenset(), array("q", [2]), None)
 
 
-def sequence(purpose: Purpose, tokens: list[int], table: list[int], unseen_row: int | None = None) -> Sequence:
-    found = Sequence((0, 0), array("i", tokens), PROMPT_LEN, Chain(0, b""), purpose, unseen_row=unseen_row)
+def sequence(purpose: Purpose, tokens: list[int], table: list[int]) -> Sequence:
+    found = Sequence((0, 0), array("i", tokens), PROMPT_LEN, Chain(0, b""), purpose)
     found.table = Table([array("q", table)], [0])
     return found
 
 
-def plan(*chunks: Chunk, copies: dict[int, int] | None = None) -> Step:
+def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: dict[int, int] | None = None) -> Step:
+    """`unseen`: the rows of the tokens behind those of some sequences."""
     lanes = Lanes(len(chunks))
-    for chunk in chunks:
+    for i, chunk in enumerate(chunks):
         lanes.enter(chunk.sequence)
+        if unseen is not None and i in unseen:
+            lanes.expect_first(chunk.sequence, unseen[i])
     sequences, starts, ends = zip(*chunks, strict=True)
     each = Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
     step = plan_step(each, lanes, purposes_of(each, lanes), [copies or {}], BLOCK_SIZE)
@@ -75,8 +78,8 @@ def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
 
 def test_an_unseen_token_is_named_by_its_row() -> None:
     seen = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
-    unseen = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [2, 3], unseen_row=6)
-    step = plan(Chunk(seen, 4, 5), Chunk(unseen, 5, 6))
+    behind = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [2, 3])
+    step = plan(Chunk(seen, 4, 5), Chunk(behind, 5, 6), unseen={1: 6})
     assert step.unseen.tolist() == [[1, 6]] and step.token_ids[0] == 5
     assert step.draws.integers[3].tolist() == [5, 6]
 

@@ -17,10 +17,10 @@ import torch
 from matrix import thinned
 
 from tiny import make_tiny_model
-from trueroll.engine import engine as engine_module
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import Distribution, Request, ScoreRequest
+from trueroll.engine.running import executor as executor_module
 from trueroll.engine.running import warm_up
 from trueroll.engine.running.graphs import DecodeGraphs, Outputs
 from trueroll.engine.running.loading import load_model
@@ -54,7 +54,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("forward", len(inputs[0]), len(runner.memories[0][0])))
         return forward(runner, *inputs)
 
-    for module in (engine_module, warm_up):
+    for module in (executor_module, warm_up):
         monkeypatch.setattr(module, "is_needed", lambda device: True)
         monkeypatch.setattr(module, "DecodeGraphs", partial(DecodeGraphs, new_capture=lambda: capture))
     monkeypatch.setattr(ModelRunner, "forward", note)

@@ -177,7 +177,7 @@ def test_a_commit_waits_for_its_copies_before_it_frees_what_they_read(
     staging = stage(engine, read_tensors(newer_llama))
     engine.commit_weights(staging, 1, "recompute")
     assert staging.num_bytes == 0, "premise: its memory is given back"
-    wait(engine._loaded.model.device)
+    wait(engine._executor._runner.model.device)
     assert all_bits(engine) == all_bits(make_engine(newer_llama))
 
 

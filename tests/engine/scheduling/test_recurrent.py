@@ -46,20 +46,22 @@ class HybridDriver(Driver):
         assert len(sequence.table) >= self.cache.blocks_for(end)
 
     def _write(self, chunks: Chunks) -> None:
-        written = [chunk.sequence.target for chunk in chunks]
+        lanes = self.scheduler.lanes
+        written = lanes.target[chunks.lanes].tolist()
         assert len(set(written)) == len(written), "no slot is written twice"
         for chunk in chunks:
-            sequence = chunk.sequence
-            others = {other.sequence.target for other in chunks if other.sequence is not sequence}
-            assert sequence.source not in others, "what one sequence reads no other writes"
+            sequence, lane = chunk.sequence, chunk.sequence.lane
+            source, others = lanes.source[lane], set(written) - {lanes.target[lane]}
+            assert source not in others, "what one sequence reads no other writes"
             before = self.holds[sequence][chunk.start - 1] if chunk.start else None
-            found = None if sequence.source == NO_SLOT else self.states[sequence.source]
+            found = None if source == NO_SLOT else self.states[source]
             assert found == before, "the state is that of the tokens before"
-            self.seen["restored"] += sequence.source not in (sequence.slot, NO_SLOT)
+            self.seen["restored"] += source not in (lanes.slot[lane], NO_SLOT)
         super()._write(chunks)
         for chunk in chunks:
-            self.states[chunk.sequence.target] = self.holds[chunk.sequence][chunk.end - 1]
-            self.seen["checkpoint"] += chunk.sequence.target != chunk.sequence.slot
+            lane = chunk.sequence.lane
+            self.states[lanes.target[lane]] = self.holds[chunk.sequence][chunk.end - 1]
+            self.seen["checkpoint"] += int(lanes.target[lane] != lanes.slot[lane])
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
         """Sequences may wait for a slot; those that run never do."""
@@ -213,7 +215,7 @@ def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
     run(driver, PROMPT, [1])
     both = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1])]
     chunks = driver.step()
-    assert len({chunk.sequence.slot for chunk in chunks}) == 2 and driver.slots.stats.restored == 2
+    assert len({*driver.scheduler.lanes.slot[chunks.lanes].tolist()}) == 2 and driver.slots.stats.restored == 2
     driver.drain()
     assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
 
@@ -223,7 +225,7 @@ def test_who_finds_no_slot_has_not_restored_a_checkpoint() -> None:
     run(driver, PROMPT, [1])
     group = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1], [1, 0])]
     driver.step()
-    assert len(driver.scheduler.running) == 2 and group[2].slot == NO_SLOT, "premise: the third one waits for a slot"
+    assert len(driver.scheduler.running) == 2 and group[2].lane < 0, "premise: the third one waits for a slot"
     assert driver.slots.stats.restored == 2
     driver.drain()
     assert driver.slots.stats.restored == sum(sequence.num_cached_tokens == 10 for sequence in group)
@@ -234,7 +236,7 @@ def test_a_checkpoint_whose_entry_goes_while_it_is_read_stays_until_it_was_read(
     run(driver, PROMPT, [1])
     sequence = driver.add([*PROMPT[:10], 1, 0, 1, 0], [1])
     driver.scheduler.schedule()
-    assert sequence.source != NO_SLOT
+    assert driver.scheduler.lanes.source[sequence.lane] != NO_SLOT
     driver.cache.invalidate()
     assert driver.slots.num_ready == 0
     driver.scheduler.check_integrity()
@@ -246,9 +248,10 @@ def test_a_group_parts_from_a_restored_prompt() -> None:
     group = driver.add(PROMPT, [4, 5, 6])
     driver.step()
     assert group.num_cached_tokens == 10
-    sources = {sequence.source for sequence in driver.scheduler.running}
+    lanes = [sequence.lane for sequence in driver.scheduler.running]
+    sources = {*driver.scheduler.lanes.source[lanes].tolist()}
     assert len(driver.scheduler.running) == 3 and len(sources) == 1, "all go on from one state"
-    assert not sources & {sequence.slot for sequence in driver.scheduler.running}
+    assert not sources & {*driver.scheduler.lanes.slot[lanes].tolist()}
     driver.drain()
 
 
@@ -270,7 +273,8 @@ def test_weights_that_change_between_reserve_and_ready_leave_no_checkpoint() -> 
     driver = HybridDriver()
     sequence = driver.add(PROMPT, [1])
     chunks = driver.scheduler.schedule()
-    assert sequence.target != sequence.slot and driver.slots.num_reserved == 1
+    lanes = driver.scheduler.lanes
+    assert lanes.target[sequence.lane] != lanes.slot[sequence.lane] and driver.slots.num_reserved == 1
     driver.scheduler.advance(chunks)
     driver.cache.invalidate()
     driver.scheduler.publish(chunks)

@@ -268,10 +268,10 @@ class Driver:
         drawn = [(sample, sample.next_token()) for sample in sequence.purpose.samples]
         going_on = [(sample, token) for sample, token in drawn if not sample.is_done]
         for sample, token in going_on[1:]:
-            self._continue(sample, self._fork(sequence, sample, token))
+            sample.sequence = self._fork(sequence, sample, token)
         for sample, token in going_on[:1]:
-            sequence.tokens.append(token)
-            self._continue(sample, sequence)
+            sample.sequence = sequence
+            self.scheduler.lanes.begin(sequence, sample, token)
         for sample, _ in drawn:
             if sample.is_done:
                 self.open.remove(sample)
@@ -290,10 +290,6 @@ class Driver:
 
     def _num_copies(self) -> int:
         return sum(map(len, self.scheduler._block_copies))
-
-    def _continue(self, sample: Sample, sequence: Sequence) -> None:
-        sample.sequence, sequence.purpose = sequence, Generation([sample])
-        self.scheduler.lanes.repeat(sequence)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -24,8 +24,8 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 from serving import RawClient, serving
 
-from trueroll.engine.engine import EngineStats
 from trueroll.engine.request import Tag
+from trueroll.engine.stats import EngineStats
 from trueroll.errors import ConfigError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig

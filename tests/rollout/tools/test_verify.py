@@ -22,10 +22,10 @@ from rich.console import Console
 from torch import Tensor
 
 from tiny import MIXTURES, make_tiny_model
-from trueroll.engine import engine
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
+from trueroll.engine.running import executor
 from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, TokenStatistics, Wanted, Weight
@@ -69,7 +69,7 @@ def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -
 
 def test_no_bit_differs_one_step_ahead(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a step is queued before the tokens of the one before are seen."""
-    monkeypatch.setattr(engine, "_runs_ahead", lambda device: True)
+    monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
     config = EngineConfig(model=str(tiny_qwen3), dtype="bfloat16", backend="cpu")
     assert failing_cells(config, LONGER) == []
 

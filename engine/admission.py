@@ -1,0 +1,211 @@
+"""Takes requests in: checks them, makes their samples, and finds or makes the sequence that computes their prompt.
+
+Owns what a request must be to be served, and the order of arrival. A request that is refused has changed nothing; one
+that is accepted is in the ledger and in the scheduler.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError
+
+from .ledger import Ledger
+from .outputs.draw_records import DrawRecord
+from .outputs.open_requests import OpenSample, OpenScore
+from .outputs.routes import Routes
+from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
+from .outputs.tops import TopColumns
+from .request import GenerateRequest, Request, SamplingParams, ScoreRequest, check_length, derive_seed
+from .running.loading import EngineInfo
+from .scheduling.prompts import SharedPrompts
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Generation, Sequence
+
+
+class Admission:
+    """Adds requests to `ledger` and `scheduler`. `model`: the folder whose tokenizer finds stop strings. `num_added`:
+    how many there were so far. `joined_tokens`: those of prompts that were found under way.
+    """
+
+    def __init__(
+        self, info: EngineInfo, model: Path, scheduler: Scheduler, prompts: SharedPrompts, ledger: Ledger
+    ) -> None:
+        self.num_added = 0
+        self.joined_tokens = 0
+        self._info = info
+        self._vocabulary = _load_vocabulary(model)
+        self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
+
+    def add(self, request: Request) -> None:
+        """Accepts a request. Raise InvalidRequestError, and change nothing, if it could never be served."""
+        if request.id in self._ledger:
+            raise InvalidRequestError(f"request id: expected one that is not running, found {request.id!r} running")
+        if isinstance(request, ScoreRequest):
+            self._add_score(request)
+        else:
+            self._add_group(request)
+        self.num_added += 1
+
+    def _add_group(self, request: GenerateRequest) -> None:
+        request = self._checked(request)
+        ending_tokens = _ending_tokens(request.params, self._info)
+        banned = array("q", ending_tokens)
+        watches = [self._watch(request) for _ in range(request.params.n)]
+        samples = [self._sample(request, i, ending_tokens, banned, watch) for i, watch in enumerate(watches)]
+        self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
+
+    def _checked(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with its `max_tokens`. Raise InvalidRequestError for what cannot be served."""
+        info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
+        params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
+        if params.seed is None:
+            raise InvalidRequestError("seed: expected a number, found None; give one, such as `seed_of` the request")
+        assert params.max_tokens is not None
+        self._check_tokens(request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
+        _check_prior(request)
+        _check_top_logprobs(params.top_logprobs, info)
+        _check_experts(params.return_routed_experts, info)
+        _check_vocabulary("stop_token_ids", np.asarray(params.stop_token_ids, np.int64), info)
+        if params.min_tokens > 0:
+            _check_some_go_on(_ending_tokens(params, info), info)
+        return replace(request, params=params)
+
+    def _sample(
+        self,
+        request: GenerateRequest,
+        index: int,
+        ending_tokens: frozenset[int],
+        banned: array[int],
+        watch: StopStrings | None,
+    ) -> OpenSample:
+        params = request.params
+        assert params.seed is not None
+        seed = derive_seed(params.seed, index)
+        return OpenSample(
+            request,
+            index,
+            (self.num_added, index),
+            seed,
+            DrawRecord.of(params, seed, len(request.prompt_token_ids), bool(banned)),
+            ending_tokens,
+            banned,
+            watch,
+            logprobs=None if params.logprobs is None else array("f"),
+            tops=None if params.top_logprobs is None else TopColumns(params.top_logprobs),
+        )
+
+    def _watch(self, request: GenerateRequest) -> StopStrings | None:
+        if not request.params.stop:
+            return None
+        if isinstance(self._vocabulary, str):
+            raise InvalidRequestError(self._vocabulary)
+        watch = StopStrings(self._vocabulary, request.params.stop)
+        if num_prior := request.num_prior_tokens:
+            try:
+                watch.feed_prior(request.prompt_token_ids[-num_prior:].tolist())
+            except TokenizerError as error:
+                raise InvalidRequestError(f"stop: expected the text of the prior tokens, found that {error}") from None
+        return watch
+
+    def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
+        """What computes the prompt for a request's samples: a sequence that does so already, or a new one."""
+        prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
+        running = self._prompts.find(prompt.tobytes(), params.cache_salt, params.return_routed_experts)
+        if running is not None:
+            self._join(running, samples)
+            return running
+        sequence = self._new_sequence(prompt, Generation(samples), params.cache_salt, params.return_routed_experts)
+        if self._scheduler.cache.enabled:
+            self._prompts.add(sequence)
+        return sequence
+
+    def _new_sequence(
+        self, tokens: array[int], purpose: Generation | OpenScore, cache_salt: str | None, records: bool
+    ) -> Sequence:
+        chain = self._scheduler.cache.new_chain(cache_salt, records)
+        sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose, cache_salt)
+        sequence.routes = Routes(self._info.route_bytes) if records else None
+        self._scheduler.add(sequence)
+        return sequence
+
+    def _join(self, running: Sequence, samples: list[OpenSample]) -> None:
+        assert isinstance(running.purpose, Generation)
+        running.purpose.samples += samples
+        for sample in samples:
+            sample.joined = True
+        self.joined_tokens += running.num_prompt_tokens
+
+    def _add_score(self, request: ScoreRequest) -> None:
+        self._check_tokens(request.token_ids, 2, len(request.token_ids))
+        _check_top_logprobs(request.top_logprobs, self._info)
+        _check_experts(request.return_routed_experts, self._info)
+        # The last token is only predicted, never read.
+        tokens, score = array("i", request.token_ids[:-1].tolist()), OpenScore.of(request)
+        sequence = self._new_sequence(tokens, score, request.cache_salt, request.return_routed_experts)
+        self._ledger.open_score(score, sequence)
+
+    def _check_tokens(self, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
+        if len(token_ids) < minimum:
+            raise InvalidRequestError(f"token ids: expected at least {minimum}, found {len(token_ids)}")
+        _check_vocabulary("token ids", token_ids, self._info)
+        check_length(len(token_ids), num_tokens - len(token_ids), self._info.max_model_len)
+        self._scheduler.check_fits(num_tokens)
+
+
+def _load_vocabulary(folder: Path) -> Vocabulary | str:
+    """The tokenizer of a model folder; without one, what to answer requests with stop strings."""
+    try:
+        return load_vocabulary(folder)
+    except InvalidRequestError as error:
+        return str(error)
+
+
+def _ending_tokens(params: SamplingParams, info: EngineInfo) -> frozenset[int]:
+    return frozenset(params.stop_token_ids).union(() if params.ignore_eos else info.eos_token_ids)
+
+
+def _check_prior(request: GenerateRequest) -> None:
+    if request.num_prior_tokens > (most := len(request.prompt_token_ids)):
+        raise InvalidRequestError(
+            f"num_prior_tokens: expected at most the {most} tokens of the prompt, found {request.num_prior_tokens}"
+        )
+    if request.num_prior_tokens and request.params.n > 1:
+        raise InvalidRequestError(
+            f"num_prior_tokens: expected n = 1, as it is one sample that goes on, found n = {request.params.n}"
+        )
+
+
+def _check_vocabulary(what: str, token_ids: np.ndarray, info: EngineInfo) -> None:
+    outside = token_ids[(token_ids < 0) | (token_ids >= info.vocab_size)]
+    if len(outside):
+        raise InvalidRequestError(
+            f"{what}: expected ids in [0, {info.vocab_size}), found {outside[0]}; use the model's own tokenizer"
+        )
+
+
+def _check_top_logprobs(k: int | None, info: EngineInfo) -> None:
+    if k is not None and k > info.vocab_size:
+        raise InvalidRequestError(
+            f"top_logprobs: expected at most {info.vocab_size}, as many as the model has tokens, found {k}; "
+            "ask for fewer"
+        )
+
+
+def _check_experts(records: bool, info: EngineInfo) -> None:
+    if records and not info.num_experts:
+        raise InvalidRequestError(
+            f"return_routed_experts: expected False, as no layer of {info.model} has experts, found True; leave it out"
+        )
+
+
+def _check_some_go_on(ending_tokens: frozenset[int], info: EngineInfo) -> None:
+    if len(ending_tokens) == info.vocab_size:
+        raise InvalidRequestError(
+            f"min_tokens: expected one of the {info.vocab_size} token ids that does not end a sample, found "
+            "all of them in stop_token_ids and the model's own; give fewer of them, or set min_tokens to 0"
+        )

@@ -1,0 +1,230 @@
+"""What computes steps: the model, its memory, its graphs and its sampler, on one device.
+
+Owns everything that lies on the device, from warm-up to sleep: weights, KV cache, recurrent states, CUDA graphs and the
+counts of experts; and which of it sleeps. Does not own requests, sequences or blocks: a `Step` names as arrays all that
+is computed, so that a leader may send it to followers, which compute the same.
+
+Promises: what a step gives is a function of the steps before it and of the weights. `compute` waits for nothing; its
+result can be waited for once the next step is queued.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.transfer import HostCopy, to_device
+from ..config import EngineConfig
+from ..models.decoder import ROUTES
+from ..outputs.routes import RouteFormat
+from ..request import Tag
+from .experts import ExpertCounts, StepRoutes, route_format
+from .graphs import DecodeGraphs
+from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
+from .model_runner import ModelRunner
+from .sampler import Drawing, Drawn, Sampler
+from .step import ScoredRows, Step
+from .warm_up import is_needed, warm_up
+from .weights import WeightStaging, WeightStore
+
+log = logging.getLogger(__name__)
+
+
+class StepResults(NamedTuple):
+    """What a step has given, on the host. `drawn`: None if it draws nothing. `scores`: for each of those of the step
+    its columns: log-probs, and with `top_logprobs` entropy, ids and log-probs of the most probable tokens. `routes`:
+    the rows of the step's tokens as `RouteFormat` has them, None where nobody records them. `expert_tokens`: that of
+    `EngineStats`, empty for a model without experts.
+    """
+
+    drawn: Drawn | None
+    scores: list[list[np.ndarray]]
+    routes: memoryview | None
+    expert_tokens: bytes
+
+
+class Computation(Protocol):
+    """A step under way."""
+
+    def wait(self) -> StepResults:
+        """What it gives, once the device has computed it."""
+        ...
+
+
+class Executor(Protocol):
+    """Computes one step after the other. `runs_ahead`: a step should be queued before the one before is waited for.
+    `routes`: how chosen experts are recorded; None for a model without.
+    """
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def weights(self) -> WeightStore: ...
+
+    @property
+    def routes(self) -> RouteFormat | None: ...
+
+    @property
+    def runs_ahead(self) -> bool: ...
+
+    def check_ready(self) -> None:
+        """Raise RuntimeError while something sleeps, or without whole weights: nothing can be computed."""
+        ...
+
+    def compute(self, step: Step) -> Computation:
+        """Queue a step behind the one under way, whose draws are the step's `unseen` tokens."""
+        ...
+
+    def commit(self, staging: WeightStaging) -> None:
+        """Compute with what was staged from the next step on. Raise RuntimeError while the weights sleep, ValueError
+        for an incomplete staging; then nothing has changed.
+        """
+        ...
+
+    def sleep(self, level: int, tags: Collection[Tag]) -> None:
+        """Give the memory of `tags` back; no step may be under way. `level`: that of `Engine.sleep`."""
+        ...
+
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        """Take the memory of `tags` again. What the KV cache held is gone."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """The bytes held now by `weights` and `kv_cache`, 0 for what sleeps elsewhere or is dropped."""
+        ...
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether a step is queued before the tokens of the one before are seen."""
+    return device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class LocalComputation:
+    """A step under way on the device of this process."""
+
+    drawing: Drawing | None
+    scores: Sequence[Sequence[HostCopy]]
+    routes: StepRoutes | None
+
+    def wait(self) -> StepResults:
+        drawn = None if self.drawing is None else self.drawing.wait()
+        scores = [[column.wait().numpy() for column in columns] for columns in self.scores]
+        rows, counts = (None, None) if self.routes is None else (self.routes.rows, self.routes.counts)
+        return StepResults(
+            drawn,
+            scores,
+            None if rows is None else rows.wait().numpy().data.cast("B"),
+            b"" if counts is None else counts.wait().numpy().tobytes(),
+        )
+
+
+class LocalExecutor:
+    """The executor of one process on one device, warmed up. Raise ConfigError if `config` cannot be served."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+        device = loaded.model.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread: events and graphs belong to the current device
+        started = time.monotonic()
+        available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
+        info = engine_info(config, loaded, available)
+        spare = 1 if uses_graphs(config, loaded) else 0  # block and slot of states, for the padding of graphs
+        num_blocks = [count + spare for count in info.blocks_by_window]
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare)
+        self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
+        self._graphs: DecodeGraphs | None = None
+        if uses_graphs(config, loaded):
+            parts = self._runner, self._sampler, info.blocks_by_window, info.num_slots
+            self._graphs = DecodeGraphs(*parts, config.max_num_seqs, info.max_model_len)
+            self._graphs.capture()
+        formed = route_format(loaded.model.spec)
+        self._experts = ExpertCounts(formed, device) if formed else None
+        self._drawn: Tensor | None = None  # by the step computed last
+        self._asleep: set[Tag] = set()
+        self.weights = loaded.weights
+        self.runs_ahead = runs_ahead(device)
+        self.info = replace(info, warm_up_seconds=time.monotonic() - started)
+        if is_needed(device):
+            log.info("warmed up in %.1f s", self.info.warm_up_seconds)
+        log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(info).items()))
+
+    @property
+    def routes(self) -> RouteFormat | None:
+        return None if self._experts is None else self._experts.format
+
+    def check_ready(self) -> None:
+        if self._asleep:
+            raise RuntimeError(f"engine: expected all memory for a step, found {sorted(self._asleep)} asleep")
+        if not self.weights.is_whole:
+            raise RuntimeError("engine: expected whole weights for a step, found none; commit a full set of them")
+
+    def compute(self, step: Step) -> LocalComputation:
+        self._runner.copy_blocks(step)
+        graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
+        hidden, found = (graphs or self._runner).run(step, self._drawn)
+        routes = self._experts.take(found[ROUTES], step.records_routes) if self._experts is not None else None
+        scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
+        drawing = self._draw(step, hidden, graphs) if len(step.draws) else None
+        self._drawn = None if drawing is None else drawing.token_ids
+        return LocalComputation(drawing, scores, routes)
+
+    def commit(self, staging: WeightStaging) -> None:
+        if "weights" in self._asleep:
+            raise RuntimeError("engine: expected weights that are awake for a commit; wake them up first")
+        self.weights.commit(staging)
+
+    def sleep(self, level: int, tags: Collection[Tag]) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
+        if "kv_cache" in tags:
+            self._runner.arena.drop(keep=False)
+        if "weights" in tags:
+            self.weights.sleep(level)
+        self._asleep.update(tags)
+
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        """Once nothing sleeps any more, CUDA graphs are captured anew."""
+        if "kv_cache" in tags:
+            self._runner.arena.restore()
+        if "weights" in tags:
+            self.weights.wake_up()
+        self._asleep.difference_update(tags)
+        if self._graphs is not None and not self._asleep:
+            self._graphs.capture()
+
+    def memory(self) -> dict[str, int]:
+        return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
+
+    def _score(self, rows: ScoredRows, hidden: Tensor) -> list[HostCopy]:
+        targets = to_device(torch.from_numpy(rows.token_ids), hidden.device)
+        if rows.top_logprobs is None:
+            return [HostCopy(self._sampler.score(hidden, targets, rows.distribution))]
+        found = self._sampler.score_statistics(hidden, targets, rows.distribution, rows.top_logprobs)
+        return [HostCopy(column) for column in found]
+
+    def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
+        """`graphs`: those that computed the step, if any."""
+        if graphs is not None and graphs.draws(step):
+            return graphs.draw(step)
+        return self._sampler.draw(hidden, step.draws)
+
+
+def _buckets(info: EngineInfo) -> dict[str, int]:
+    """What an engine's memory is for, in bytes."""
+    blocks = " + ".join(map(str, info.blocks_by_window))
+    buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
+    if info.state_bytes:
+        buckets[f"{info.live_states} live states and {info.checkpoints} checkpoints"] = info.state_bytes
+    if info.route_bytes and info.enable_prefix_caching:
+        most = info.num_blocks * info.block_size * info.route_bytes
+        buckets[f"routed experts of {info.num_blocks} blocks, on the host, at most"] = most
+    return buckets | {"largest step": info.scratch_bytes}
