@@ -205,10 +205,9 @@ class Worker:
         scheduler, chunks, purposes = self._scheduler, self._chunks, self._purposes
         scheduler.publish(chunks)
         drawn = [sample.order[1] for sample in purposes.samples]
-        scheduler.lanes.see(chunks.lanes[purposes.decodes], purposes.sequences, drawn)
+        scheduler.lanes.accept(chunks.lanes[purposes.decodes], purposes.sequences, drawn)
         ended = []
-        for sequence, sample, token in zip(purposes.sequences, purposes.samples, drawn, strict=True):
-            sequence.tokens.append(token)
+        for sequence, sample in zip(purposes.sequences, purposes.samples, strict=True):
             if self._is_over(sample):
                 scheduler.finish(sequence)
                 ended.append(sample.group)
@@ -221,9 +220,7 @@ class Worker:
         for sample in going_on[1:]:
             self._scheduler.fork(sequence, sample, sample.order[1])
         if going_on:
-            sequence.purpose = Generation(going_on[:1])
-            sequence.tokens.append(going_on[0].order[1])
-            self._scheduler.lanes.repeat(sequence)
+            self._scheduler.lanes.begin(sequence, going_on[0], going_on[0].order[1])
         else:
             self._scheduler.finish(sequence)
         return [sample.group for sample in samples if sample not in going_on]
