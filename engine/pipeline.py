@@ -21,7 +21,7 @@ from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output
 from .running.executor import Computation, Executor
 from .running.sampler import Drawn
-from .running.step import Purposes, plan_step, purposes_of
+from .running.step import Takers, plan_step, takers_of
 from .scheduling.prompts import SharedPrompts
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence
@@ -33,10 +33,10 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True)
 class _QueuedStep:
-    """A step under way, and what it was queued for."""
+    """A step under way, and whom it was queued for."""
 
     chunks: Chunks
-    purposes: Purposes
+    takers: Takers
     computation: Computation
 
 
@@ -80,7 +80,7 @@ class Pipeline:
         if results.routes is not None:
             self._record_routes(queued.chunks, results.routes)
         self._scheduler.publish(queued.chunks)
-        scores = zip(queued.purposes.scores, results.scores, strict=True)
+        scores = zip(queued.takers.scores, results.scores, strict=True)
         outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
         if results.drawn is not None:
             outputs += self._go_on(queued, results.drawn)
@@ -103,24 +103,23 @@ class Pipeline:
     def _launch(self, chunks: Chunks) -> _QueuedStep:
         """Queues a step on the device, behind the one under way."""
         lanes = self._scheduler.lanes
-        purposes = purposes_of(chunks, lanes)
+        takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.take_block_copies(), self._scheduler.cache.block_size
-        computation = self._executor.compute(plan_step(chunks, lanes, purposes, copies, block_size))
+        computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
         self._scheduler.advance(chunks)
         self.steps += 1
-        for i, _ in purposes.prompts:
-            self._prompts.close(chunks.sequences[i])
-        return _QueuedStep(chunks, purposes, computation)
+        for place, _ in takers.prompts:
+            self._prompts.close(chunks.sequences[place])
+        return _QueuedStep(chunks, takers, computation)
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
-        purposes, lanes = queued.purposes, self._scheduler.lanes
-        lanes.expect(queued.chunks.lanes[purposes.decodes], purposes.sequences)
-        row = len(purposes.decodes)
-        for i, samples in purposes.prompts:
-            if len(samples) == 1 and queued.chunks.ends[i] + 1 < samples[0].draw.end:
-                lanes.expect_first(queued.chunks.sequences[i], row)
-            row += len(samples)
+        chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.lanes
+        decodes = chunks.take(takers.places[: takers.num_decodes])
+        lanes.expect(decodes.lanes, decodes.sequences)
+        for place, draws in takers.prompts:
+            if len(draws) == 1 and chunks.ends[place] + 1 < takers.samples[draws.start].draw.end:
+                lanes.expect_first(chunks.sequences[place], draws.start)
 
     def _record_routes(self, chunks: Chunks, rows: memoryview) -> None:
         """Adds what a step chose to the records of its sequences."""
@@ -142,15 +141,11 @@ class Pipeline:
 
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives each sample that decodes alone its token."""
-        purposes = queued.purposes
-        self._scheduler.lanes.accept(
-            queued.chunks.lanes[purposes.decodes], purposes.sequences, drawn.token_ids[: len(purposes.decodes)]
-        )
-        ended: list[Output] = []
-        for row, (sequence, sample) in enumerate(zip(purposes.sequences, purposes.samples, strict=True)):
-            if not self._ledger.is_open(sample):
-                continue
-            if reason := self._append(sample, drawn, row):
+        takers, ended = queued.takers, list[Output]()
+        decodes = queued.chunks.take(takers.places[: takers.num_decodes])
+        self._scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn.token_ids[: len(decodes)])
+        for row, (sequence, sample) in enumerate(zip(decodes.sequences, takers.samples, strict=False)):
+            if self._ledger.is_open(sample) and (reason := self._append(sample, drawn, row)):
                 self._scheduler.finish(sequence)
                 ended.append(self._ledger.finish_sample(sample, reason))
         return ended
@@ -158,11 +153,9 @@ class Pipeline:
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives the samples of each prompt their first tokens."""
         outputs: list[Output] = []
-        row = len(queued.purposes.decodes)
-        for i, samples in queued.purposes.prompts:
-            still_open = [(sample, row + k) for k, sample in enumerate(samples) if self._ledger.is_open(sample)]
-            outputs += self._part(queued.chunks.sequences[i], still_open, drawn)
-            row += len(samples)
+        for place, draws in queued.takers.prompts:
+            samples = [(sample, row) for row in draws if self._ledger.is_open(sample := queued.takers.samples[row])]
+            outputs += self._part(queued.chunks.sequences[place], samples, drawn)
         return outputs
 
     def _part(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:

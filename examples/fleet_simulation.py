@@ -48,7 +48,7 @@ from rich.table import Table
 
 from trueroll.engine.cache.prefix_cache import PrefixCache
 from trueroll.engine.outputs.draw_records import DrawRecord
-from trueroll.engine.running.step import purposes_of
+from trueroll.engine.running.step import takers_of
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Generation, Sequence
 from trueroll.rollout.fleet.placement import Placed, Placement, beginnings
@@ -80,7 +80,7 @@ FAILING = 0.05
 """Failures during a run, for each worker."""
 DOWN = 0.1
 """How long a failure lasts, as a share of the run."""
-_DRAW = DrawRecord(0, 0, 1.0, False, True, 0, 2**30)
+_DRAW = DrawRecord()
 
 
 class Workload:
@@ -196,23 +196,24 @@ class Worker:
         scheduler = self._scheduler
         self._chunks = scheduler.schedule()
         scheduler.take_block_copies()
-        self._purposes = purposes_of(self._chunks, scheduler.lanes)
+        self._takers = takers_of(self._chunks, scheduler.lanes)
         scheduler.advance(self._chunks)
         return self.slowness * step_seconds(int((self._chunks.ends - self._chunks.starts).sum()))
 
     def end_step(self) -> list[int]:
         """The groups that end with the step."""
-        scheduler, chunks, purposes = self._scheduler, self._chunks, self._purposes
+        scheduler, chunks, takers = self._scheduler, self._chunks, self._takers
         scheduler.publish(chunks)
-        drawn = [sample.order[1] for sample in purposes.samples]
-        scheduler.lanes.accept(chunks.lanes[purposes.decodes], purposes.sequences, drawn)
+        decodes = chunks.take(takers.places[: takers.num_decodes])
+        drawn = [sample.order[1] for sample in takers.samples[: takers.num_decodes]]
+        scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn)
         ended = []
-        for sequence, sample in zip(purposes.sequences, purposes.samples, strict=True):
+        for sequence, sample in zip(decodes.sequences, takers.samples, strict=False):
             if self._is_over(sample):
                 scheduler.finish(sequence)
                 ended.append(sample.group)
-        for place, samples in purposes.prompts:
-            ended += self._part(chunks.sequences[place], samples)
+        for place, draws in takers.prompts:
+            ended += self._part(chunks.sequences[place], takers.samples[draws.start : draws.stop])
         return [group for group in ended if self._is_whole(group)]
 
     def _part(self, sequence: Sequence, samples: list[Sample]) -> list[int]:

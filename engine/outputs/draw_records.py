@@ -10,19 +10,28 @@ import numpy as np
 from ...kernels.contract import GREEDY, LOWEST_TEMPERATURE, SAMPLE
 from ..request import Distribution, SamplingParams
 
+BASES = ("processed", "temperature", "raw")
+"""What log-probs can be of, in the order of the numbers of `DrawRecord.basis`."""
+
 
 class DrawRecord(NamedTuple):
-    """`seed`, `target`, `temperature`, `raw`: those of `Wanted`. `plain`: neither filters nor `top_logprobs`.
-    `first_free`: the first position for whose token none is banned. `end`: the first position beyond `max_tokens`.
+    """`seed`, `target`, `temperature`: those of `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters of
+    `Distribution`. `basis`: the place in BASES of what log-probs are of. `num_tops`: how many of the most probable
+    tokens are listed, -1 for not even the entropy. `first_free`: the first position for whose token none is banned.
+    `end`: the first position beyond `max_tokens`.
     """
 
-    seed: int
-    target: int
-    temperature: float
-    raw: bool
-    plain: bool
-    first_free: int
-    end: int
+    seed: int = 0
+    target: int = SAMPLE
+    temperature: float = 1.0
+    has_filters: bool = False
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    basis: int = 0
+    num_tops: int = -1
+    first_free: int = 0
+    end: int = 2**62
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, num_prompt_tokens: int, bans: bool) -> DrawRecord:
@@ -32,14 +41,24 @@ class DrawRecord(NamedTuple):
             as_signed(seed),
             GREEDY if params.is_greedy else SAMPLE,
             divisor(params),
-            params.logprobs == "raw",
-            not params.has_filters and params.top_logprobs is None,
+            params.has_filters,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            BASES.index(params.logprobs or "processed"),
+            -1 if params.top_logprobs is None else params.top_logprobs,
             num_prompt_tokens + (params.min_tokens if bans else 0),
             num_prompt_tokens + params.max_tokens,
         )
 
+    @classmethod
+    def of_scores(cls, distribution: Distribution) -> DrawRecord:
+        """What counts for tokens that are given: the distribution."""
+        filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
+        return cls(0, SAMPLE, divisor(distribution), *filters)
 
-DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? ? q q".split(), strict=True)))
+
+DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q q q".split(), strict=True)))
 """The same as an element of an array."""
 
 

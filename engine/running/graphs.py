@@ -156,9 +156,9 @@ class DecodeGraphs:
 
     def draws(self, step: Step) -> bool:
         """Whether one plain draw follows each of these tokens, which is what `draw` takes."""
-        count, rows = len(step.context_lens), step.draws.integers[0]
+        count, rows = len(step.context_lens), step.draws.rows
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
-        return self.serves(step) and each_draws_once and not step.draws.special
+        return self.serves(step) and each_draws_once and step.draws.are_plain
 
     @torch.inference_mode()
     def run(self, step: Step, drawn: Tensor | None) -> ModelOutput:
@@ -175,7 +175,7 @@ class DecodeGraphs:
         graphs = self._of(step)
         graphs.inputs.fill_draws(step)
         graphs.draw.replay()
-        return Drawing(step.draws, *(column[: len(step.draws)] for column in graphs.draw.outputs))
+        return Drawing(*(column[: len(step.draws)] for column in graphs.draw.outputs))
 
     def _of(self, step: Step) -> _Graphs:
         return self._graphs[1 << _exponent(len(step.token_ids))]

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import Backend, TokenStatistics, Wanted, Weight
+from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
 from ...kernels.transfer import HostCopy, to_device
-from ..outputs.draw_records import divisor
+from ..outputs.draw_records import BASES, DRAW, DrawRecord, divisor
 from ..outputs.tops import Top
 from ..request import Distribution
-from .draws import Draw, Draws
+from .draws import Draws
 
 # Rows whose logits are in memory at once.
 _LOGITS_ROWS = 64
@@ -41,23 +41,22 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """Tokens that are being drawn. `token_ids`: int64 [M], on the device.
+    """Tokens that are being drawn. `token_ids`: int64 [R], on the device.
 
-    `recorded`: which of the draws have statistics, in the order of the rows of `statistics`.
+    `recorded`: which of the draws have statistics, in the order of the rows of `statistics`, and how many tokens each
+    of them lists; -1 for those that want none.
     """
 
     def __init__(
         self,
-        draws: Draws,
         token_ids: Tensor,
         logprobs: Tensor,
         is_finite: Tensor,
-        *,
-        recorded: Sequence[int] = (),
+        recorded: Sequence[tuple[int, int]] = (),
         statistics: Sequence[TokenStatistics] = (),
     ) -> None:
         self.token_ids = token_ids
-        self._draws, self._recorded = draws, recorded
+        self._recorded = recorded
         self._columns = [HostCopy(column) for column in (token_ids, logprobs, is_finite)]
         self._statistics = [HostCopy(torch.cat(column)) for column in list(zip(*statistics, strict=True))[1:]]
 
@@ -67,14 +66,11 @@ class Drawing:
         return Drawn(token_ids, logprobs, is_finite, self._wait_for_tops())
 
     def _wait_for_tops(self) -> dict[int, Top]:
-        tops: dict[int, Top] = {}
-        if self._statistics:
-            entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
-            rows = zip(self._recorded, entropy.tolist(), token_ids.astype(np.int32), logprobs, strict=True)
-            for i, nats, ids, listed in rows:
-                if (k := self._draws.special[i].params.top_logprobs) is not None:
-                    tops[i] = Top(nats, ids[:k].tobytes(), listed[:k].tobytes())
-        return tops
+        if not self._statistics:
+            return {}
+        entropy, token_ids, logprobs = (column.wait().numpy() for column in self._statistics)
+        rows = zip(self._recorded, entropy.tolist(), token_ids.astype(np.int32), logprobs, strict=True)
+        return {i: Top(nats, ids[:k].tobytes(), listed[:k].tobytes()) for (i, k), nats, ids, listed in rows if k >= 0}
 
 
 class Sampler:
@@ -89,23 +85,22 @@ class Sampler:
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         """One token for each draw, of which there is at least one. hidden: [M, hidden_size]."""
-        if not draws.special:
-            return Drawing(draws, *self.next_tokens(hidden, make_wanted(draws, hidden.device)))
-        # Of those that list the most tokens, the others take the first ones.
-        k = max((n for draw in draws.special.values() if (n := draw.params.top_logprobs) is not None), default=None)
-        plain = [i for i in range(len(draws)) if i not in draws.special]
-        whole = [i for i, draw in draws.special.items() if draw.is_of_whole]
-        processed = [i for i, draw in draws.special.items() if not draw.is_of_whole]
+        if draws.are_plain:
+            return Drawing(*self.next_tokens(hidden, make_wanted(draws, hidden.device)))
+        num_tops = draws.records["num_tops"]
+        k = int(num_tops.max())  # of those that list fewer, the first ones are taken
+        whole, processed, plain = _sorted_by_kind(draws)
         parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
-        if whole and k is not None:
+        if len(whole):
             parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
         results = [result for result, _ in parts]
-        if plain:
+        if len(plain):
             results.append(self.next_tokens(hidden, make_wanted(draws.take(plain), hidden.device)))
-        order = _tensor(np.argsort(whole + processed + plain), hidden)
-        token_ids, logprobs, finite = (torch.cat(column)[order] for column in zip(*results, strict=True))
-        statistics = [found for _, found in parts if found is not None]
-        return Drawing(draws, token_ids, logprobs, finite, recorded=whole + processed, statistics=statistics)
+        order = _tensor(np.argsort(np.concatenate((whole, processed, plain))), hidden)
+        columns = [torch.cat(column)[order] for column in zip(*results, strict=True)]
+        with_statistics = np.concatenate((whole, processed))
+        recorded = list(zip(with_statistics.tolist(), num_tops[with_statistics].tolist(), strict=True))
+        return Drawing(*columns, recorded, [found for _, found in parts if found is not None])
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""
@@ -132,55 +127,67 @@ class Sampler:
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Logits after temperature and filters, of some rows at a time, and their tokens."""
+        record = DrawRecord.of_scores(distribution)
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
             scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
-            yield self._filter(scaled, [distribution] * len(scaled)), token_ids[rows]
+            yield self._filter(scaled, np.array([record] * len(scaled), DRAW)), token_ids[rows]
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
         token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
         return (token_ids, found.logprobs, finite), found
 
-    def _draw_processed(self, hidden: Tensor, draws: Draws, k: int | None) -> _Part:
-        """The steps of `next_tokens`, with banned tokens and filters between; statistics unless `k` is None."""
-        each, wanted = list(draws.special.values()), make_wanted(draws, hidden.device)
+    def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
+        """The steps of `next_tokens`, with banned tokens and filters between; statistics unless k is negative."""
+        wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]
-        processed = self._filter(_ban(scaled, each), [draw.params for draw in each])
+        processed = self._filter(_ban(scaled, draws.banned), draws.records)
         token_ids = processed.argmax(-1)
-        sampled = [i for i, draw in enumerate(each) if not draw.params.is_greedy]
-        if sampled:
+        sampled = np.flatnonzero(draws.records["target"] == SAMPLE)
+        if len(sampled):
             rows = _tensor(sampled, hidden)
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
-        sources = {"raw": raw, "temperature": scaled, "processed": processed, None: processed}
-        basis = torch.stack([sources[draw.params.logprobs][i] for i, draw in enumerate(each)])
-        found = None if k is None else self.ops.token_statistics(basis, token_ids, k)
+        sources = {"raw": raw, "temperature": scaled, "processed": processed}
+        basis = torch.stack([sources[BASES[place]][i] for i, place in enumerate(draws.records["basis"].tolist())])
+        found = None if k < 0 else self.ops.token_statistics(basis, token_ids, k)
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
         return (token_ids, logprobs, finite), found
 
-    def _filter(self, scaled: Tensor, distributions: Sequence[Distribution]) -> Tensor:
-        chosen = [i for i, d in enumerate(distributions) if d.has_filters]
-        if not chosen:
+    def _filter(self, scaled: Tensor, records: np.ndarray) -> Tensor:
+        """`records`: `DRAW`, of each row."""
+        chosen = np.flatnonzero(records["has_filters"])
+        if not len(chosen):
             return scaled
-        filters = [distributions[i] for i in chosen]
-        rows = _tensor(chosen, scaled)
+        rows, filters = _tensor(chosen, scaled), records[chosen]
         filtered = scaled.clone()
         filtered[rows] = self.ops.filter_logits(
             scaled[rows],
-            _tensor([f.top_k for f in filters], scaled),
-            _tensor([f.top_p for f in filters], scaled, torch.float32),
-            _tensor([f.min_p for f in filters], scaled, torch.float32),
+            _tensor(filters["top_k"], scaled),
+            _tensor(filters["top_p"], scaled, torch.float32),
+            _tensor(filters["min_p"], scaled, torch.float32),
         )
         return filtered
 
 
+def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The places of draws from the whole distribution with statistics, of those from a part of it, and of the plain
+    ones.
+    """
+    is_cut, is_plain = draws.is_cut, draws.is_plain
+    return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)
+
+
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
     """What `next_tokens` needs to know of draws, of which there is at least one: all but filters and banned tokens."""
-    rows, targets, seeds, positions = to_device(torch.from_numpy(draws.integers), device).unbind()
-    temperatures, raw = (to_device(torch.from_numpy(column), device) for column in (draws.temperatures, draws.raw))
+    records = draws.records
+    integers = np.stack((draws.rows, records["target"], records["seed"], draws.positions))
+    rows, targets, seeds, positions = to_device(torch.from_numpy(integers), device).unbind()
+    columns = records["temperature"].copy(), records["basis"] == BASES.index("raw")
+    temperatures, raw = (to_device(torch.from_numpy(column), device) for column in columns)
     return Wanted(rows, targets, temperatures, raw, seeds, positions)
 
 
@@ -196,18 +203,18 @@ def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
     return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
 
 
-def _ban(scaled: Tensor, draws: Sequence[Draw]) -> Tensor:
-    counts = [len(draw.banned) for draw in draws]
-    if not any(counts):
+def _ban(scaled: Tensor, banned: Mapping[int, Sequence[int]]) -> Tensor:
+    """`banned`: the ids of some rows."""
+    if not any(map(len, banned.values())):
         return scaled
-    rows = _tensor(np.repeat(np.arange(len(draws)), counts), scaled)
-    tokens = _tensor(np.concatenate([np.asarray(draw.banned, np.int64) for draw in draws]), scaled)
+    rows = _tensor(np.repeat(list(banned), [len(ids) for ids in banned.values()]), scaled)
+    tokens = _tensor(np.concatenate([np.asarray(ids, np.int64) for ids in banned.values()]), scaled)
     return scaled.index_put((rows, tokens), scaled.new_full((), -torch.inf))
 
 
-def _cut(indices: list[int]) -> list[list[int]]:
+def _cut(places: np.ndarray) -> list[np.ndarray]:
     """Parts of at most `_LOGITS_ROWS`."""
-    return [indices[start : start + _LOGITS_ROWS] for start in range(0, len(indices), _LOGITS_ROWS)]
+    return [places[start : start + _LOGITS_ROWS] for start in range(0, len(places), _LOGITS_ROWS)]
 
 
 def _tensor(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:

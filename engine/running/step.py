@@ -6,17 +6,18 @@ tokens of the step before can compute the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
+from ..outputs.draw_records import DRAW
 from ..outputs.open_requests import OpenSample, OpenScore
 from ..request import Distribution
 from ..scheduling.lanes import Lanes
 from ..scheduling.sequence import Chunk, Chunks
-from ..scheduling.sequence import Sequence as TokenSequence
-from .draws import Draw, Draws
+from .draws import Draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,37 +61,46 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Purposes:
-    """What a step computes its chunks for.
+class Takers:
+    """Who takes what a step gives.
 
-    `decodes`: places of chunks, int64 [D], after each of which one of `samples` draws, whose sequences are `sequences`.
-    `prompts`: the place of each other chunk after which samples draw, and those samples. The draws of a step are in
-    this order. `scores`: the places of the chunks that are scored.
+    Its draws are, in this order: one for each of the `num_decodes` first of `places`, and one for each of the others,
+    which are prompts, several in a row of one place where several samples draw from one prompt. `places`: int64 [R],
+    of the chunk that each draw follows; `samples`: who gets its token. `scores`: the places of the chunks that are
+    scored, and for whom.
     """
 
-    decodes: np.ndarray
-    sequences: Sequence[TokenSequence]
+    places: np.ndarray
     samples: Sequence[OpenSample]
-    prompts: Sequence[tuple[int, Sequence[OpenSample]]]
+    num_decodes: int
     scores: Sequence[tuple[int, OpenScore]]
 
+    @property
+    def prompts(self) -> Iterator[tuple[int, range]]:
+        """The place of each prompt after which samples draw, and which draws are theirs."""
+        first = self.num_decodes
+        for place, group in groupby(self.places[first:].tolist()):
+            draws = range(first, first + len(list(group)))
+            yield place, draws
+            first = draws.stop
 
-def purposes_of(chunks: Chunks, lanes: Lanes) -> Purposes:
+
+def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     """Those of the chunks of a step that is not planned yet."""
     is_decoding = lanes.is_decoding[chunks.lanes]
     decodes = np.flatnonzero(is_decoding & (chunks.ends == lanes.num_tokens[chunks.lanes]))
     others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
-    return Purposes(
-        decodes,
-        [chunks.sequences[i] for i in decodes.tolist()],
-        lanes.samples[chunks.lanes[decodes]].tolist(),
-        [(i, samples.copy()) for i, chunk in others if (samples := chunk.drawing)],
+    beginning = [(i, sample) for i, chunk in others for sample in chunk.drawing]
+    return Takers(
+        np.concatenate((decodes, np.array([i for i, _ in beginning], np.int64))),
+        lanes.samples[chunks.lanes[decodes]].tolist() + [sample for _, sample in beginning],
+        len(decodes),
         [(i, score) for i, chunk in others if (score := chunk.scoring) is not None],
     )
 
 
 def plan_step(
-    chunks: Chunks, lanes: Lanes, purposes: Purposes, block_copies: Sequence[Mapping[int, int]], block_size: int
+    chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Mapping[int, int]], block_size: int
 ) -> Step:
     """The step that computes `chunks`, of which there is at least one. `block_copies`: for each window destination to
     source.
@@ -114,8 +124,8 @@ def plan_step(
         block_tables=tables,
         states=np.stack((lanes.source[chunks.lanes], lanes.target[chunks.lanes])),
         block_copies=[_pairs(copies) for copies in block_copies],
-        draws=_draws(chunks, lanes, purposes, ends - 1),
-        scores=[_scored(score, chunks[i], int(ends[i])) for i, score in purposes.scores],
+        draws=_draws(chunks, lanes, takers, ends - 1),
+        scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
     )
 
@@ -137,23 +147,18 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     return token_ids, np.stack((ends[is_last] - 1, rows), 1)[rows >= 0]
 
 
-def _draws(chunks: Chunks, lanes: Lanes, purposes: Purposes, last_rows: np.ndarray) -> Draws:
-    records, positions = lanes.draws[chunks.lanes[purposes.decodes]], chunks.ends[purposes.decodes]
-    rows = last_rows[purposes.decodes]
-    special = {
-        i: _draw(purposes.samples[i], int(rows[i]), int(positions[i]))
-        for i in np.flatnonzero(~records["plain"] | (positions < records["first_free"])).tolist()
+def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
+    places, num_decodes = takers.places, takers.num_decodes
+    records = np.empty(len(places), DRAW)
+    records[:num_decodes] = lanes.draws[chunks.lanes[places[:num_decodes]]]
+    records[num_decodes:] = [sample.draw for sample in takers.samples[num_decodes:]]
+    positions = chunks.ends[places]
+    banned = {
+        i: ids
+        for i in np.flatnonzero(positions < records["first_free"]).tolist()
+        if (ids := takers.samples[i].banned)
     }
-    integers = np.stack((rows, records["target"], records["seed"], positions))
-    draws = Draws(integers, records["temperature"].copy(), records["raw"].copy(), special)
-    for i, samples in purposes.prompts:
-        draws = draws.before(Draws.of([_draw(sample, int(last_rows[i]), int(chunks.ends[i])) for sample in samples]))
-    return draws
-
-
-def _draw(sample: OpenSample, row: int, position: int) -> Draw:
-    banned = sample.banned if position < sample.draw.first_free else ()
-    return Draw(row, sample.request.params, sample.seed, position, banned)
+    return Draws(last_rows[places], positions, records, banned)
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:

@@ -423,7 +423,7 @@ def test_what_min_tokens_bans_is_made_once_for_a_request(tiny_llama: Path, monke
     monkeypatch.setattr(
         engine._executor._sampler,
         "draw",
-        lambda hidden, draws: banned.extend(d.banned for d in draws.special.values()) or draw(hidden, draws),
+        lambda hidden, draws: banned.extend(draws.banned.get(i, ()) for i in range(len(draws))) or draw(hidden, draws),
     )
     run(engine, [generate("r", tokens(20), n=3, max_tokens=6, min_tokens=4, stop_token_ids=[7, 9], temperature=2.0)])
     assert [len(ids) for ids in banned[: 3 * 4]] == [2] * 3 * 4 and not any(len(ids) for ids in banned[3 * 4 :])

@@ -10,12 +10,14 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Never
 
+import numpy as np
 import pytest
 import torch
 
 from trueroll.engine.outputs.tops import Top
 from trueroll.engine.request import Distribution, SamplingParams
-from trueroll.engine.running.draws import Draw, Draws
+from trueroll.engine.outputs.draw_records import DRAW, DrawRecord
+from trueroll.engine.running.draws import Draws
 from trueroll.engine.running.sampler import Sampler
 from trueroll.kernels.selection import select_backend
 
@@ -47,14 +49,30 @@ class One(NamedTuple):
     top: Top | None
 
 
+class Draw(NamedTuple):
+    """One token to be drawn at `position` from row `row`."""
+
+    row: int
+    position: int
+    record: DrawRecord
+    banned: Sequence[int]
+
+
+def draws_of(each: Sequence[Draw]) -> Draws:
+    rows, positions = np.array([d.row for d in each]), np.array([d.position for d in each])
+    banned = {i: d.banned for i, d in enumerate(each) if len(d.banned)}
+    return Draws(rows, positions, np.array([d.record for d in each], DRAW), banned)
+
+
 def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[One]:
-    drawn = sampler.draw(logits, Draws.of(draws)).wait()
+    drawn = sampler.draw(logits, draws_of(draws)).wait()
     tops = map(drawn.tops.get, range(len(draws)))
     return [One(*one) for one in zip(drawn.token_ids, drawn.logprobs, drawn.is_finite, tops, strict=True)]
 
 
 def draw(row: int = 0, seed: int = 3, position: int = 9, banned: Sequence[int] = (), **params) -> Draw:
-    return Draw(row, SamplingParams(**params), seed, position, banned)
+    record = DrawRecord.of(SamplingParams(max_tokens=1, **params), seed, position, bans=False)
+    return Draw(row, position, record, banned)
 
 
 MIXED = [
@@ -89,7 +107,7 @@ def test_filters_that_drop_nothing_change_no_bit(sampler: Sampler, logprobs: str
         [draw(i % 5, seed=i, temperature=0.7, logprobs=logprobs, **filters) for i in range(100)]
         for filters in ({}, {"top_k": 50})
     )
-    assert not plain[0].params.has_filters and filtered[0].params.has_filters
+    assert not plain[0].record.has_filters and filtered[0].record.has_filters
     drawn = run(sampler, LOGITS, plain)
     assert drawn == run(sampler, LOGITS, filtered)
     assert len({one.token_id for one in drawn}) > 20
@@ -158,7 +176,7 @@ def test_banned_ids_are_taken_as_a_whole(sampler: Sampler) -> None:
         list(Whole("q", ids))
     rows = [draw(row, banned=Whole("q", ids), top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
     plain = [draw(row, banned=ids, top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
-    assert not draw(banned=Whole("q", ids)).is_plain and draw(banned=Whole("q")).is_plain
+    assert draws_of(rows).is_plain.tolist() == [False] * 5 + [True, False]
     assert run(sampler, LOGITS, rows) == run(sampler, LOGITS, plain)
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from trueroll.engine.cache.prefix_cache import Chain, Table
-from trueroll.engine.outputs.draw_records import DrawRecord
+from trueroll.engine.outputs.draw_records import BASES, DrawRecord
 from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
-from trueroll.engine.running.step import Step, plan_step, purposes_of
+from trueroll.engine.running.draws import Draws
+from trueroll.engine.running.step import Step, plan_step, takers_of
 from trueroll.engine.scheduling.lanes import Lanes
 from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Purpose, Sequence
 from trueroll.kernels.contract import GREEDY, SAMPLE
@@ -42,10 +43,17 @@ def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: dict[int,
             lanes.expect_first(chunk.sequence, unseen[i])
     sequences, starts, ends = zip(*chunks, strict=True)
     each = Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
-    step = plan_step(each, lanes, purposes_of(each, lanes), [copies or {}], BLOCK_SIZE)
+    step = plan_step(each, lanes, takers_of(each, lanes), [copies or {}], BLOCK_SIZE)
     arrays = step.token_ids, step.positions, step.unseen, *step.slots, *step.block_tables, *step.block_copies
     assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
     return step
+
+
+def columns(draws: Draws) -> list[tuple[int, int, int, int]]:
+    """Row, target, seed and position of each draw."""
+    records = draws.records
+    each = draws.rows.tolist(), records["target"].tolist(), records["seed"].tolist(), draws.positions.tolist()
+    return list(zip(*each, strict=True))
 
 
 def test_a_prompt_beside_a_decode() -> None:
@@ -58,7 +66,7 @@ def test_a_prompt_beside_a_decode() -> None:
     assert (step.query_starts, step.context_lens) == ([0, 3, 4], [5, 5])
     assert step.block_tables[0].tolist() == [[5, 3], [7, 1]]
     assert step.unseen.shape == (0, 2) and step.block_copies[0].shape == (0, 2) and step.scores == []
-    assert step.draws.integers.tolist() == [[3], [SAMPLE], [-1], [5]], "the prompt's chunk does not reach its end"
+    assert columns(step.draws) == [(3, SAMPLE, -1, 5)], "the prompt's chunk does not reach its end"
 
 
 def test_tables_of_other_lengths_are_filled_up() -> None:
@@ -71,9 +79,10 @@ def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
     banned = sample(seed=4, min_tokens=1)
     group = sequence(Generation([greedy, banned]), [1, 2, 3, 4], [0])
     step = plan(Chunk(group, 0, 4))
-    assert step.draws.integers.tolist() == [[3, 3], [GREEDY, SAMPLE], [3, 4], [4, 4]]
-    assert step.draws.temperatures.tolist() == [1.0, 1.0] and step.draws.raw.tolist() == [True, False]
-    assert {i: list(draw.banned) for i, draw in step.draws.special.items()} == {1: [2]}
+    assert columns(step.draws) == [(3, GREEDY, 3, 4), (3, SAMPLE, 4, 4)]
+    assert step.draws.records["temperature"].tolist() == [1.0, 1.0]
+    assert [BASES[place] for place in step.draws.records["basis"]] == ["raw", "processed"]
+    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {1: [2]}
 
 
 def test_an_unseen_token_is_named_by_its_row() -> None:
@@ -81,7 +90,7 @@ def test_an_unseen_token_is_named_by_its_row() -> None:
     behind = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [2, 3])
     step = plan(Chunk(seen, 4, 5), Chunk(behind, 5, 6), unseen={1: 6})
     assert step.unseen.tolist() == [[1, 6]] and step.token_ids[0] == 5
-    assert step.draws.integers[3].tolist() == [5, 6]
+    assert step.draws.positions.tolist() == [5, 6]
 
 
 def test_a_score_has_targets_and_draws_nothing() -> None:

@@ -42,7 +42,7 @@ class Sample:
     length: int
     sequence: Sequence
     drawn: int = 0
-    draw: DrawRecord = DrawRecord(0, 0, 1.0, False, True, 0, 0)
+    draw: DrawRecord = DrawRecord()
 
     def next_token(self) -> int:
         self.drawn += 1
