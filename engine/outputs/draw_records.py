@@ -58,7 +58,7 @@ class DrawRecord(NamedTuple):
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
 
-DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q q q".split(), strict=True)))
+DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q q q".split(), strict=True)), align=True)
 """The same as an element of an array."""
 
 

@@ -52,6 +52,7 @@ class Drawing:
         token_ids: Tensor,
         logprobs: Tensor,
         is_finite: Tensor,
+        *,
         recorded: Sequence[tuple[int, int]] = (),
         statistics: Sequence[TokenStatistics] = (),
     ) -> None:
@@ -100,7 +101,8 @@ class Sampler:
         columns = [torch.cat(column)[order] for column in zip(*results, strict=True)]
         with_statistics = np.concatenate((whole, processed))
         recorded = list(zip(with_statistics.tolist(), num_tops[with_statistics].tolist(), strict=True))
-        return Drawing(*columns, recorded, [found for _, found in parts if found is not None])
+        statistics = [found for _, found in parts if found is not None]
+        return Drawing(*columns, recorded=recorded, statistics=statistics)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """The backend's `next_tokens` with the head."""

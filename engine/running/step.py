@@ -154,9 +154,7 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
     records[num_decodes:] = [sample.draw for sample in takers.samples[num_decodes:]]
     positions = chunks.ends[places]
     banned = {
-        i: ids
-        for i in np.flatnonzero(positions < records["first_free"]).tolist()
-        if (ids := takers.samples[i].banned)
+        i: ids for i in np.flatnonzero(positions < records["first_free"]).tolist() if (ids := takers.samples[i].banned)
     }
     return Draws(last_rows[places], positions, records, banned)
 

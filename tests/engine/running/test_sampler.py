@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from trueroll.engine.outputs.draw_records import DRAW, DrawRecord
 from trueroll.engine.outputs.tops import Top
 from trueroll.engine.request import Distribution, SamplingParams
-from trueroll.engine.outputs.draw_records import DRAW, DrawRecord
 from trueroll.engine.running.draws import Draws
 from trueroll.engine.running.sampler import Sampler
 from trueroll.kernels.selection import select_backend
