@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -58,6 +58,7 @@ class Computation(Protocol):
         ...
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Computes one step after the other. `runs_ahead`: a step should be queued before the one before is waited for.
     `routes`: how chosen experts are recorded; None for a model without.
