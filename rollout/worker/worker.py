@@ -47,7 +47,7 @@ from ..monitoring.timings import Timings
 from ..network.keys import Role
 from ..network.router import Peer, Router
 from .calls import Calls
-from .control import Control, PushNews
+from .control import Control
 from .engine_thread import (
     Add,
     End,
@@ -65,6 +65,7 @@ from .engine_thread import (
     Stream,
 )
 from .ledger import Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by
+from .pushes import PushNews
 from .streams import Streams
 from .users import salt_of, scoped
 from .waiting_room import Waiting, WaitingRoom, serves, too_old
@@ -505,15 +506,22 @@ class Worker:
             requests=requests,
             memory=self._memory(),
             limits=self._config.limits(),
-            engine=None if self._info is None else self._info | {"commit_note": self._control.commit_note},
+            engine=self._engine_info(),
             sleeping=tuple(sorted(self._control.lifecycle.standing.sleeping)),
-            push=self._control.progress(),
+            push=self._control.pushes.progress(),
         )
+
+    def _engine_info(self) -> dict[str, Any] | None:
+        """With why commits take longer than they could; empty if they do not."""
+        target = self._control.pushes.target
+        if self._info is None or target is None:
+            return None
+        return self._info | {"commit_note": target.weights.commit_note}
 
     def _memory(self) -> dict[str, int]:
         memory = {"process": self._resident.num_bytes()}
         if (snapshot := self._engine_thread.snapshot) is not None:
-            memory |= snapshot.memory | {"staging": self._control.staging_bytes}
+            memory |= snapshot.memory | {"staging": self._control.pushes.staging_bytes}
         return memory
 
     def stats(self, id: str = "metrics") -> protocol.Stats:
@@ -554,7 +562,7 @@ class Worker:
             case Failed(error):
                 self._fail(error)
             case _:
-                self._control.handle_push_news(event)
+                self._control.pushes.handle_news(event)
 
     def _finish_loading(self, info: dict[str, Any], weights: Destination) -> None:
         self._info = info

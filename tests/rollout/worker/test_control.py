@@ -20,7 +20,7 @@ from serving import RawClient, WorkerOnThread, serving
 from trueroll.errors import DeadlineError, IllegalStateError
 from trueroll.rollout import RolloutClient
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.worker import control
+from trueroll.rollout.worker import pushes
 from trueroll.weight_sync.transports.disk import read_manifest
 from trueroll.weight_sync.worker import receiver as receiver_module
 from trueroll.weight_sync.worker.assembly import Assembly
@@ -482,7 +482,7 @@ class Hanging:
 
 @pytest.fixture
 def hanging(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
-    monkeypatch.setattr(control, "MARGIN_SECONDS", 0.1)
+    monkeypatch.setattr(pushes, "MARGIN_SECONDS", 0.1)
     hanging = Hanging(engine)
     yield hanging
     hanging.released.set()
@@ -501,7 +501,7 @@ def test_a_push_that_hangs_is_given_up(raw: RawClient, hanging: Hanging, in_plac
 
 def test_pushes_that_hang_are_few(raw: RawClient, hanging: Hanging, engine: FakeEngine) -> None:
     with HandPush(raw, NEW) as push:
-        for _ in range(control.MOST_ABANDONED):
+        for _ in range(pushes.MOST_ABANDONED):
             assert push.begin(timeout=0.1)["code"] == "deadline_exceeded"
         threads = threading.active_count()
         for in_place in (False, True):
@@ -509,7 +509,7 @@ def test_pushes_that_hang_are_few(raw: RawClient, hanging: Hanging, engine: Fake
             assert error["code"] == "push_failed" and "4 pushes that were given up" in error["message"]
         assert threading.active_count() == threads and raw.health()["state"] == "ready"
         hanging.released.set()
-        wait_until(lambda: threading.active_count() == threads - control.MOST_ABANDONED)
+        wait_until(lambda: threading.active_count() == threads - pushes.MOST_ABANDONED)
         assert push.run()["phase"] == "committed"
     assert_serves(engine, NEW)
 
@@ -527,7 +527,7 @@ def test_a_call_of_a_push_that_hangs_is_given_up(
         released.wait(20)
 
     monkeypatch.setattr(Assembly, {"stage_bucket": "inspect", "verify_push": "finish"}[call], hang)
-    monkeypatch.setattr(control, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump))
+    monkeypatch.setattr(pushes, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + jump))
     with HandPush(raw, NEW) as push, RawClient(worker.address) as other:
         assert push.begin(timeout=20.0)["phase"] == "begun"
         fields: dict[str, Any] = {"bucket": push.bucket()}
@@ -707,7 +707,7 @@ def test_in_place_a_source_that_hangs_interrupts_nothing(
         return open_source(*args)
 
     monkeypatch.setattr(receiver_module, "_open_source", hang)
-    monkeypatch.setattr(control, "MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(pushes, "MARGIN_SECONDS", 0.0)
     engine.flow.clear()
     raw.generate("a")
     wait_until(lambda: len(engine.requests) == 1)
@@ -722,7 +722,7 @@ def test_in_place_a_source_that_hangs_interrupts_nothing(
         error = other.receive()
         codes = {"abort": "push_failed", "timeout": "deadline_exceeded", "shutdown": "unavailable"}
         assert (error["id"], error["code"]) == ("begin", codes[end]) and engine.actions == []
-        [abandoned] = worker.worker._control._abandoned
+        [abandoned] = worker.worker._control.pushes._abandoned
         go_on.set()
         abandoned.join(20)
         assert not abandoned.is_alive()
@@ -778,7 +778,9 @@ def test_an_abort_that_comes_too_late_tells_how_it_ended(
         else:
             other.send("commit_push", id="late", push_id=push.push_id)
         wait_for(raw, "updating")
-        wait_until(lambda: (under_way := worker.worker._control._operation) is not None and under_way.run is not None)
+        wait_until(
+            lambda: (under_way := worker.worker._control._operations.current) is not None and under_way.run is not None
+        )
         raw.send("abort_push", id="abort", push_id=push.push_id)
         raw.health()
         engine.gate.set()

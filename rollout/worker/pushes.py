@@ -1,0 +1,439 @@
+"""Pushes of weights as a worker takes them: the one under way, and the one whose weights are served.
+
+Owns: where pushes go, the push under way with its thread, and the calls that wait for that. Does not own: the
+transport and the arriving bytes (`weight_sync.worker.receiver`), nor when the engine is interrupted (`operations`). It
+runs on the worker's thread; what takes long, staging a push, runs on the push's own.
+
+Promises: a push is committed as a whole or not at all, and one that breaks off leaves the weights as they were, or
+`dirty`, if it was to write in place and its source was open. A push whose thread hangs is given up `MARGIN_SECONDS`
+after its timeout, and while `MOST_ABANDONED` threads that were given up go on, no other push begins. What a push has
+staged goes with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from trueroll.errors import OtherBaseError, PushError, TruerollError, UnavailableError, VersionGapError
+
+from ...engine.request import InFlight, Output
+from ...weight_sync.transports.policy import PushPolicy
+from ...weight_sync.worker.events import Broken, Opened, PushEvent, Reached
+from .. import protocol
+from ..monitoring.timings import Timings
+from .calls import Calls
+from .engine_thread import ServedEngine
+from .lifecycle import Lifecycle, Standing
+from .operations import Operation, Operations, hangs
+
+if TYPE_CHECKING:
+    from ...weight_sync.payload.manifest import LentSource
+    from ...weight_sync.worker.assembly import Destination, StagingArea
+    from ...weight_sync.worker.receiver import Receiver
+
+log = logging.getLogger(__name__)
+
+MARGIN_SECONDS = 5.0
+"""How much longer than the timeout of a push its thread may take to answer: what it says itself tells more."""
+MOST_ABANDONED = 4
+
+
+class PushHost(Protocol):
+    """What pushes need of the worker around them."""
+
+    def publish_event(self, event: PushNews) -> None:
+        """Callable from any thread: brings the event to `Pushes.handle_news`."""
+        ...
+
+    def weight_version(self) -> int: ...
+
+
+@dataclass(eq=False)
+class Push:
+    """A push under way. `calls`: ids of the calls that wait for its thread, with the time (monotonic seconds) at which
+    each is given up. `staging`: from when it is verified until it is over; its memory must not wait for whoever holds
+    the push a little longer. `is_committing`: the engine was told to take it, or is about to be.
+    """
+
+    begin: protocol.BeginPush
+    receiver: Receiver
+    calls: dict[str, float] = field(default_factory=dict)
+    staging: StagingArea | None = None
+    is_committing: bool = False
+
+    def expect(self, id: str, seconds: float) -> None:
+        """The call waits for the thread from now on, which has so long to answer."""
+        self.calls[id] = time.monotonic() + seconds + MARGIN_SECONDS
+
+    @property
+    def deadline(self) -> float:
+        return min(self.calls.values(), default=float("inf"))
+
+
+@dataclass(frozen=True)
+class PushNews:
+    """An event of the thread that receives `push`."""
+
+    push: Push
+    event: PushEvent
+
+
+class Target(NamedTuple):
+    """Where pushes go, on which device, and the UUID of that if it is a GPU."""
+
+    weights: Destination
+    device: str
+    gpu: str | None
+
+
+class Pushes:
+    """Takes the calls of pushes that `Control` has checked. `target`: None until the model has loaded. `served`: the
+    push whose weights are served.
+    """
+
+    def __init__(
+        self,
+        host: PushHost,
+        calls: Calls,
+        lifecycle: Lifecycle,
+        operations: Operations,
+        timings: Timings,
+        policy: PushPolicy,
+    ) -> None:
+        self.target: Target | None = None
+        self.served: str | None = None
+        self._host, self._calls, self._lifecycle, self._operations = host, calls, lifecycle, operations
+        self._timings, self._policy = timings, policy
+        self._push: Push | None = None
+        self._abandoned: list[Receiver] = []
+        """Those that owed an answer when their push was given up."""
+
+    @property
+    def weights(self) -> Destination:
+        """Where pushes go, once the model has loaded."""
+        assert self.target is not None, "no call comes past the check before the model has loaded"
+        return self.target.weights
+
+    @property
+    def deadline(self) -> float:
+        """When (monotonic seconds) `follow` has something to do at the latest."""
+        return float("inf") if self._push is None else self._push.deadline
+
+    @property
+    def staging_bytes(self) -> int:
+        """What the push under way holds beside the live weights. Callable from any thread."""
+        push = self._push
+        staging = push and (push.staging or push.receiver.staging)
+        return 0 if staging is None else staging.num_bytes
+
+    def progress(self) -> protocol.PushProgress | None:
+        """The push under way, for `health`. Callable from any thread."""
+        push = self._push
+        if push is None:
+            return None
+        begin, progress = push.begin, push.receiver.progress
+        return protocol.PushProgress(
+            push_id=begin.push_id,
+            weight_version=begin.weight_version,
+            transport=begin.source.kind,
+            phase=progress.phase,
+            in_place=begin.in_place,
+            bytes_staged=progress.bytes_staged,
+            seconds=time.monotonic() - progress.started,
+        )
+
+    def begin(self, call: protocol.BeginPush) -> None:
+        """Begin a push, in the place of the one under way. Raise TruerollError if it cannot be."""
+        self._lifecycle.check_weights_awake(call.type)
+        check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
+        self._check_abandoned()
+        superseded = PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
+        if call.in_place:
+            self._begin_in_place(call, superseded)
+            return
+        self.break_off(superseded)
+        if self._lifecycle.is_ending:
+            raise ending()
+        self._push = self._new_push(call)
+
+    def _begin_in_place(self, call: protocol.BeginPush, superseded: PushError) -> None:
+        """Open the source, then interrupt the engine, which lets go of its weights."""
+
+        def interrupt(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
+            return engine.interrupt(in_flight)
+
+        operation = Operation(
+            call,
+            "updating",
+            self._lifecycle.standing.overwritten(is_whole=False),
+            lambda seconds: self._overwrite(push),
+            interrupt,
+            call.in_flight,
+            call.drain_timeout,
+            lambda: self.break_off(superseded),
+            opens_by=float("inf"),
+        )
+        self._operations.begin(operation)
+        try:
+            push = self._new_push(call)
+        except PushError as error:
+            self._operations.cancel(error)
+            return
+        operation.opens_by = push.deadline
+        operation.cancelled = lambda error: self._close(push, is_owing=operation.opens_by is not None)
+
+    def _overwrite(self, push: Push) -> None:
+        """The engine has let go of its weights, for a push in place."""
+        self.served = None
+        if self._lifecycle.is_ending:
+            self._close(push, is_owing=False)
+            self._calls.refuse(push.begin.id, ending())
+            return
+        push.expect(push.begin.id, push.begin.timeout)
+        self._push = push
+        push.receiver.proceed()
+
+    def _new_push(self, call: protocol.BeginPush) -> Push:
+        """Start the thread that receives a push. Raise PushError if none can be started."""
+        from ...weight_sync.worker.receiver import Receiver, begin_seconds
+
+        assert self.target is not None
+        log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
+        weights, device, _ = self.target
+        receiver = Receiver(
+            call, weights, lambda event: self._host.publish_event(PushNews(push, event)), device, self._policy
+        )
+        push = Push(call, receiver)
+        try:
+            receiver.start()
+        except RuntimeError:
+            raise _no_thread() from None
+        push.expect(call.id, begin_seconds(call))
+        return push
+
+    def pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
+        """Give a call to the push's thread. Raise TruerollError if there is none for it."""
+        push = self._find(call.push_id)
+        if push.is_committing:
+            raise PushError(f"{call.type}: expected a push that is staged, found one that is being committed")
+        push.expect(call.id, push.begin.timeout)
+        push.receiver.take(call)
+
+    def _find(self, push_id: str) -> Push:
+        if self._push is None or self._push.begin.push_id != push_id:
+            if self._lifecycle.is_ending:
+                raise ending()  # which broke it off: there is no use in beginning it again here
+            raise PushError(f"push: expected one that is under way, found {push_id}, which is not; begin it again")
+        return self._push
+
+    def commit(self, call: protocol.CommitPush) -> None:
+        """Let the engine take what was staged. Raise TruerollError if nothing whole is."""
+        if self._push is None and call.push_id == self.served:
+            self._reply(call.id, call.push_id, "committed")
+            return
+        push = self._find(call.push_id)
+        if push.staging is None:
+            raise PushError("commit_push: expected a push that was verified, found one that was not; verify it first")
+        self._lifecycle.check_weights_awake(call.type)
+        served = self._host.weight_version()
+        if push.begin.allow_older and push.begin.weight_version <= served:
+            log.warning(
+                "push %s: version %d takes the place of version %d, though it is not later, as its trainer allowed; "
+                "whoever compares the versions of samples will take some for what they are not",
+                call.push_id,
+                push.begin.weight_version,
+                served,
+            )
+
+        def take(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
+            return engine.commit_weights(push.staging, push.begin.weight_version, in_flight)
+
+        then = self._lifecycle.standing.overwritten(is_whole=True)
+        operation = Operation(
+            call,
+            "updating",
+            then,
+            lambda seconds: self._finish_commit(call, push, seconds),
+            take,
+            call.in_flight,
+            call.timeout,
+            cancelled=self.break_off,
+        )
+        self._operations.begin(operation)
+        push.is_committing = True
+        push.receiver.close()  # whatever becomes of the commit, no trainer is waited for any more
+        self._refuse_all(push, PushError("push: it is being committed, which ends what else was asked of it"))
+
+    def _finish_commit(self, call: protocol.CommitPush, push: Push, seconds: float) -> None:
+        self._timings.commit_pause.observe(seconds)
+        self._timings.push.observe(time.monotonic() - push.receiver.progress.started)
+        push.staging = None
+        self._push, self.served = None, call.push_id
+        log.info("push %s: version %d is served", call.push_id, self._host.weight_version())
+        self._reply(call.id, call.push_id, "committed", seconds)
+
+    def abort(self, call: protocol.AbortPush) -> None:
+        """Break off this push, if it is under way, and answer how it stands. Raise UnavailableError at the end."""
+        if self._push is not None and self._push.begin.push_id == call.push_id:
+            self.break_off(aborted())
+        if self._lifecycle.is_ending:
+            raise ending()  # what another worker lacked of it is lost with this one
+        self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
+
+    def break_off(self, error: TruerollError) -> None:
+        """Forget the push under way, if any, and tell who waits for it."""
+        push, self._push = self._push, None
+        if push is None:
+            return
+        log.warning("push %s of version %d broke off: %s", push.begin.push_id, push.begin.weight_version, error)
+        is_owing = bool(push.calls)
+        self._refuse_all(push, error)
+        self._close(push, is_owing)
+
+    def break_off_unless_committing(self, error: TruerollError) -> None:
+        """Forget the push under way, unless the engine is taking it."""
+        if self._push is not None and not self._push.is_committing:
+            self.break_off(error)
+
+    def follow(self) -> None:
+        """Give up a push whose thread hangs."""
+        if self._push is not None and time.monotonic() >= self._push.deadline:
+            self.break_off(hangs(self._push.begin))
+
+    def handle_news(self, news: PushNews) -> None:
+        """The thread of a push has come to an end of something."""
+        if self._is_opening(news.push):
+            self._handle_opening(news.event)
+            return
+        if news.push is not self._push or news.push.is_committing:
+            return  # it is over or as good as that, and whoever waited was told
+        match news.event:
+            case Broken(error):
+                self.break_off(error)
+            case Reached(id, phase, lent):
+                if phase == "verified" and news.push.staging is None:
+                    news.push.staging = news.push.receiver.staging
+                    self._timings.stage.observe(time.monotonic() - news.push.receiver.progress.started)
+                del news.push.calls[id]
+                self._reply(id, news.push.begin.push_id, phase, lent=lent)
+
+    def _is_opening(self, push: Push) -> bool:
+        """Whether the operation under way waits for the source of this push to open."""
+        operation = self._operations.current
+        return operation is not None and operation.opens_by is not None and operation.call is push.begin
+
+    def _handle_opening(self, event: PushEvent) -> None:
+        """Interrupt the engine for a push in place if its source is open; else nothing has changed."""
+        operation = self._operations.current
+        assert operation is not None
+        match event:
+            case Broken(error):
+                self._operations.cancel(error)
+            case Opened():
+                operation.opens_by, operation.started = None, time.monotonic()
+                self._operations.follow()
+
+    def _close(self, push: Push, is_owing: bool) -> None:
+        """Let go of a push. `is_owing`: its thread has not answered, and may hang."""
+        self._abandoned += [push.receiver] * is_owing
+        push.receiver.close()
+        push.staging = None
+
+    def _refuse_all(self, push: Push, error: TruerollError) -> None:
+        while push.calls:
+            self._calls.refuse(push.calls.popitem()[0], error)
+
+    def _check_abandoned(self) -> None:
+        """Raise PushError if too many threads hang."""
+        self._abandoned = [receiver for receiver in self._abandoned if receiver.is_alive()]
+        if len(self._abandoned) >= MOST_ABANDONED:
+            raise PushError(
+                f"begin_push: expected fewer than {MOST_ABANDONED} pushes that were given up and go on all the same, "
+                f"found {len(self._abandoned)}; push again, and if they hang, as in reads from a file system that does "
+                "not answer, mend that or start the worker anew"
+            )
+
+    def _reply(
+        self,
+        id: str,
+        push_id: str,
+        phase: protocol.PushPhase,
+        pause_seconds: float | None = None,
+        lent: LentSource | None = None,
+    ) -> None:
+        reply = protocol.PushStatus(
+            id=id,
+            push_id=push_id,
+            phase=phase,
+            state=self._lifecycle.state,
+            weight_version=self._host.weight_version(),
+            pause_seconds=pause_seconds,
+            lent=lent,
+        )
+        self._calls.answer(id, reply)
+
+
+def check_begin(
+    call: protocol.BeginPush, dtype: str, served_version: int, standing: Standing, served: str | None
+) -> None:
+    """Raise PushError for what can be seen before anything is interrupted. `dtype`, `served_version`, `served`: of the
+    weights that are served, and the push that brought them.
+    """
+    if call.dtype != dtype:
+        raise PushError(f"dtype: expected {dtype}, as this worker serves, found {call.dtype!r:.80}; push in that")
+    # A version that is not later is fine if that is asked for, or if it replaces what was lost.
+    is_lost_one = standing.is_dirty and call.weight_version == served_version
+    if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
+        raise PushError(
+            f"begin_push: expected a version later than {served_version}, which this worker serves, found "
+            f"{call.weight_version}; push a later one, or push with allow_older if samples of both may be confused"
+        )
+    _check_adapters(call, standing)
+    if call.base is None:
+        return
+    if call.in_place:
+        raise PushError("begin_push: expected whole tensors for in_place, found base; push without base")
+    if call.base != served:
+        raise VersionGapError(
+            f"begin_push: expected changes to the push that is served ({served or 'none'}), found changes to "
+            f"{call.base}; push every tensor whole"
+        )
+
+
+def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
+    """Raise PushError for adapters that can be added to nothing."""
+    if call.adapters is None:
+        return
+    if call.in_place or call.base is not None:
+        name = "in_place" if call.in_place else "base"
+        raise PushError(f"begin_push: expected no {name} with adapters, found it; push without, or merged weights")
+    if call.adapters.is_alone and standing.is_dirty:
+        raise OtherBaseError(
+            "begin_push: expected weights that adapters can be added to, found that this worker's are lost; push "
+            "the model without adapters=True, which brings the weights too"
+        )
+
+
+def is_of_push(call: protocol.LifecycleCall | protocol.PushCall, push_id: str) -> bool:
+    """Whether a call that waits for the engine begins or commits this push."""
+    return isinstance(call, protocol.BeginPush | protocol.CommitPush) and call.push_id == push_id
+
+
+def aborted() -> PushError:
+    """What the calls of a push are told that its trainer has aborted."""
+    return PushError("push: aborted by its trainer")
+
+
+def ending() -> TruerollError:
+    """What calls are told once the worker ends."""
+    return UnavailableError("worker: it ends; use another worker")
+
+
+def _no_thread() -> PushError:
+    return PushError(
+        "begin_push: expected a thread to receive on, found that the system has none left; let the worker have more "
+        "(ulimit -u, or the container's limit of processes), and push again"
+    )
