@@ -15,8 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_engine import FakeEngine  # noqa: E402
 
-from trueroll.rollout.worker import process  # noqa: E402
-from trueroll.rollout.worker.worker import Worker  # noqa: E402
+from trueroll.rollout.network.router import Router  # noqa: E402
+from trueroll.rollout.worker import (
+    process,  # noqa: E402
+    worker,  # noqa: E402
+)
 
 LATE = 300
 """Replies after which faults begin: the quiet results were right."""
@@ -84,16 +87,16 @@ FAULTS: dict[str, Callable[[int, bytes], Any]] = {
 }
 
 
-class Faulty(Worker):
-    """Its replies go through `fault`."""
+class Faulty(Router):
+    """What it sends goes through `fault`."""
 
     fault = staticmethod(FAULTS["none"])
     _count = 0
 
-    def _send(self, identity: bytes, frame: bytes) -> bool:
+    def send(self, identity: bytes, frame: bytes) -> bool:
         self._count += 1
         frames = [frame] if self._count < LATE else self.fault(self._count, frame)
-        were_sent = [super(Faulty, self)._send(identity, each) for each in frames]
+        were_sent = [super(Faulty, self).send(identity, each) for each in frames]
         return all(were_sent)
 
 
@@ -105,5 +108,5 @@ def load(config: Any) -> FakeEngine:
 
 
 if __name__ == "__main__":
-    process.Worker = Faulty  # type: ignore[misc]
+    worker.Router = Faulty  # type: ignore[misc]
     process.run_as_child(load)

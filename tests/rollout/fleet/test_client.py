@@ -341,14 +341,14 @@ def test_requests_that_all_workers_reject_are_given_up_after_patience() -> None:
                 client.generate([[1]], PARAMS, seed=1)
             refusing = UnavailableError("worker: the system refused what it needs")
             for worker in running.workers:  # whatever its health says
-                worker.worker._check_admission = _raising(refusing)  # type: ignore[method-assign]
+                worker.worker._book._open = _raising(refusing)  # type: ignore[method-assign]
             holding.resume()
             with pytest.raises(WorkerLostError, match=r"\(ready, version 3"):
                 client.generate([[1]], PARAMS, seed=1)
 
 
-def _raising(error: Exception) -> Callable[[object], None]:
-    def refuse(message: object) -> None:
+def _raising(error: Exception) -> Callable[[object, object], None]:
+    def refuse(user: object, message: object) -> None:
         raise error
 
     return refuse

@@ -17,7 +17,7 @@ from trueroll.errors import InvalidRequestError
 from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams, StaleWeightsError
 from trueroll.rollout.client.continuation import continuation
 from trueroll.rollout.config import WorkerConfig
-from trueroll.rollout.worker import worker as worker_module
+from trueroll.rollout.worker import book
 
 NEW = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 SERVED, LATER = 3, 5
@@ -254,7 +254,7 @@ def test_a_model_that_is_loaded_in_the_middle_of_a_message_loses_no_reply(
             pass
         return 7
 
-    monkeypatch.setattr(worker_module, "seed_of", seed_once_it_is_loaded)
+    monkeypatch.setattr(book, "seed_of", seed_once_it_is_loaded)
     running = WorkerOnThread(WorkerConfig(), load)
     with RawClient(running.address) as raw:
         demand(raw, "a", waits=False, params={"seed": None})

@@ -471,7 +471,7 @@ class ServedEngine(RuleBasedStateMachine):
     def catch_up(self) -> None:
         """Receive what the engine has put out. The worker reads messages several at a time, events before them."""
         deadline = time.monotonic() + PATIENCE
-        while not self.worker.worker._events.empty():
+        while not self.worker.worker._inbox._items.empty():
             assert time.monotonic() < deadline, "the worker hangs"
             time.sleep(0.0001)
         self.client.health()

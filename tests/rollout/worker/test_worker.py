@@ -284,7 +284,9 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     replies = [raw.receive() for _ in range(3)]
     assert sorted(reply["type"] for reply in replies) == ["done", "error", "sample"]
     raw.generate("a", caller="w", max_tokens=1)
-    assert raw.receive_until("done")[0]["finish_reason"] == "length" and worker.worker._ledger.num_samples_left == 0
+    assert (
+        raw.receive_until("done")[0]["finish_reason"] == "length" and worker.worker._book._ledger.num_samples_left == 0
+    )
 
 
 def test_what_waits_for_an_abort_is_bounded_and_looked_at_once(engine: FakeEngine) -> None:
@@ -299,7 +301,7 @@ def test_what_waits_for_an_abort_is_bounded_and_looked_at_once(engine: FakeEngin
         assert (refusal["code"], refusal["caller"]) == ("queue_full", "3")
         raw.send("abort", id="nothing", request_id="a", index=7)
         assert raw.receive()["code"] == "unknown_request"
-        assert len(worker.worker._ledger.open["a"].successors) == 3
+        assert len(worker.worker._book._ledger.open["a"].successors) == 3
         engine.flow.set()
         ends = [raw.receive_until("done")[-1] for _ in range(4)]
     assert {end["caller"]: end["finish_reasons"] for end in ends} == {
@@ -432,7 +434,7 @@ def test_unfinished_samples_are_limited_too(engine: FakeEngine) -> None:
 def test_a_failing_engine_answers_everybody_with_the_cause(
     engine: FakeEngine, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trueroll.rollout.worker.worker.FAILED_SECONDS", 2.0)
+    monkeypatch.setattr("trueroll.rollout.worker.ending.FAILED_SECONDS", 2.0)
     with serving(engine) as worker, RawClient(worker.address) as raw, RawClient(worker.address) as other:
         engine.gate.clear()
         other.generate("b", max_tokens=400)
@@ -506,7 +508,7 @@ def test_draining_aborts_at_its_deadline_what_is_left(engine: FakeEngine) -> Non
         raw.generate("a", n=2, max_tokens=400)
         assert engine.at_gate.wait(timeout=20)
         worker.worker.drain()
-        while raw.health()["state"] != "draining" or not worker.worker._aborts_sent:
+        while raw.health()["state"] != "draining" or not worker.worker._ending.is_aborting:
             pass
         engine.gate.set()
         *samples, done = raw.receive_until("done", "error")

@@ -1,0 +1,76 @@
+"""What a worker asks of a new request before it takes it. Pure: raises, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trueroll.errors import InvalidRequestError, QueueFullError, UnavailableError
+
+from ...engine.request import check_length
+from ..config import WorkerConfig
+from ..protocol import Generate, GetScores, State
+from .ledger import Ledger, Submission, num_bytes_of
+from .waiting_room import serves, too_old
+
+
+class Conditions(NamedTuple):
+    """How a worker stands, as far as it matters to a new request. `takes_requests`: the engine may be given one now.
+    `version`: of the weights in use, and `max_model_len`, in tokens; None until the model has loaded.
+    """
+
+    state: State
+    is_ending: bool
+    takes_requests: bool
+    version: int | None
+    max_model_len: int | None
+
+
+def check_admission(
+    message: Generate | GetScores, conditions: Conditions, config: WorkerConfig, ledger: Ledger
+) -> None:
+    """Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError unless it may come in."""
+    _check_state(conditions, config)
+    num_samples = message.params.n if isinstance(message, Generate) else 1
+    if num_samples > config.max_n:
+        raise InvalidRequestError(f"n: expected at most max_n = {config.max_n}, found {num_samples}")
+    _check_limit(config, "max_queued_requests", len(ledger.open), 1)
+    _check_limit(config, "max_queued_samples", ledger.num_samples_left, num_samples)
+    _check_limit(config, "max_queued_bytes", ledger.num_bytes_open, num_bytes_of(message))
+    if conditions.takes_requests and (version := conditions.version) is not None:
+        if not (message.wait_for_weights or serves(message, version)):
+            raise too_old(message, version)
+    if conditions.max_model_len is not None:
+        check_length(*_length(message), conditions.max_model_len)
+
+
+def check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """Raise QueueFullError unless there is room for one more who waits for a known request. There is room of its own
+    for these, as whoever lost a connection asks again.
+    """
+    more, of = submission.num_bytes, " for who waits for known requests"
+    _check_limit(config, "max_queued_bytes", ledger.num_bytes_waiting, more, of)
+
+
+def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
+    state = conditions.state
+    if conditions.is_ending or state == "failed":
+        raise UnavailableError(f"worker: found state {state}, in which it ends; use another worker")
+    if config.while_unavailable == "reject" and state not in ("loading", "ready"):
+        raise UnavailableError(
+            f"worker: expected state ready, found {state}; try again later, or start the worker with "
+            "while_unavailable = queue"
+        )
+
+
+def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str = "") -> None:
+    if held + more > (most := getattr(config, limit)):
+        raise QueueFullError(
+            f"queue: holds {held} of {limit} = {most}{of}, no room for {more} more; wait for results and try again"
+        )
+
+
+def _length(message: Generate | GetScores) -> tuple[int, int]:
+    """Tokens of the prompt, and how many may follow."""
+    if isinstance(message, GetScores):
+        return len(message.token_ids) // 4, 0
+    return len(message.prompt_token_ids) // 4, 1 if (most := message.params.max_tokens) is None else most
