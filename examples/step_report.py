@@ -146,8 +146,7 @@ class Load:
         assert min(gauges) >= 0
         for chunk in chunks:
             if chunk.reaches_end and chunk.sequence is not self.unpublished:
-                chunk.sequence.tokens.append(1)
-                self.scheduler.lanes.repeat(chunk.sequence)
+                self.scheduler.lanes.accept(np.array([chunk.sequence.lane]), [chunk.sequence], [1])
         return seconds
 
     def abort_waiting(self) -> float:

@@ -48,6 +48,7 @@ from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpe
 
 ROW_TILE = 32
 COLUMN_TILE = 512
+COLUMN_UNIT = 32
 DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
@@ -79,6 +80,7 @@ def new_layers(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    x, weight = _whole_columns(x), _whole_columns(weight)
     tiles = _row_tiles(x)
     out = x.new_empty(len(tiles) * ROW_TILE, weight.shape[0])
     for start in range(0, weight.shape[0], COLUMN_TILE):
@@ -95,6 +97,14 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
         columns = slice(start, start + COLUMN_TILE)
         _multiply_tiles(tiles, weight[columns].float(), None, out[:, columns])
     return out[: hidden.shape[0]]
+
+
+def _whole_columns(x: Tensor) -> Tensor:
+    """x [M, K] with zeros up to a multiple of COLUMN_UNIT. On AMX, torch's products of half precision read what lies
+    behind a row, times zero: a NaN in the next row would be in this one too.
+    """
+    padding = 0 if x.dtype == torch.float32 else -x.shape[1] % COLUMN_UNIT
+    return F.pad(x, (0, padding)) if padding else x
 
 
 def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
