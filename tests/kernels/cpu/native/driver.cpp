@@ -86,6 +86,12 @@ struct Filled {
 template <class T>
 Filled filled(const std::vector<T>& array) { return {array.data()}; }
 
+void check(bool good, const char* what, const std::string& name) {
+    if (good) return;
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), what);
+    std::exit(1);
+}
+
 struct Run {
     long threads;
     int bfloat16;
@@ -108,6 +114,11 @@ struct Run {
         const float *left = static_cast<float*>(b.data()), *right = static_cast<float*>(a.data());
         trueroll_merge(bfloat16, weight.data(), n, k, right, left, rank, 0.5f, out.data());
         digest->add(out);
+        Values into = packed(n, k), back = random(n * k);
+        bool finite;
+        trueroll_merge_into(bfloat16, weight.data(), n, k, right, left, rank, 0.5f, into.data(), &finite);
+        trueroll_unpack(bfloat16, into.data(), back.data(), n, k);
+        check(finite && back.bytes() == out.bytes(), "merged and packed, other bits", "merge_into");
     }
 
     void products(long rows, long k, long n) const {
@@ -437,12 +448,6 @@ uint64_t digest_of(long threads, int bfloat16, float wild) {
     const Run run = {threads, bfloat16, wild, &digest};
     wild == 0.0f ? run.everything() : run.some(16, 32);
     return digest.value();
-}
-
-void check(bool good, const char* what, const std::string& name) {
-    if (good) return;
-    std::fprintf(stderr, "%s: %s\n", name.c_str(), what);
-    std::exit(1);
 }
 
 // Two threads of the process that call at the same time, with different numbers of threads.
