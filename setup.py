@@ -1,4 +1,7 @@
-"""How the native kernels are built; pyproject.toml has the rest.
+"""Which packages there are, and how the native kernels are built; pyproject.toml has the rest.
+
+A folder with an `__init__.py`, within one that pyproject.toml maps to a package, is a package of trueroll. Every file
+of kernels/cpu/native belongs to the library.
 
 `TRUEROLL_NATIVE=0` leaves them out on purpose. Otherwise an installation in which they do not compile fails, since
 without them the much slower reference kernels would serve and nobody would have asked for that. pybind11 is used only
@@ -6,10 +9,12 @@ for `ParallelCompile`, which compiles several files at a time.
 """
 
 import os
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -17,6 +22,14 @@ WAY_OUT = (
     "the native CPU kernels of trueroll do not compile ({cause}); install g++ (a C++17 compiler), or set "
     "TRUEROLL_NATIVE=0 to install trueroll without them, on the much slower reference kernels"
 )
+
+
+def packages() -> Iterator[str]:
+    """The names of all, of which `rollout/trueroll` is no part of `rollout`."""
+    folders = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    for package, folder in folders.items():
+        yield package
+        yield from (f"{package}.{name}" for name in find_packages(folder, exclude=["trueroll"]))
 
 
 class BuildNative(build_ext):
@@ -31,6 +44,9 @@ class BuildNative(build_ext):
             self.extensions = []
             for library in Path(__file__).parent.glob("kernels/cpu/_native*.so"):
                 library.unlink()  # of an earlier installation from this folder
+        for extension in self.extensions:
+            extension.sources = _native_files("*.cpp")
+            extension.depends = _native_files("*.h")
 
     def build_extension(self, ext):
         try:
@@ -39,5 +55,9 @@ class BuildNative(build_ext):
             raise BaseError(WAY_OUT.format(cause=error)) from error
 
 
+def _native_files(pattern: str) -> list[str]:
+    return sorted(map(str, Path("kernels/cpu/native").rglob(pattern)))
+
+
 with ParallelCompile():
-    setup(cmdclass={"build_ext": BuildNative})
+    setup(cmdclass={"build_ext": BuildNative}, packages=[*packages()])

@@ -285,7 +285,7 @@ def layers(
 
 
 class _PageNumbers:
-    """What `PagePointers` in native/api.cpp holds, which is there as long as this is."""
+    """What `PagePointers` in native/api.h holds, which is there as long as this is."""
 
     def __init__(self, page: Pages) -> None:
         self._slots, self._tables = page.slots.contiguous(), page.batch.block_tables.contiguous()

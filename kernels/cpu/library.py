@@ -1,95 +1,88 @@
-"""The shared library of the native kernels: found beside this file and loaded once, with the types of its functions.
+"""The shared library of the native kernels: found beside this file and loaded once.
 
-Its C interface is described in native/api.cpp.
+native/api.h declares its C interface and is read here, too: functions take the arguments that stand there. A library
+that was compiled from another text is refused.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trueroll.errors import ConfigError
 
 ISA_VARIABLE = "TRUEROLL_CPU_ISA"
 
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
-# The number that trueroll_interface returns: raised there and here whenever an argument changes.
-_INTERFACE = 14
-# The arguments of each function: pointer, long, int or float.
-_SIGNATURES = {
-    "pack": "ippll",
-    "unpack": "ippll",
-    "merge": "ipllpplfp",
-    "merge_into": "ipllpplfpp",
-    "embedding": "liplpllp",
-    "rmsnorm": "lipllpfip",
-    "linear": "lipllplppp",
-    "gate_mul": "lipplip",
-    "gate_up": "lipllpplip",
-    "qkv": "lipllppppppplp",
-    "write_kv": "ippplpplll",
-    "attention": "lippplllllppplflfpp",
-    "layers": "lipllpppplpllppppppppppppp",
-    "rotation": "lplplfpp",
-    "convolve": "lipllplplpppp",
-    "delta_rule": "lipppppllllplpppp",
-    "route": "lipllliipp",
-    "experts": "lipllpppplllipppp",
-    "logits": "lipllplp",
-    "head": "liplpllppppppppplppp",
-    "log_probs": "lpllpp",
-    "token_statistics": "lpllplpppp",
-    "filter": "lpllppp",
-    "sample": "lpllppp",
-}
+_TYPES = {"void": None, "long": ctypes.c_long, "int": ctypes.c_int, "float": ctypes.c_float}
+
+
+def declarations() -> str:
+    """What stands in INTERFACE in native/api.h, as the preprocessor gives it: without comments, in one line."""
+    text = re.sub("//.*", "", Path(__file__).with_name("native").joinpath("api.h").read_text())
+    declared = re.search(r"^INTERFACE\((.*)^\)", text, re.MULTILINE | re.DOTALL)
+    assert declared is not None
+    return " ".join(declared[1].split())
+
+
+def _type(declaration: str) -> Any:
+    """Of `const void* name`, as ctypes has it."""
+    if "*" in declaration:
+        return ctypes.c_char_p if "char" in declaration else ctypes.c_void_p
+    return _TYPES[declaration.split()[0]]
+
+
+class _Functions(ctypes.CDLL):
+    """A library whose functions refuse arguments beyond those declared; those of a plain CDLL take them."""
+
+    _func_flags_ = 0
 
 
 class Library:
     """The library at a path; each function of its C interface is an attribute, without the prefix `trueroll_`.
 
-    Raise OSError if it cannot be loaded, or lacks a function.
+    Raise OSError if it cannot be loaded, or was compiled from another native/api.h.
     """
 
     def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+        library, declared = _Functions(str(path)), declarations()
         try:
-            if self._library.trueroll_interface() != _INTERFACE:
+            library.trueroll_declarations.restype = ctypes.c_char_p
+            if library.trueroll_declarations().decode() != declared:
                 raise AttributeError("its functions take other arguments")
-            functions = {name: self._library[f"trueroll_{name}"] for name in _SIGNATURES}
+            for result, name, arguments in re.findall(r"([\w ]+\*?) trueroll_(\w+)\((.*?)\);", declared):
+                function = library[f"trueroll_{name}"]
+                function.restype = _type(result)
+                function.argtypes = [_type(each) for each in arguments.split(",") if each]
+                setattr(self, name, function)
         except AttributeError as error:
             raise OSError(f"{path.name} is of another version: {error}") from None
-        for name, function in functions.items():
-            function.argtypes = [_TYPES[letter] for letter in _SIGNATURES[name]]
-            function.restype = None
-            setattr(self, name, function)
-        self._library.trueroll_available.restype = ctypes.c_char_p
-        self._library.trueroll_chosen.restype = ctypes.c_char_p
 
     def instruction_sets(self) -> list[str]:
         """Those this machine has, best first."""
         names: list[str] = []
-        while name := self._library.trueroll_available(ctypes.c_long(len(names))):
+        while name := self.isa_at(len(names)):
             names.append(name.decode())
         return names
 
     def instruction_set(self) -> str:
         """The one in use."""
-        return self._library.trueroll_chosen().decode()
+        return self.isa().decode()
 
     def choose(self, name: str) -> None:
         """Use an instruction set from now on. Raise ConfigError if this machine does not have it."""
-        if not self._library.trueroll_choose(name.encode()):
+        if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
             raise ConfigError(f"{ISA_VARIABLE}: expected one of {available}, which this machine has, found {name!r}")
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Callable[..., None]: ...
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
 
 @cache

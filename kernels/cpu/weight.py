@@ -92,7 +92,7 @@ class PackedWeight:
 class PackedLayers(tuple[Layer, ...]):
     """Layers, with where their tensors lie: each one's storage, of which all may share one, and its place there.
 
-    `numbers`: what native/api.cpp reads as an array of `LayerNumbers`. `widths`: of the memory for what passes from
+    `numbers`: what native/api.h reads as an array of `LayerNumbers`. `widths`: of the memory for what passes from
     step to step, in the order in which it is passed. `has_states`: whether a layer is a delta net.
 
     No address is kept, for a storage's memory may go away and come back elsewhere. Raise ValueError for a tensor whose
@@ -110,7 +110,7 @@ class PackedLayers(tuple[Layer, ...]):
         self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
 
     def addresses(self) -> Tensor:
-        """What native/api.cpp reads as an array of `LayerPointers`, int64. It holds for one call."""
+        """What native/api.h reads as an array of `LayerPointers`, int64. It holds for one call."""
         addresses = self._offsets
         for storage, lie_there in self._storages:
             addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
@@ -126,13 +126,13 @@ def is_packed(spec: LayerSpec) -> bool:
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
-    """What `QkvPointers` in native/api.cpp points to, in its order."""
+    """What `QkvPointers` in native/api.h points to, in its order."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
     return *matrices, *(weights.biases or (None,) * 3), *(weights.qk_norms or (None,) * 2)
 
 
 def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
-    """What `AttentionNumbers` in native/api.cpp holds, in its order."""
+    """What `AttentionNumbers` in native/api.h holds, in its order."""
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads

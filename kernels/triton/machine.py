@@ -2,8 +2,8 @@
 
 Each number has its reason. "Fitted" means: it makes the model choose tiles that take on average 1.3% longer than the
 fastest, of those in which products of Qwen2.5-7B with 16 to 8,192 tokens were timed on an H100. The times are in
-`tests/kernels/triton/h100_tiles.json`; `examples/gpu_report.py tiles` measures such on another GPU. No bit depends on
-them.
+`tests/kernels/triton/h100_tiles.json`; `examples/benchmarks/gpu_report.py tiles` measures such on another GPU. No bit
+depends on them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from trueroll.kernels.contract import NO_SLOT, AttentionBatch, ExpertsWeights, S
 from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, NormSpec
 from trueroll.rollout.tools.bench import Workload
 
-REPORT = runpy.run_path(str(Path(__file__).parents[2] / "examples/cpu_report.py"))
+REPORT = runpy.run_path(str(Path(__file__).parents[2] / "examples/benchmarks/cpu_report.py"))
 
 
 def test_the_arithmetic_of_the_ops_is_counted(tiny_llama: Path) -> None:

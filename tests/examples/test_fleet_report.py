@@ -10,7 +10,7 @@ import pytest
 from tiny import make_tiny_model
 from trueroll.rollout import SamplingParams
 
-REPORT = Path(__file__).parents[2] / "examples" / "fleet_report.py"
+REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "fleet_report.py"
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-SIMULATION = Path(__file__).parents[2] / "examples" / "fleet_simulation.py"
+SIMULATION = Path(__file__).parents[2] / "examples" / "benchmarks" / "fleet_simulation.py"
 WORKERS, GROUPS = 12, 480
 
 

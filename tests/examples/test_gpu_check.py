@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "gpu_check.py"
+SCRIPT = ROOT / "examples" / "benchmarks" / "gpu_check.py"
 TEN_MINUTES = 600
 QUICK = ("test_commits.py", "test_decode.py", "test_large_tensors.py", "test_push.py", "test_trainer.py")
 

@@ -20,7 +20,7 @@ from trueroll.engine.running.loading import load_model
 from trueroll.kernels import reference
 from trueroll.kernels.selection import SelectedBackend
 
-REPORT = Path(__file__).parents[2] / "examples" / "gpu_report.py"
+REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "gpu_report.py"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from trueroll.rollout.tools.bench import Workload
 
-REPORT = Path(__file__).parents[2] / "examples" / "http_report.py"
+REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "http_report.py"
 
 
 def load_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:

@@ -11,7 +11,7 @@ import pytest
 
 from tiny import make_tiny_model
 
-REPORT = Path(__file__).parents[2] / "examples" / "push_report.py"
+REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "push_report.py"
 
 
 def load_report() -> ModuleType:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-REPORT = Path(__file__).parents[2] / "examples" / "step_report.py"
+REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "step_report.py"
 
 
 def load_report() -> ModuleType:

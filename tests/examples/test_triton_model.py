@@ -14,12 +14,12 @@ import pytest
 
 from trueroll.kernels.triton.machine import H100, REASONS
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPORT = Path(__file__).parents[2] / "examples" / "benchmarks" / "triton_report.py"
 
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("triton_report", EXAMPLES / "triton_report.py")
+    spec = importlib.util.spec_from_file_location("triton_report", REPORT)
     assert spec is not None and spec.loader is not None
     module = sys.modules["triton_report"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,6 +1,7 @@
-"""Tests that need an NVIDIA GPU, by `make test-gpu` or `examples/gpu_check.py`; elsewhere each is skipped and says why.
+"""Tests that need an NVIDIA GPU; elsewhere each is skipped and says why.
 
-What a test records as the property `found` stands in the report of `gpu_check.py`.
+`make test-gpu` and `examples/benchmarks/gpu_check.py` run them. What a test records as the property `found` stands in
+the report of `gpu_check.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-// The C interface: which instruction sets this machine has, which one is used, and every op by plain pointers.
-//
-// Pointers that may be null say so in the ops' arguments (common.h). Sizes were checked by the caller. `bfloat16` says
-// of what type all activations, weights and caches of a call are: bfloat16, or float32.
+// The C interface of api.h, and what needs no instruction set of its own.
 
 #include <algorithm>
 #include <atomic>
@@ -19,6 +16,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "api.h"
 #include "common.h"
 
 namespace trueroll {
@@ -136,82 +134,6 @@ void with_type(int is_bfloat16, const Body& body) {
         body(0.0f);
 }
 
-// The weights that make a layer's queries, keys and values, in the order of `qkv_tensors` in kernels/cpu/weight.py.
-struct QkvPointers {
-    const void* weights[3];
-    const void *biases[3], *norms[2];  // or null
-};
-
-// And those of a delta net, in the order of `_delta_net_tensors`.
-struct DeltaNetPointers {
-    const void *inputs[4], *convolution, *decay, *bias, *norm;
-};
-
-struct MlpPointers {
-    const void *gate, *up, *down;
-};
-
-// And those of experts, in the order of `_experts_tensors`. Biases, and what is shared, may be null.
-struct ExpertsPointers {
-    const void *router, *router_bias, *gate_up, *gate_up_bias, *down, *down_bias;
-    MlpPointers shared;
-    const void* shared_score;
-};
-
-// And those of a whole layer, in the order of `_layer_tensors`. Norms stand before and after, or are null.
-struct LayerPointers {
-    const void* mixer_norms[2];
-    union {
-        QkvPointers qkv;
-        DeltaNetPointers delta_net;
-    };
-    const void *o, *o_bias, *sinks, *mlp_norms[2];  // biases, sinks: or null
-    union {
-        MlpPointers mlp;
-        ExpertsPointers experts;
-    };
-};
-static_assert(sizeof(LayerPointers) == 25 * sizeof(void*), "Python fills it as an array of pointers");
-
-// The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
-struct AttentionNumbers {
-    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
-        pairs, is_gated;
-};
-
-// And those of a delta net, in the order of `_delta_net_numbers`.
-struct DeltaNetNumbers {
-    double key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, norm_zero_centered;
-};
-
-// And those of a whole layer, in the order of `_layer_numbers`.
-struct LayerNumbers {
-    double has_delta_net;
-    union {
-        AttentionNumbers attention;
-        DeltaNetNumbers delta_net;
-    };
-    double intermediate, activation, norm_eps, norm_zero_centered;
-    double experts, top_k, is_normed, shared;  // 0 without experts
-};
-static_assert(sizeof(LayerNumbers) == 21 * sizeof(double), "Python fills it as an array of numbers");
-
-struct CachePointers {
-    const void *keys, *values;
-};
-
-// What a layer remembers.
-union MemoryPointers {
-    CachePointers caches;
-    struct {
-        void *states, *tails;
-    } recurrent;
-};
-
-struct RotationPointers {
-    const float *cosines, *sines;
-};
-
 struct Sizes {
     long heads, kv_heads, head_dim, block_size;
 
@@ -289,12 +211,6 @@ AttentionArgs<T> attention_args(
     args.window = scoring.window > 0 ? scoring.window : NO_WINDOW;
     return args;
 }
-
-// Where a layer keeps the keys and values of a step's tokens; the same for all layers of a group.
-struct PagePointers {
-    const int64_t *slots, *tables;
-    int64_t max_blocks;
-};
 
 // What all layers of a run have in common, and the memory for what passes from step to step.
 struct LayerRun {
@@ -484,24 +400,18 @@ void unpack(const Matrix<T>& matrix, T* rows) {
 }
 
 }  // namespace
-}  // namespace trueroll
 
-using namespace trueroll;
+extern "C" {
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
-// The name of the i-th instruction set that this machine has, best first; null past the last one.
-EXPORT const char* trueroll_available(long i) {
+const char* trueroll_isa_at(long i) {
     return i < static_cast<long>(available().size()) ? available()[static_cast<size_t>(i)]->name : nullptr;
 }
 
-// Raised whenever a function's arguments change, so that a library of another version is not called.
-EXPORT long trueroll_interface() { return 14; }
+const char* trueroll_declarations() { return INTERFACE_TEXT; }
 
-EXPORT const char* trueroll_chosen() { return chosen->name; }
+const char* trueroll_isa() { return chosen->name; }
 
-// Takes the instruction set of this name for all later calls; false if there is none.
-EXPORT int trueroll_choose(const char* name) {
+int trueroll_set_isa(const char* name) {
     for (const InstructionSet* set : available())
         if (std::strcmp(set->name, name) == 0) {
             chosen = set;
@@ -510,21 +420,21 @@ EXPORT int trueroll_choose(const char* name) {
     return 0;
 }
 
-EXPORT void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k) {
+void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k) {
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         pack(as<const T>(rows), Matrix<T>{as<T>(packed), n, k});
     });
 }
 
-EXPORT void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n, long k) {
+void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n, long k) {
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         unpack(Matrix<T>{as<T>(packed), n, k}, as<T>(rows));
     });
 }
 
-EXPORT void trueroll_merge(
+void trueroll_merge(
     int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale, void* out
 ) {
     const CallBeside call;
@@ -537,8 +447,7 @@ EXPORT void trueroll_merge(
     });
 }
 
-// `packed`: what `merge` gives, packed; `finite`: whether all of it is.
-EXPORT void trueroll_merge_into(
+void trueroll_merge_into(
     int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale,
     void* packed, bool* finite
 ) {
@@ -559,7 +468,7 @@ EXPORT void trueroll_merge_into(
     *finite = is_finite;
 }
 
-EXPORT void trueroll_embedding(
+void trueroll_embedding(
     long threads, int bfloat16, const int64_t* ids, long count, const void* w, long n, long k, void* out
 ) {
     const Call call(threads);
@@ -569,7 +478,7 @@ EXPORT void trueroll_embedding(
     });
 }
 
-EXPORT void trueroll_linear(
+void trueroll_linear(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
     const void* residual, void* out
 ) {
@@ -582,7 +491,7 @@ EXPORT void trueroll_linear(
     });
 }
 
-EXPORT void trueroll_logits(
+void trueroll_logits(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
 ) {
     const Call call(threads);
@@ -592,7 +501,7 @@ EXPORT void trueroll_logits(
     });
 }
 
-EXPORT void trueroll_gate_up(
+void trueroll_gate_up(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate, const void* up, long n,
     int activation, void* out
 ) {
@@ -605,7 +514,7 @@ EXPORT void trueroll_gate_up(
     });
 }
 
-EXPORT void trueroll_qkv(
+void trueroll_qkv(
     long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
     const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
     const int64_t* slots, long block_size, void* q
@@ -622,7 +531,7 @@ EXPORT void trueroll_qkv(
     });
 }
 
-EXPORT void trueroll_write_kv(
+void trueroll_write_kv(
     int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
     long block_size, long kv_heads, long head_dim
 ) {
@@ -633,7 +542,7 @@ EXPORT void trueroll_write_kv(
     });
 }
 
-EXPORT void trueroll_attention(
+void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
     long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
     const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
@@ -648,12 +557,7 @@ EXPORT void trueroll_attention(
     });
 }
 
-// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of `StateBatch`,
-// or null if no layer is a delta net. `routes`: [layers with experts, count, top_k], or null. Memory for what passes from step to step: `middle` [count, k], and as the largest
-// layer needs `active` [count, intermediate], or the shared expert's, and for attention `projected`, `gates` if it has any, and `mixed` [count,
-// heads * head_dim]; for a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count,
-// value_heads * value_dim] and `rates` [2, count, value_heads].
-EXPORT void trueroll_layers(
+void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
@@ -680,7 +584,7 @@ EXPORT void trueroll_layers(
     });
 }
 
-EXPORT void trueroll_head(
+void trueroll_head(
     long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
     const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
     const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite, long best, float* entropies,
@@ -697,7 +601,7 @@ EXPORT void trueroll_head(
     });
 }
 
-EXPORT void trueroll_rmsnorm(
+void trueroll_rmsnorm(
     long threads, int bfloat16, const void* x, long count, long k, const void* weight, float eps,
     int zero_centered, void* out
 ) {
@@ -708,7 +612,7 @@ EXPORT void trueroll_rmsnorm(
     });
 }
 
-EXPORT void trueroll_gate_mul(
+void trueroll_gate_mul(
     long threads, int bfloat16, const void* gate, const void* up, long count, int activation, void* out
 ) {
     const Call call(threads);
@@ -719,8 +623,7 @@ EXPORT void trueroll_gate_mul(
     });
 }
 
-// SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], tails [slots, kernel - 1, k].
-EXPORT void trueroll_convolve(
+void trueroll_convolve(
     long threads, int bfloat16, const void* x, long, long k, const void* weight, long kernel, void* tails,
     long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
 ) {
@@ -732,8 +635,7 @@ EXPORT void trueroll_convolve(
     });
 }
 
-// The recurrence of a gated delta net; `DeltaRuleArgs` has the shapes.
-EXPORT void trueroll_delta_rule(
+void trueroll_delta_rule(
     long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
     long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
     const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
@@ -749,8 +651,7 @@ EXPORT void trueroll_delta_rule(
     });
 }
 
-// `RouteArgs` has the shapes.
-EXPORT void trueroll_route(
+void trueroll_route(
     long threads, int bfloat16, const void* logits, long count, long experts, long top_k, int is_normed,
     int is_replayed, int32_t* ids, float* gates
 ) {
@@ -762,8 +663,7 @@ EXPORT void trueroll_route(
     });
 }
 
-// The experts of rows x [count, k], with n inner columns each; `ExpertsArgs` has the shapes.
-EXPORT void trueroll_experts(
+void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
     const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
     const float* gates, const void* shared, void* out
@@ -780,8 +680,7 @@ EXPORT void trueroll_experts(
     });
 }
 
-// Cosines and sines [count, half] of the angles positions times inv_freq, times scale.
-EXPORT void trueroll_rotation(
+void trueroll_rotation(
     long threads, const int64_t* positions, long count, const float* inv_freq, long half, float scale, float* cosines,
     float* sines
 ) {
@@ -795,8 +694,7 @@ EXPORT void trueroll_rotation(
     });
 }
 
-// Log-probs of one token of each row of float32 logits [count, n].
-EXPORT void trueroll_log_probs(
+void trueroll_log_probs(
     long threads, const float* logits, long count, long n, const int64_t* tokens, float* out
 ) {
     const Call call(threads);
@@ -807,8 +705,7 @@ EXPORT void trueroll_log_probs(
     });
 }
 
-// Log-probs of one token of each row of float32 logits [count, n], the entropy of each row, and its k best tokens.
-EXPORT void trueroll_token_statistics(
+void trueroll_token_statistics(
     long threads, const float* logits, long count, long n, const int64_t* tokens, long k, float* log_probs,
     float* entropies, int64_t* top_ids, float* top_log_probs
 ) {
@@ -819,16 +716,14 @@ EXPORT void trueroll_token_statistics(
     });
 }
 
-// One token for each row of float32 logits [count, n].
-EXPORT void trueroll_sample(
+void trueroll_sample(
     long threads, const float* logits, long count, long n, const int64_t* seeds, const int64_t* positions, int64_t* out
 ) {
     const Call call(threads);
     parallel(count, [&](long row) { chosen->sample(logits + row * n, n, seeds[row], positions[row], out + row); });
 }
 
-// Filters float32 logits [count, n] in place.
-EXPORT void trueroll_filter(
+void trueroll_filter(
     long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
 ) {
     const Call call(threads);
@@ -836,3 +731,6 @@ EXPORT void trueroll_filter(
         filter_row(logits + row * n, n, top_k[row], top_p[row], min_p[row], scratch<float>(ROW, n));
     });
 }
+
+}  // extern "C"
+}  // namespace trueroll

@@ -23,7 +23,7 @@ def build(
     more_sources: Sequence[Path] = (),
     own_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Compiles and links the sources of pyproject.toml, with its flags, then these, then those of a source's name.
+    """Compiles and links all sources, with the flags of pyproject.toml, then these, then those of a source's name.
 
     With emulated tiles: the instruction set `amx_bf16` then runs on any machine. Objects go beside `output`.
     """
@@ -36,7 +36,7 @@ def build(
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, [*(ROOT / source for source in settings["sources"]), *more_sources]))
+        objects = list(pool.map(compiled, [*sorted((ROOT / "kernels/cpu/native").rglob("*.cpp")), *more_sources]))
     _run(["g++", *flags, *settings["extra-link-args"], *objects, "-o", str(output)])
 
 

@@ -89,12 +89,34 @@ def test_an_unknown_instruction_set_is_refused() -> None:
     assert library.instruction_set() == before
 
 
-def test_a_library_without_the_functions_is_refused(tmp_path: Path) -> None:
-    source, path = tmp_path / "empty.cpp", tmp_path / "empty.so"
-    source.write_text("int nothing;")
+@pytest.mark.parametrize(
+    "text,fault",
+    [
+        ("int nothing;", "trueroll_declarations"),
+        ('extern "C" const char* trueroll_declarations() { return "void trueroll_pack(int k);"; }', "other arguments"),
+    ],
+)
+def test_a_library_of_other_functions_is_refused(text: str, fault: str, tmp_path: Path) -> None:
+    source, path = tmp_path / "other.cpp", tmp_path / "other.so"
+    source.write_text(text)
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    with pytest.raises(OSError, match="empty.so is of another version"):
+    with pytest.raises(OSError, match=f"other.so is of another version: .*{fault}"):
         Library(path)
+
+
+def test_a_function_has_the_declared_arguments_or_does_not_compile(tmp_path: Path) -> None:
+    source = tmp_path / "other.cpp"
+    include = f'#include "{ROOT}/kernels/cpu/native/api.h"'
+    for arguments, fault in (("int, const void*, void*, long, long", ""), ("int", "conflicting declaration")):
+        source.write_text(f'{include}\nextern "C" void trueroll::trueroll_pack({arguments}) {{}}')
+        done = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", source], capture_output=True, text=True)
+        assert (done.returncode != 0) == bool(fault) and fault in done.stderr
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_a_call_with_another_number_of_arguments_is_refused(count: int) -> None:
+    with pytest.raises(TypeError, match=f"takes 5 arguments .{count} given"):
+        load_library().pack(*[0] * count)
 
 
 def test_every_layer_has_to_suit_the_kernels() -> None:

@@ -1,9 +1,9 @@
 """Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without one.
 
-`examples/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made for the
-interpreter. Every run compiles one form of each kernel for sm_90. `make test-all` compiles of the forms that the models
-have as many as show all of this, and for sm_90 all of Qwen2.5-7B, of delta nets and of gpt-oss-20b's experts; `python
-examples/triton_report.py --all` compiles every one for every target, and no test does.
+`examples/benchmarks/triton_report.py` records and compiles them, in a process of its own: in this one kernels are made
+for the interpreter. Every run compiles one form of each kernel for sm_90. `make test-all` compiles of the forms that
+the models have as many as show all of this, and for sm_90 all of Qwen2.5-7B, of delta nets and of gpt-oss-20b's
+experts; `python examples/benchmarks/triton_report.py --all` compiles every one for every target, and no test does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ TUNED_FOR = 90
 
 @pytest.fixture(scope="module", params=["--few", "--json"], ids=["one form of each", "all that differ"])
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    return run_compiler([str(ROOT / "examples/triton_report.py"), request.param], tmp_path_factory.mktemp("triton"))
+    command = [str(ROOT / "examples/benchmarks/triton_report.py"), request.param]
+    return run_compiler(command, tmp_path_factory.mktemp("triton"))
 
 
 of_all = pytest.mark.parametrize("compiled", ["--json"], ids=["all that differ"], indirect=True, scope="module")

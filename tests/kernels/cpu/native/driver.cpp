@@ -17,61 +17,9 @@
 #include <thread>
 #include <vector>
 
-extern "C" {
-const char* trueroll_available(long);
-int trueroll_choose(const char*);
-void trueroll_pack(int, const void*, void*, long, long);
-void trueroll_unpack(int, const void*, void*, long, long);
-void trueroll_merge(int, const void*, long, long, const float*, const float*, long, float, void*);
-void trueroll_embedding(long, int, const int64_t*, long, const void*, long, long, void*);
-void trueroll_linear(
-    long, int, const void*, long, long, const void*, long, const void*, const void*, void*
-);
-void trueroll_logits(long, int, const void*, long, long, const void*, long, float*);
-void trueroll_gate_up(
-    long, int, const void*, long, long, const void*, const void*, long, int, void*
-);
-void trueroll_qkv(
-    long, int, const void*, long, long, const double*, const void*, void*, void*, const float*, const float*,
-    const int64_t*, long, void*
-);
-void trueroll_write_kv(int, const void*, const void*, const int64_t*, long, void*, void*, long, long, long);
-void trueroll_attention(
-    long, int, const void*, const void*, const void*, long, long, long, long, long, const int64_t*, const int64_t*,
-    const int64_t*, long, float, long, float, const void*, void*
-);
-void trueroll_layers(
-    long, int, const void*, long, long, const double*, const void*, const void*, const void*, long, const void*, long,
-    long, const int64_t*, const int64_t*, const int64_t*, const int64_t*, int32_t*, void*, void*, void*, void*, void*,
-    void*, void*, void*
-);
-void trueroll_head(
-    long, int, const void*, long, const void*, long, long, const int64_t*, const float*, const uint8_t*, const int64_t*,
-    const int64_t*, const int64_t*, int64_t*, float*, uint8_t*, long, float*, int64_t*, float*
-);
-void trueroll_rmsnorm(long, int, const void*, long, long, const void*, float, int, void*);
-void trueroll_gate_mul(long, int, const void*, const void*, long, int, void*);
-void trueroll_convolve(
-    long, int, const void*, long, long, const void*, long, void*, long, const int64_t*, const int64_t*, const int64_t*,
-    void*
-);
-void trueroll_delta_rule(
-    long, int, const void*, const void*, const void*, const void*, const void*, long, long, long, long, float*, long,
-    const int64_t*, const int64_t*, const int64_t*, void*
-);
-void trueroll_route(long, int, const void*, long, long, long, int, int, int32_t*, float*);
-void trueroll_experts(
-    long, int, const void*, long, long, const void*, const void*, const void*, const void*, long, long, long, int,
-    const int32_t*, const float*, const void*, void*
-);
-void trueroll_rotation(long, const int64_t*, long, const float*, long, float, float*, float*);
-void trueroll_log_probs(long, const float*, long, long, const int64_t*, float*);
-void trueroll_token_statistics(
-    long, const float*, long, long, const int64_t*, long, float*, float*, int64_t*, float*
-);
-void trueroll_sample(long, const float*, long, long, const int64_t*, const int64_t*, int64_t*);
-void trueroll_filter(long, float*, long, long, const int64_t*, const float*, const float*);
-}
+#include "../../../../kernels/cpu/native/api.h"
+
+using namespace trueroll;
 
 namespace {
 
@@ -128,10 +76,21 @@ class Digest {
     uint64_t hash_ = 0xCBF29CE484222325u;
 };
 
-struct Pages {
-    const int64_t *slots, *tables;
-    int64_t max_blocks;
+// An array of numbers or of pointers as what the interface reads it as; Python fills them likewise.
+struct Filled {
+    const void* at;
+    template <class T>
+    operator const T*() const { return static_cast<const T*>(at); }
 };
+
+template <class T>
+Filled filled(const std::vector<T>& array) { return {array.data()}; }
+
+void check(bool good, const char* what, const std::string& name) {
+    if (good) return;
+    std::fprintf(stderr, "%s: %s\n", name.c_str(), what);
+    std::exit(1);
+}
 
 struct Run {
     long threads;
@@ -155,6 +114,11 @@ struct Run {
         const float *left = static_cast<float*>(b.data()), *right = static_cast<float*>(a.data());
         trueroll_merge(bfloat16, weight.data(), n, k, right, left, rank, 0.5f, out.data());
         digest->add(out);
+        Values into = packed(n, k), back = random(n * k);
+        bool finite;
+        trueroll_merge_into(bfloat16, weight.data(), n, k, right, left, rank, 0.5f, into.data(), &finite);
+        trueroll_unpack(bfloat16, into.data(), back.data(), n, k);
+        check(finite && back.bytes() == out.bytes(), "merged and packed, other bits", "merge_into");
     }
 
     void products(long rows, long k, long n) const {
@@ -288,7 +252,7 @@ struct Run {
         const std::vector<double> numbers = mixer(window);
         Values sinks = random(heads, false), o_bias = random(k, false);
         trueroll_qkv(
-            threads, bfloat16, x.data(), rows, k, numbers.data(), for_qkv.data(), keys.data(), values.data(),
+            threads, bfloat16, x.data(), rows, k, filled(numbers), filled(for_qkv), keys.data(), values.data(),
             cosines.data(), sines.data(), fresh.data(), block_size, q.data()
         );
         trueroll_attention(
@@ -305,7 +269,7 @@ struct Run {
             std::vector<const void*> for_both = for_qkv;
             for_both[0] = both.data(), for_both[3] = extras ? two_biases.bytes().data() : nullptr;
             trueroll_qkv(
-                threads, bfloat16, x.data(), rows, k, gated.data(), for_both.data(), keys.data(), values.data(),
+                threads, bfloat16, x.data(), rows, k, filled(gated), filled(for_both), keys.data(), values.data(),
                 cosines.data(), sines.data(), fresh.data(), block_size, wide.data()
             );
             digest->add(wide), digest->add(keys);
@@ -333,11 +297,12 @@ struct Run {
         }
         // A table for each layer, so that one that names blocks beyond its own is found.
         const std::vector<int64_t> copied = tables;
-        const Pages pages[2] = {{fresh.data(), tables.data(), max_blocks}, {fresh.data(), copied.data(), max_blocks}};
+        PagePointers pages[2] = {{fresh.data(), tables.data(), max_blocks}};
+        pages[1] = {fresh.data(), copied.data(), max_blocks};
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), caches.data(), pages, 2,
-            turns.data(), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, nullptr, q.data(),
+            threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(caches), pages, 2,
+            filled(turns), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, nullptr, q.data(),
             nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
         );
         digest->add(keys), digest->add(values), digest->add(y);
@@ -446,10 +411,10 @@ struct Run {
         Values projected = random(rows * std::max(channels, width)), convolved = random(rows * channels);
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
-        const Pages page = {slots.data(), tables.data(), 1}, pages[3] = {page, page, page};
+        const PagePointers page = {slots.data(), tables.data(), 1}, pages[3] = {page, page, page};
         trueroll_layers(
-            threads, bfloat16, x.data(), rows, k, specs.data(), layers.data(), memories.data(), pages, 3,
-            turns.data(), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
+            threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(memories), pages, 3,
+            filled(turns), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
             has_experts ? routes.data() : nullptr, projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
             y.data()
         );
@@ -483,12 +448,6 @@ uint64_t digest_of(long threads, int bfloat16, float wild) {
     const Run run = {threads, bfloat16, wild, &digest};
     wild == 0.0f ? run.everything() : run.some(16, 32);
     return digest.value();
-}
-
-void check(bool good, const char* what, const std::string& name) {
-    if (good) return;
-    std::fprintf(stderr, "%s: %s\n", name.c_str(), what);
-    std::exit(1);
 }
 
 // Two threads of the process that call at the same time, with different numbers of threads.
@@ -537,12 +496,12 @@ void misuse() {
 // Arguments: `misuse`, or the instruction sets to leave out.
 int main(int count, char** arguments) {
     if (count == 2 && std::strcmp(arguments[1], "misuse") == 0) return misuse(), 0;
-    for (long i = 0; trueroll_available(i) != nullptr; ++i) {
-        const std::string name = trueroll_available(i);
+    for (long i = 0; trueroll_isa_at(i) != nullptr; ++i) {
+        const std::string name = trueroll_isa_at(i);
         bool wanted = true;
         for (int argument = 1; argument < count; ++argument) wanted = wanted && name != arguments[argument];
         if (!wanted) continue;
-        check(trueroll_choose(name.c_str()), "not there", name);
+        check(trueroll_set_isa(name.c_str()), "not there", name);
         for (int bfloat16 : {0, 1})
             for (float wild : {0.0f, NAN, INFINITY, 3e38f})
                 check(

@@ -1,4 +1,6 @@
-"""Placement on a fleet, simulated: `python examples/fleet_simulation.py --out FOLDER`, and `--help` for sizes.
+"""Placement on a fleet, simulated: `python examples/benchmarks/fleet_simulation.py --out FOLDER`.
+
+`--help` names the options, sizes among them.
 
 A client has groups of samples to get from many workers, and places them by `trueroll.rollout.fleet.placement`. Each
 worker is the scheduler and the prefix cache of the engine, driven as the engine drives them, without a model: a step

@@ -1,4 +1,4 @@
-"""What a fleet costs: `python examples/fleet_report.py [MODEL]`.
+"""What a fleet costs: `python examples/benchmarks/fleet_report.py [MODEL]`.
 
 Measures, side by side in turns, the workload `group` of `trueroll bench` through a client of one worker and through a
 fleet's client of that same worker; two workers of one thread each next to one worker of two threads; and a push by

@@ -1,4 +1,4 @@
-"""How near to its limits an NVIDIA GPU runs: `python examples/gpu_report.py [SECTION ...] [--json FILE]`.
+"""How near to its limits an NVIDIA GPU runs: `python examples/benchmarks/gpu_report.py [SECTION ...] [--json FILE]`.
 
 Six sections, each printed as soon as it is measured: `products` against cuBLAS, `tiles`, the same products in every
 tile of the tables, `attention` against torch's scaled_dot_product_attention (SDPA), `steps`, a decode step of

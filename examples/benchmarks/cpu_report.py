@@ -1,4 +1,4 @@
-"""Where the time goes on a CPU: `python examples/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
+"""Where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
 Measures what the machine can do at best (matrix products, reading memory, reading and writing it), then runs each
 workload of `trueroll bench` on the in-process engine and shows for every op its time, its arithmetic and the memory it

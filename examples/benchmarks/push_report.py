@@ -1,4 +1,4 @@
-"""What weight pushes and sleeps cost: `python examples/push_report.py [MODEL]`.
+"""What weight pushes and sleeps cost: `python examples/benchmarks/push_report.py [MODEL]`.
 
 Pushes a model's own weights to a worker process by each transport, idle and while it generates, next to plain memory
 copies of as many bytes; pushes what one optimiser step changes, and LoRA adapters; lets the worker sleep and wake up.

@@ -1,9 +1,10 @@
-"""Whether trueroll keeps its promises on a GPU, and how fast it is there: `python3 examples/gpu_check.py [PART ...]`.
+"""Whether trueroll keeps its promises on a GPU, and how fast it is there.
 
-Runs from a checkout, with the torch and the Triton of the interpreter that starts it. Nothing is compiled but by
-Triton, and nothing is fetched: packages that the interpreter lacks come from a folder of wheels, `--wheels`;
-docs/gpu.md has the command that makes it. The folder `--out` gets `site`, with these packages and links to the
-checkout, and for each part a log and the figures of `gpu_report.py`, whose tables are printed too.
+`python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with the torch and the Triton of the
+interpreter that starts it. Nothing is compiled but by Triton, and nothing is fetched: packages that the interpreter
+lacks come from a folder of wheels, `--wheels`; docs/gpu.md has the command that makes it. The folder `--out` gets
+`site`, with these packages and links to the checkout, and for each part a log and the figures of `gpu_report.py`,
+whose tables are printed too.
 
 Each promise has a process of its own, which a fault of the GPU ends with it, and a time after which it counts as
 broken; those of a part take less than ten minutes together, with the one about the machine, which is always first. The
@@ -32,9 +33,9 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TESTS = "tests/gpu"
-REPORT = "examples/gpu_report.py"
+REPORT = "examples/benchmarks/gpu_report.py"
 TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8.4", "pytest-timeout>=2.2", "pytest-xdist>=3.7")
 MOST_PROCESSES = 8
 MOST_SHOWN = 5  # tests of a promise that is not kept

@@ -1,8 +1,9 @@
-"""What alignment costs a trainer: `python examples/training_report.py [MODEL]`, 5 minutes and 8 GB with `smollm2`.
+"""What alignment costs a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
 
-For several batches and dtypes: the time of an aligned training step (forward and backward pass, no optimizer) over that
-of an unaligned one, the median over pairs of steps that run one right after the other. With `--fsdp 2`, of a model that
-two processes share (FSDP2, float32 weights that compute in bfloat16), with half of the cores and of the batch each.
+Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes: the time of an aligned training step (forward
+and backward pass, no optimizer) over that of an unaligned one, the median over pairs of steps that run one right after
+the other. With `--fsdp 2`, of a model that two processes share (FSDP2, float32 weights that compute in bfloat16), with
+half of the cores and of the batch each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What HTTP costs beside the client, and what a front end stands: `python examples/http_report.py [MODEL]`.
+"""What HTTP costs beside the client, and what a front end stands: `python examples/benchmarks/http_report.py [MODEL]`.
 
 Asks one worker for the same samples by `AsyncRolloutClient` and by HTTP, in turn: groups of samples in one request,
 many requests for one sample at a time, streams, and small requests on kept and new connections. Every answer by HTTP

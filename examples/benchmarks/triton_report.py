@@ -1,8 +1,9 @@
-"""What the compiler makes of the Triton kernels, without a GPU: `python examples/triton_report.py [--json | ...]`.
+"""What the compiler makes of the Triton kernels: `python examples/benchmarks/triton_report.py [--json | ...]`.
 
-Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on tensors without
-memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and prints what it takes
-there; or, for the layers of one model, the time that a model of an H100 (`triton_model`) gives for it.
+Needs no GPU. Calls every op with kernels of its own at the sizes of several models and at many numbers of rows, on
+tensors without memory, while launches are recorded. Compiles what was recorded for three generations of GPUs, and
+prints what it takes there; or, for the layers of one model, the time that a model of an H100 (`triton_model`) gives
+for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a step costs beside the model: `python examples/step_report.py`.
+"""What a step costs beside the model: `python examples/benchmarks/step_report.py`.
 
 The first table is of an engine whose model and sampling take no time: what is left of a step is the host's, of groups
 of 8 samples that decode and never end. It works as on a GPU, where a step is queued before the tokens of the one before

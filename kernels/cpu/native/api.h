@@ -1,0 +1,247 @@
+// The C interface: which instruction sets this machine has, which one is used, and every op by plain pointers.
+//
+// It is declared here alone. kernels/cpu/library.py reads INTERFACE, too: it calls each function with the arguments
+// declared here, and refuses a library that was compiled from another text. INTERFACE holds no preprocessor directives
+// and no macros, and its functions take pointers, long, int and float.
+//
+// Pointers that may be null say so in the ops' arguments (common.h). Sizes were checked by the caller. `bfloat16` says
+// of what type all activations, weights and caches of a call are: bfloat16, or float32.
+#pragma once
+
+#include <stdint.h>
+
+#define INTERFACE(...) __VA_ARGS__ constexpr char INTERFACE_TEXT[] = #__VA_ARGS__;
+
+#pragma GCC visibility push(default)
+namespace trueroll {
+extern "C" {
+INTERFACE(
+// The weights that make a layer's queries, keys and values, in the order of `qkv_tensors` in kernels/cpu/weight.py.
+struct QkvPointers {
+    const void* weights[3];
+    const void *biases[3], *norms[2];  // or null
+};
+
+// And those of a delta net, in the order of `_delta_net_tensors`.
+struct DeltaNetPointers {
+    const void *inputs[4], *convolution, *decay, *bias, *norm;
+};
+
+struct MlpPointers {
+    const void *gate, *up, *down;
+};
+
+// And those of experts, in the order of `_experts_tensors`. Biases, and what is shared, may be null.
+struct ExpertsPointers {
+    const void *router, *router_bias, *gate_up, *gate_up_bias, *down, *down_bias;
+    MlpPointers shared;
+    const void* shared_score;
+};
+
+// And those of a whole layer, in the order of `_layer_tensors`. Norms stand before and after, or are null.
+struct LayerPointers {
+    const void* mixer_norms[2];
+    union {
+        QkvPointers qkv;
+        DeltaNetPointers delta_net;
+    };
+    const void *o, *o_bias, *sinks, *mlp_norms[2];  // biases, sinks: or null
+    union {
+        MlpPointers mlp;
+        ExpertsPointers experts;
+    };
+};
+static_assert(sizeof(LayerPointers) == 25 * sizeof(void*), "Python fills it as an array of pointers");
+
+// The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/weight.py.
+struct AttentionNumbers {
+    double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
+        pairs, is_gated;
+};
+
+// And those of a delta net, in the order of `_delta_net_numbers`.
+struct DeltaNetNumbers {
+    double key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, norm_zero_centered;
+};
+
+// And those of a whole layer, in the order of `_layer_numbers`.
+struct LayerNumbers {
+    double has_delta_net;
+    union {
+        AttentionNumbers attention;
+        DeltaNetNumbers delta_net;
+    };
+    double intermediate, activation, norm_eps, norm_zero_centered;
+    double experts, top_k, is_normed, shared;  // 0 without experts
+};
+static_assert(sizeof(LayerNumbers) == 21 * sizeof(double), "Python fills it as an array of numbers");
+
+struct CachePointers {
+    const void *keys, *values;
+};
+
+// What a layer remembers.
+union MemoryPointers {
+    CachePointers caches;
+    struct {
+        void *states, *tails;
+    } recurrent;
+};
+
+struct RotationPointers {
+    const float *cosines, *sines;
+};
+
+// Where a layer keeps the keys and values of a step's tokens; the same for all layers of a group.
+struct PagePointers {
+    const int64_t *slots, *tables;
+    int64_t max_blocks;
+};
+
+// This text, as the preprocessor gives it, of the library that was compiled.
+const char* trueroll_declarations();
+
+// The name of the i-th instruction set that this machine has, best first; null past the last one.
+const char* trueroll_isa_at(long i);
+
+// The name of the one in use.
+const char* trueroll_isa();
+
+// Takes the instruction set of this name for all later calls; false if there is none.
+int trueroll_set_isa(const char* name);
+
+void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);
+
+void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n, long k);
+
+void trueroll_merge(
+    int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale, void* out
+);
+
+// `packed`: what `merge` gives, packed; `finite`: whether all of it is.
+void trueroll_merge_into(
+    int bfloat16, const void* weight, long n, long k, const float* a, const float* b, long rank, float scale,
+    void* packed, bool* finite
+);
+
+void trueroll_embedding(
+    long threads, int bfloat16, const int64_t* ids, long count, const void* w, long n, long k, void* out
+);
+
+void trueroll_linear(
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
+    const void* residual, void* out
+);
+
+void trueroll_logits(
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
+);
+
+void trueroll_gate_up(
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate, const void* up, long n,
+    int activation, void* out
+);
+
+void trueroll_qkv(
+    long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
+    const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
+    const int64_t* slots, long block_size, void* q
+);
+
+void trueroll_write_kv(
+    int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
+    long block_size, long kv_heads, long head_dim
+);
+
+void trueroll_attention(
+    long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
+    long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
+    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
+);
+
+// One layer after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: those of
+// `StateBatch`, or null if no layer is a delta net. `routes`: [layers with experts, count, top_k], or null. Memory for
+// what passes from step to step: `middle` [count, k], and as the largest layer needs `active` [count, intermediate], or
+// the shared expert's, and for attention `projected`, `gates` if it has any, and `mixed` [count, heads * head_dim]; for
+// a delta net `projected` and `convolved` [count, channels], `gates` and `mixed` [count, value_heads * value_dim] and
+// `rates` [2, count, value_heads].
+void trueroll_layers(
+    long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
+    const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
+    const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
+    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, int32_t* routes, void* projected,
+    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out
+);
+
+void trueroll_head(
+    long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
+    const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
+    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite, long best, float* entropies,
+    int64_t* top_ids, float* top_logprobs
+);
+
+void trueroll_rmsnorm(
+    long threads, int bfloat16, const void* x, long count, long k, const void* weight, float eps,
+    int zero_centered, void* out
+);
+
+void trueroll_gate_mul(
+    long threads, int bfloat16, const void* gate, const void* up, long count, int activation, void* out
+);
+
+// SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], tails [slots, kernel - 1, k].
+void trueroll_convolve(
+    long threads, int bfloat16, const void* x, long count, long k, const void* weight, long kernel, void* tails,
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+);
+
+// The recurrence of a gated delta net; `DeltaRuleArgs` has the shapes.
+void trueroll_delta_rule(
+    long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
+    long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
+    const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+);
+
+// `RouteArgs` has the shapes.
+void trueroll_route(
+    long threads, int bfloat16, const void* logits, long count, long experts, long top_k, int is_normed,
+    int is_replayed, int32_t* ids, float* gates
+);
+
+// The experts of rows x [count, k], with n inner columns each; `ExpertsArgs` has the shapes.
+void trueroll_experts(
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
+    const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
+    const float* gates, const void* shared, void* out
+);
+
+// Cosines and sines [count, half] of the angles positions times inv_freq, times scale.
+void trueroll_rotation(
+    long threads, const int64_t* positions, long count, const float* inv_freq, long half, float scale, float* cosines,
+    float* sines
+);
+
+// Log-probs of one token of each row of float32 logits [count, n].
+void trueroll_log_probs(
+    long threads, const float* logits, long count, long n, const int64_t* tokens, float* out
+);
+
+// Log-probs of one token of each row of float32 logits [count, n], the entropy of each row, and its k best tokens.
+void trueroll_token_statistics(
+    long threads, const float* logits, long count, long n, const int64_t* tokens, long k, float* log_probs,
+    float* entropies, int64_t* top_ids, float* top_log_probs
+);
+
+// One token for each row of float32 logits [count, n].
+void trueroll_sample(
+    long threads, const float* logits, long count, long n, const int64_t* seeds, const int64_t* positions, int64_t* out
+);
+
+// Filters float32 logits [count, n] in place.
+void trueroll_filter(
+    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
+);
+)
+}
+}  // namespace trueroll
+#pragma GCC visibility pop
