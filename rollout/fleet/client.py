@@ -30,7 +30,8 @@ from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of
 from ..client.requests import Request, message_of
 from ..network.keys import Key
-from .request import FleetRequest, Reply
+from .request import FleetRequest
+from .samples import Reply
 from .totals import FleetHealth, all_healths, all_stats, all_statuses
 from .worker_pool import Link, WorkerPool
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trueroll.errors import ConfigError, TruerollError, WorkerLostError
+from trueroll.errors import ConfigError, TruerollError, UnavailableError, WorkerFailedError, WorkerLostError
 
 from ..client.client import AsyncRolloutClient
 from ..client.loop_thread import wrong_process
@@ -203,20 +203,26 @@ class WorkerPool:
                 self._tell_waiting()
         self._sort()
 
-    def looks_at(self, key: str) -> int | None:
-        """How often a worker was looked at; None if it may not be asked now."""
-        link = self._open.get(key)
-        return None if link is None else link.num_looks
+    def looks(self) -> dict[str, int]:
+        """How often each worker that may be asked now was looked at, by its key."""
+        return {key: link.num_looks for key, link in self._open.items()}
 
-    def mark_refusing(self, link: Link) -> None:
-        """Ask a worker that refuses requests because of its state nothing more until it reports that it is ready."""
-        link.is_refusing = True
+    async def note_error(self, link: Link, error: TruerollError) -> None:
+        """See what an error tells of the worker that a request met it at. One that is lost is not asked before it has
+        answered again; one that refuses requests because of its state, not before it reports that it is ready.
+        """
+        if isinstance(error, WorkerLostError | WorkerFailedError):
+            link.is_silent = True
+        elif isinstance(error, UnavailableError):
+            await self.look(link)  # one that ends is not asked again
+            link.is_refusing = True
         self._sort()
 
-    def mark_lost(self, link: Link) -> None:
-        """It is not to be asked before it has answered again."""
-        link.is_silent = True
-        self._sort()
+    async def is_ending(self, link: Link) -> bool:
+        """Whether a worker that ended a sample by itself is about to exit, so that nobody meant the sample to end."""
+        await self.look(link)
+        state = link.health and link.health.state
+        return link.is_gone or link.is_silent or state in ("draining", "failed")
 
     async def _keep_looking(self) -> None:
         looked = time.monotonic()

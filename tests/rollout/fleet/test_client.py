@@ -38,7 +38,9 @@ from trueroll.rollout import (
     WorkerProcess,
 )
 from trueroll.rollout.client.membership import Member, write_members
-from trueroll.rollout.fleet.request import FleetRequest
+from trueroll.rollout.fleet.asks import Ask
+from trueroll.rollout.fleet.group_state import GroupState
+from trueroll.rollout.fleet.samples import Reply
 
 from ..test_deltas import Steps
 
@@ -385,7 +387,7 @@ def test_a_worker_that_was_full_is_asked_again_once_it_has_room() -> None:
                 thread, found = in_background(lambda: client.generate([[7]], FIVE))
                 wait_until(lambda: running.asked()[1 - full] == 1)
                 (request,) = client._fleet._requests.values()
-                assert isinstance(request._refusals[members.now[full].key].error, QueueFullError), "the premise"
+                assert isinstance(request._state.setbacks.first_refusal, QueueFullError), "the premise"
                 emptied.set()
                 wait_until(lambda: client.healths()[f"worker-{full}"].requests["open"] == 0)
             running.engines[full].flow.set()
@@ -409,7 +411,8 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
                     client.generate([[8]], FIVE)  # it was never taken: backpressure, as of one worker
                 (request,) = client._fleet._requests.values()
                 members.now = [members.now[full]]
-                wait_until(lambda: request._losses == 1 and bool(request._refusals))
+                wait_until(lambda: request._state.setbacks.num_losses == 1)
+                wait_until(lambda: request._state.setbacks.first_refusal is not None)
                 assert found == []
                 emptied.set()
                 running.engines[full].flow.set()
@@ -446,14 +449,15 @@ def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(
 ) -> None:
     """By whether the worker that was asked first has shown some, and ends."""
     not_shown: list[int] = []
-    take = FleetRequest._take_piece
+    take = GroupState.take
 
-    def take_and_note(request: FleetRequest, attempt: Any, index: int | None, piece: SampleDelta) -> None:
-        take(request, attempt, index, piece)
-        if attempt is not request._lead:
-            not_shown.extend(piece.token_ids)
+    def take_and_note(state: GroupState, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
+        replies = take(state, ask, index, reply)
+        if isinstance(reply, SampleDelta) and not replies:
+            not_shown.extend(reply.token_ids)
+        return replies
 
-    monkeypatch.setattr(FleetRequest, "_take_piece", take_and_note)
+    monkeypatch.setattr(GroupState, "take", take_and_note)
     members = Members(*running.addresses)
     params = SamplingParams(max_tokens=20, seed=5)
     with FleetClient(members, straggler_seconds=0.2) as client:
