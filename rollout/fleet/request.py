@@ -20,10 +20,12 @@ from trueroll.errors import TruerollError, UnavailableError, WorkerLostError
 from .. import protocol
 from ..client.requests import Request
 from .asks import Ask
+from .dispatch import Dispatch
 from .group_state import GroupState
+from .links import Link
 from .placement import Placed, beginnings
 from .samples import Reply
-from .worker_pool import Link, WorkerPool
+from .worker_pool import WorkerPool
 
 SLOWNESS = 3.0
 """A request is far behind if it takes so many times as long for its size as the slowest of the last ones."""
@@ -45,14 +47,14 @@ class _Attempt:
             for id, index in self.ask.targets(indices, n):
                 await self.link.client.abort(id, index, missing_ok=True)
 
-    def release(self, pool: WorkerPool) -> None:
+    def release(self, dispatch: Dispatch) -> None:
         """The worker has nothing of it any more. Whether it finished it is not seen by how its task ended: whoever
         waits may cancel that first.
         """
         if self.is_last:
-            pool.finish(self.placed, time.monotonic() - self.since)
+            dispatch.finish(self.placed, time.monotonic() - self.since)
         else:
-            pool.withdraw(self.placed)
+            dispatch.withdraw(self.placed)
 
 
 class FleetRequest:
@@ -98,18 +100,18 @@ class FleetRequest:
         finally:
             await self._give_up()
 
-    def is_behind(self, now: float, straggler_seconds: float) -> bool:
-        """Whether it takes so long that another worker may well be done sooner. `now`: monotonic seconds."""
-        pace = self._pool.slowest_pace
+    def hasten(self, now: float, straggler_seconds: float) -> bool:
+        """Ask a second worker for what is missing, if the request takes so long that one may well be done sooner, and
+        there is one. `now`: monotonic seconds.
+        """
+        pace = self._pool.dispatch.slowest_pace
         if self._state.is_over or len(self._attempts) != 1 or pace is None:
             return False
         (attempt,) = self._attempts.values()
-        return now - attempt.since > max(straggler_seconds, SLOWNESS * pace * attempt.placed.cost)
-
-    def ask_twice(self) -> bool:
-        """Ask a second worker for what is missing, if there is one."""
-        asked = {attempt.link.key for attempt in self._attempts.values()}
-        found = self._pool.try_place(self._beginnings, float(self._state.num_missing), asked | self._avoided())
+        if now - attempt.since <= max(straggler_seconds, SLOWNESS * pace * attempt.placed.cost):
+            return False
+        avoided = {attempt.link.key} | self._avoided()
+        found = self._pool.dispatch.place(self._beginnings, float(self._state.num_missing), avoided)
         if found is not None:
             self._ask(*found)
         return found is not None
@@ -132,7 +134,7 @@ class FleetRequest:
             return
         link, placed = await self._place()
         if self._state.is_over:  # it was aborted meanwhile
-            self._pool.withdraw(placed)
+            self._pool.dispatch.withdraw(placed)
         else:
             self._ask(link, placed)
 
@@ -156,7 +158,7 @@ class FleetRequest:
 
     def _looks(self) -> dict[str, int]:
         """How often each worker that may be asked was looked at, if that matters."""
-        return self._pool.looks() if self._state.setbacks.first_refusal else {}
+        return self._pool.dispatch.looks if self._state.setbacks.first_refusal else {}
 
     def _ask(self, link: Link, placed: Placed) -> None:
         attempt = _Attempt(self._state.ask(), link, placed)
@@ -179,7 +181,8 @@ class FleetRequest:
                 reply = WorkerLostError(str(reply))
             await self._pool.note_error(link, reply)
         elif self._state.is_cut(index, reply) and not ask.is_lost:
-            ask.is_lost = await self._pool.is_ending(link)
+            await self._pool.look(link)
+            ask.is_lost = link.is_ending
         replies = self._state.take(ask, index, reply)
         attempt.is_last = self._state.is_over and bool(replies) and not isinstance(replies[-1], TruerollError)
         self._put(replies)
@@ -195,7 +198,7 @@ class FleetRequest:
     def _end_attempt(self, task: asyncio.Task[None]) -> None:
         """See how an attempt ended. Raise its error."""
         attempt = self._attempts.pop(task)
-        attempt.release(self._pool)
+        attempt.release(self._pool.dispatch)
         if not task.cancelled():
             task.result()
         link, refusal = attempt.link, attempt.ask.refusal
@@ -211,7 +214,7 @@ class FleetRequest:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
         for attempt in self._attempts.values():
-            attempt.release(self._pool)
+            attempt.release(self._pool.dispatch)
         self._attempts.clear()
 
 

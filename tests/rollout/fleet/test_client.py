@@ -295,12 +295,12 @@ def test_what_no_worker_has_can_be_aborted() -> None:
     members = Members()
     with FleetClient(members) as client:
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1, request_ids=["a"]))
-        wait_until(lambda: "a" in client._fleet._requests)
+        wait_until(lambda: "a" in client._fleet._requests.ids)
         assert client.abort("a") == 3
         thread.join()
         assert [sample.finish_reason for sample in found[0][0].samples] == ["abort"] * 3
         scoring, scored = in_background(lambda: client.score([[1, 2]]))
-        wait_until(lambda: bool(client._fleet._requests))
+        wait_until(lambda: bool(client._fleet._requests.ids))
         assert client.abort_all() == 1
         scoring.join()
         assert isinstance(scored[0], RequestAbortedError)
@@ -312,7 +312,7 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
         client.generate([[1]], PARAMS, seed=1)
     with FleetClient(members) as client:
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
-        wait_until(lambda: bool(client._fleet._requests))
+        wait_until(lambda: bool(client._fleet._requests.ids))
         members.now = Members(*running.addresses).now
         thread.join()
         assert isinstance(found[0], list)
@@ -326,7 +326,7 @@ def test_requests_that_held_workers_reject_wait_for_one() -> None:
             holding.pause()  # as a push would: the other client does not know yet
             thread, found = in_background(lambda: client.generate([[i] for i in range(4)], params))
             wait_until(lambda: all(link.is_refusing for link in client._fleet._pool.links))
-            wait_until(lambda: client._fleet._pool.open_links == [])
+            wait_until(lambda: client._fleet._pool.dispatch.looks == {})
             assert found == [] and sum(running.asked()) == 4
             holding.resume()
             thread.join()
@@ -386,7 +386,7 @@ def test_a_worker_that_was_full_is_asked_again_once_it_has_room() -> None:
             with full_of(running, full) as emptied:
                 thread, found = in_background(lambda: client.generate([[7]], FIVE))
                 wait_until(lambda: running.asked()[1 - full] == 1)
-                (request,) = client._fleet._requests.values()
+                (request,) = client._fleet._requests._requests.values()
                 assert isinstance(request._state.setbacks.first_refusal, QueueFullError), "the premise"
                 emptied.set()
                 wait_until(lambda: client.healths()[f"worker-{full}"].requests["open"] == 0)
@@ -409,7 +409,7 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
             with full_of(running, full) as emptied:
                 with pytest.raises(QueueFullError):
                     client.generate([[8]], FIVE)  # it was never taken: backpressure, as of one worker
-                (request,) = client._fleet._requests.values()
+                (request,) = client._fleet._requests._requests.values()
                 members.now = [members.now[full]]
                 wait_until(lambda: request._state.setbacks.num_losses == 1)
                 wait_until(lambda: request._state.setbacks.first_refusal is not None)
@@ -516,7 +516,7 @@ def test_the_first_calls_are_refused_alike_where_kinds_differ() -> None:
 def test_a_client_that_is_closed_during_its_first_call_ends_it(tmp_path: Path) -> None:
     client = FleetClient([f"ipc://{tmp_path}/nobody"])
     thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
-    wait_until(lambda: bool(client._fleet._pool.links))
+    wait_until(lambda: bool([*client._fleet._pool.links]))
     client.close()
     thread.join()
     assert "closed; make a new one" in str(found[0])
