@@ -197,6 +197,10 @@ class MembersFile:
                 log.error("cannot write %s (%s); clients that read it miss changes", self._path, error.strerror)
             self.is_stale = True
 
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
+        self._path.unlink(missing_ok=True)
+
 
 def version_file(path: Path) -> Path:
     """Where a trainer in another process notes what it has pushed to the fleet with the file `path`."""

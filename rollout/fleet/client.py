@@ -1,21 +1,18 @@
 """The clients of a fleet: the calls of `RolloutClient`, answered by many workers.
 
-Owns: the requests that are under way, and the watch over those that are far behind. Does not own the workers: a
-`WorkerPool` knows them, and a `FleetRequest` brings each request to its end. Imports neither torch nor ray.
+Owns the meaning of the calls for many workers. Does not own the workers: a `WorkerPool` knows them, and a
+`FleetRequest` brings each request to its end. Imports neither torch nor ray.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from trueroll.errors import (
     ConfigError,
     IllegalStateError,
-    InvalidRequestError,
     TruerollError,
     UnavailableError,
     UnknownRequestError,
@@ -30,12 +27,14 @@ from ..client.client import AsyncRolloutClient, RolloutClient, placed
 from ..client.membership import FleetArg, is_fleet, membership_of
 from ..client.requests import Request, message_of
 from ..network.keys import Key
-from .request import FleetRequest, Reply
+from .links import Link
+from .open_requests import OpenRequests
+from .request import FleetRequest
+from .samples import Reply
 from .totals import FleetHealth, all_healths, all_stats, all_statuses
-from .worker_pool import Link, WorkerPool
+from .worker_pool import WorkerPool
 
 T = TypeVar("T")
-WATCH_SECONDS = 0.25
 
 
 class AsyncFleetClient(AsyncRolloutClient):
@@ -79,18 +78,21 @@ class AsyncFleetClient(AsyncRolloutClient):
         self.address = str(fleet)
         self._pool = WorkerPool(membership_of(fleet), make_client, max_staleness, mixed_kinds)
         self._max_staleness, self._patience = max_staleness, patience
-        self._straggler_seconds = straggler_seconds
         self._while_connected = while_connected
-        self._requests: dict[str, FleetRequest] = {}
-        self._watch: asyncio.Task[None] | None = None
-        self.num_asked_twice = 0
+        self._requests = OpenRequests(straggler_seconds)
+
+    @property
+    def num_asked_twice(self) -> int:
+        """Requests that a second worker was asked for, as they were far behind."""
+        return self._requests.num_asked_twice
 
     async def exchange(
         self, requests: Mapping[int, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
     ) -> AsyncGenerator[tuple[int, protocol.FromWorker | SampleDelta | TruerollError], None]:
         """See `AsyncRolloutClient.exchange`."""
-        await self._start()
-        self._check_ids([request.id for request in requests.values()])
+        await self._pool.start()
+        ids = [request.id for request in requests.values()]
+        self._requests.check(ids)
         replies: asyncio.Queue[tuple[int, Reply]] = asyncio.Queue()
         settings: dict[str, Any] = dict(
             may_repeat=in_groups, max_staleness=self._max_staleness, patience=self._patience
@@ -99,8 +101,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         try:
             for position, request in requests.items():
                 sent = FleetRequest(self._pool, request, _put(replies, position), **settings)
-                self._requests[request.id] = sent
-                tasks.append(asyncio.create_task(sent.run()))
+                tasks.append(self._requests.begin(request.id, sent))
             num_unfinished = len(requests)
             while num_unfinished:
                 position, reply = await replies.get()
@@ -111,8 +112,7 @@ class AsyncFleetClient(AsyncRolloutClient):
                         raise reply
                 yield position, reply
         finally:
-            for request in requests.values():
-                self._requests.pop(request.id, None)
+            self._requests.end(ids)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -121,7 +121,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
         """See `AsyncRolloutClient.abort`. Requests that others made are looked for at all workers."""
-        await self._start()
+        await self._pool.start()
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return sum(await asyncio.gather(*(self._abort_one(id, index, missing_ok) for id in ids)))
 
@@ -138,7 +138,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def abort_all(self) -> int:
         """End all requests of this client, as `abort` does; returns how many samples that ended."""
-        return await self.abort(list(self._requests), missing_ok=True)
+        return await self.abort(self._requests.ids, missing_ok=True)
 
     async def health(self) -> FleetHealth:
         """How the fleet is: sums over the workers that answer; state and weight version of the one that is least ready;
@@ -178,7 +178,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         """Send a call of the lifecycle to all workers that are members now. Returns the status of the one that is least
         ready. Raises the first error of a worker that is not lost.
         """
-        await self._start()
+        await self._pool.start()
         self._pool.follow()
 
         def ask(link: Link) -> Awaitable[protocol.FromWorker]:
@@ -190,54 +190,23 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def close(self) -> None:
         """Disconnect. Calls that still wait raise TruerollError; their requests go on."""
-        if self._watch is not None:
-            self._watch.cancel()
-        error = TruerollError("client: closed; make a new one")
-        for request in list(self._requests.values()):
-            request.finish(error)
+        self._requests.close()
         await self._pool.close()
-
-    async def _start(self) -> None:
-        await self._pool.start()
-        if self._watch is None and self._straggler_seconds is not None:
-            self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
-
-    async def _watch_stragglers(self, seconds: float) -> None:
-        while True:
-            await asyncio.sleep(WATCH_SECONDS)
-            now = time.monotonic()
-            for request in [request for request in self._requests.values() if request.is_behind(now, seconds)]:
-                self.num_asked_twice += request.ask_twice()
 
     async def _ask_each(self, call: Callable[[Link], Awaitable[T]], are_serving: bool = False) -> dict[str, T]:
         """What each worker that answers says, or only those that serve. Raises the first other error; WorkerLostError
         if none answers.
         """
-        await self._start()
+        await self._pool.start()
         found: dict[str, T] = {}
         while not found:
             links = [link for link in self._pool.links if not link.is_silent]
             if are_serving:
                 links = [link for link in links if link.member.standing == "serving"]
-            found = await self._ask_these(links, call)
+            found = await _ask_these(links, call)
             if not found and not any(link.is_gone for link in links):  # otherwise others have taken their places
                 raise WorkerLostError("fleet: expected a worker that answers, found none; see their logs")
         return found
-
-    async def _ask_these(self, links: list[Link], call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
-        replies = await asyncio.gather(*(call(link) for link in links), return_exceptions=True)
-        found: dict[str, T] = {}
-        for link, reply in zip(links, replies, strict=True):
-            if not isinstance(reply, BaseException):
-                found[link.member.name] = reply
-            elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # the latter: it ends
-                raise reply
-        return found
-
-    def _check_ids(self, ids: list[str]) -> None:
-        for id, count in Counter(ids).items():
-            if count > 1 or id in self._requests:
-                raise InvalidRequestError(f"request_ids: expected ids that are not in use, found {id!r} twice")
 
 
 class FleetClient(RolloutClient):
@@ -286,3 +255,14 @@ def client_for(
 
 def _put(replies: asyncio.Queue[tuple[int, Reply]], position: int) -> Callable[[Reply], None]:
     return lambda reply: replies.put_nowait((position, reply))
+
+
+async def _ask_these(links: list[Link], call: Callable[[Link], Awaitable[T]]) -> dict[str, T]:
+    replies = await asyncio.gather(*(call(link) for link in links), return_exceptions=True)
+    found: dict[str, T] = {}
+    for link, reply in zip(links, replies, strict=True):
+        if not isinstance(reply, BaseException):
+            found[link.member.name] = reply
+        elif not (link.is_gone or isinstance(reply, WorkerLostError | UnavailableError)):  # the latter: it ends
+            raise reply
+    return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from trueroll.errors import (
@@ -36,6 +37,32 @@ _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedErro
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class _Failures:
+    """Those since attempts began anew: how many were refused, how many had a cause that may pass, and when the next
+    attempt is due. `are_final`: no other state of the worker that hands over helps.
+    """
+
+    num_refusals: int = 0
+    num_passing: int = 0
+    are_final: bool = False
+    pause: float = field(default_factory=lambda: FIRST_PAUSE)
+    due: float = 0.0
+
+    def add(self, error: TruerollError) -> None:
+        """One more."""
+        passes = isinstance(error, _PASSING) or (isinstance(error, PushError) and bool(error.lost))
+        self.num_passing += passes
+        self.num_refusals += not passes
+        self.are_final = isinstance(error, ConfigError) or self.num_refusals >= MOST_REFUSALS
+        self.due, self.pause = time.monotonic() + self.pause, min(2 * self.pause, MOST_PAUSE)
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether attempts are given up."""
+        return self.are_final or self.num_passing >= MOST_FAILURES
+
+
 class Joining:
     """Attempts for the worker `name`, and for those that take its place.
 
@@ -50,17 +77,11 @@ class Joining:
         self._name = name
         self._target: object = None
         self._state: object = None
-        self.retry()
+        self._failures = _Failures()
 
     def retry(self) -> None:
         """Begin to count anew, and make the next attempt at once."""
-        self._num_refusals, self._is_refused = 0, False
-        self._retry_passing()
-
-    def _retry_passing(self) -> None:
-        self.error = None
-        self._num_passing = 0
-        self._pause, self._due = FIRST_PAUSE, 0.0
+        self.error, self._failures = None, _Failures()
 
     async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
         """Make an attempt, if one is due. `target`: what is handed over, and by whom; another one begins anew. `state`:
@@ -71,10 +92,10 @@ class Joining:
         """
         if target != self._target:
             self.retry()
-        elif state != self._state and not self._is_refused:
-            self._retry_passing()
+        elif state != self._state and not self._failures.are_final:
+            self.error, self._failures = None, _Failures(self._failures.num_refusals)
         self._target, self._state = target, state
-        if self.error is not None or time.monotonic() < self._due:
+        if self.error is not None or time.monotonic() < self._failures.due:
             return "failed"
         try:
             is_done = await hand_over()
@@ -87,15 +108,11 @@ class Joining:
         return "done" if is_done else "waiting"
 
     def _note(self, error: TruerollError) -> None:
-        passes = isinstance(error, _PASSING) or (isinstance(error, PushError) and bool(error.lost))
         self.num_failures += 1
-        self._num_passing += passes
-        self._num_refusals += not passes
-        self._due, self._pause = time.monotonic() + self._pause, min(2 * self._pause, MOST_PAUSE)
         self.trouble = said(error)
-        self._is_refused = isinstance(error, ConfigError) or self._num_refusals >= MOST_REFUSALS
-        if self._is_refused or self._num_passing >= MOST_FAILURES:
-            count = self._num_refusals + self._num_passing
+        self._failures.add(error)
+        if self._failures.are_too_many:
+            count = self._failures.num_refusals + self._failures.num_passing
             self.error = type(error)(
                 f"{self._name}: the weights of the fleet cannot be handed over, after {count} attempts: {error}. "
                 "Correct that and call scale, or push other weights"

@@ -28,7 +28,7 @@ import psutil
 
 from trueroll.errors import ConfigError, IllegalStateError, PushError, TruerollError, WorkerLostError
 from trueroll.rollout import Fleet, Group, launch_worker
-from trueroll.rollout.fleet import fleet as fleet_module
+from trueroll.rollout.fleet import keeper
 
 from .work import (
     MOMENTS,
@@ -205,7 +205,7 @@ class Campaign:
         self._now: str | None = None
         self._seconds = {moment: SECONDS.get(moment, PHASE_SECONDS) for moment in MOMENTS}
         tell_memory(self._memory.add)
-        fleet_module.STEADY_SECONDS = STEADY_SECONDS
+        keeper.STEADY_SECONDS = STEADY_SECONDS
         self._leave_old_push()
         self.fleet = Fleet(str(model), NUM_WORKERS, file=file, weights_folder=self._folder, **SETTINGS | settings)
         self._work = Work(self.fleet, model, self._folder, self._begin)

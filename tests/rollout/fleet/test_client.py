@@ -38,7 +38,9 @@ from trueroll.rollout import (
     WorkerProcess,
 )
 from trueroll.rollout.client.membership import Member, write_members
-from trueroll.rollout.fleet.request import FleetRequest
+from trueroll.rollout.fleet.asks import Ask
+from trueroll.rollout.fleet.group_state import GroupState
+from trueroll.rollout.fleet.samples import Reply
 
 from ..test_deltas import Steps
 
@@ -293,12 +295,12 @@ def test_what_no_worker_has_can_be_aborted() -> None:
     members = Members()
     with FleetClient(members) as client:
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1, request_ids=["a"]))
-        wait_until(lambda: "a" in client._fleet._requests)
+        wait_until(lambda: "a" in client._fleet._requests.ids)
         assert client.abort("a") == 3
         thread.join()
         assert [sample.finish_reason for sample in found[0][0].samples] == ["abort"] * 3
         scoring, scored = in_background(lambda: client.score([[1, 2]]))
-        wait_until(lambda: bool(client._fleet._requests))
+        wait_until(lambda: bool(client._fleet._requests.ids))
         assert client.abort_all() == 1
         scoring.join()
         assert isinstance(scored[0], RequestAbortedError)
@@ -310,7 +312,7 @@ def test_without_a_worker_a_request_waits_for_one(running: Running) -> None:
         client.generate([[1]], PARAMS, seed=1)
     with FleetClient(members) as client:
         thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
-        wait_until(lambda: bool(client._fleet._requests))
+        wait_until(lambda: bool(client._fleet._requests.ids))
         members.now = Members(*running.addresses).now
         thread.join()
         assert isinstance(found[0], list)
@@ -324,7 +326,7 @@ def test_requests_that_held_workers_reject_wait_for_one() -> None:
             holding.pause()  # as a push would: the other client does not know yet
             thread, found = in_background(lambda: client.generate([[i] for i in range(4)], params))
             wait_until(lambda: all(link.is_refusing for link in client._fleet._pool.links))
-            wait_until(lambda: client._fleet._pool.open_links == [])
+            wait_until(lambda: client._fleet._pool.dispatch.looks == {})
             assert found == [] and sum(running.asked()) == 4
             holding.resume()
             thread.join()
@@ -384,8 +386,8 @@ def test_a_worker_that_was_full_is_asked_again_once_it_has_room() -> None:
             with full_of(running, full) as emptied:
                 thread, found = in_background(lambda: client.generate([[7]], FIVE))
                 wait_until(lambda: running.asked()[1 - full] == 1)
-                (request,) = client._fleet._requests.values()
-                assert isinstance(request._refusals[members.now[full].key].error, QueueFullError), "the premise"
+                (request,) = client._fleet._requests._requests.values()
+                assert isinstance(request._state.setbacks.first_refusal, QueueFullError), "the premise"
                 emptied.set()
                 wait_until(lambda: client.healths()[f"worker-{full}"].requests["open"] == 0)
             running.engines[full].flow.set()
@@ -407,9 +409,10 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
             with full_of(running, full) as emptied:
                 with pytest.raises(QueueFullError):
                     client.generate([[8]], FIVE)  # it was never taken: backpressure, as of one worker
-                (request,) = client._fleet._requests.values()
+                (request,) = client._fleet._requests._requests.values()
                 members.now = [members.now[full]]
-                wait_until(lambda: request._losses == 1 and bool(request._refusals))
+                wait_until(lambda: request._state.setbacks.num_losses == 1)
+                wait_until(lambda: request._state.setbacks.first_refusal is not None)
                 assert found == []
                 emptied.set()
                 running.engines[full].flow.set()
@@ -446,14 +449,15 @@ def test_the_pieces_are_the_sample_whoever_of_two_workers_is_done_first(
 ) -> None:
     """By whether the worker that was asked first has shown some, and ends."""
     not_shown: list[int] = []
-    take = FleetRequest._take_piece
+    take = GroupState.take
 
-    def take_and_note(request: FleetRequest, attempt: Any, index: int | None, piece: SampleDelta) -> None:
-        take(request, attempt, index, piece)
-        if attempt is not request._lead:
-            not_shown.extend(piece.token_ids)
+    def take_and_note(state: GroupState, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
+        replies = take(state, ask, index, reply)
+        if isinstance(reply, SampleDelta) and not replies:
+            not_shown.extend(reply.token_ids)
+        return replies
 
-    monkeypatch.setattr(FleetRequest, "_take_piece", take_and_note)
+    monkeypatch.setattr(GroupState, "take", take_and_note)
     members = Members(*running.addresses)
     params = SamplingParams(max_tokens=20, seed=5)
     with FleetClient(members, straggler_seconds=0.2) as client:
@@ -512,7 +516,7 @@ def test_the_first_calls_are_refused_alike_where_kinds_differ() -> None:
 def test_a_client_that_is_closed_during_its_first_call_ends_it(tmp_path: Path) -> None:
     client = FleetClient([f"ipc://{tmp_path}/nobody"])
     thread, found = in_background(lambda: client.generate([[1]], PARAMS, seed=1))
-    wait_until(lambda: bool(client._fleet._pool.links))
+    wait_until(lambda: bool([*client._fleet._pool.links]))
     client.close()
     thread.join()
     assert "closed; make a new one" in str(found[0])

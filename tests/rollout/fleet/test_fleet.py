@@ -44,6 +44,7 @@ from trueroll.rollout.fleet import ray_cluster as ray_cluster_module
 from trueroll.rollout.fleet.config import read_config
 from trueroll.rollout.fleet.ray_access import asks_for_token
 from trueroll.rollout.fleet.ray_cluster import Cluster, WorkerActor
+from trueroll.rollout.fleet.slots import Slots
 
 SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
@@ -122,11 +123,11 @@ def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(
     fleet: Fleet, client: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[bool] = []
-    are_asleep = Fleet._is_asleep.fget
+    are_asleep = Slots.are_asleep.fget
     assert are_asleep is not None
 
-    def look(fleet: Fleet) -> bool:
-        looks.append(are_asleep(fleet))
+    def look(slots: Slots) -> bool:
+        looks.append(are_asleep(slots))
         return looks[-1]
 
     expected = tokens(client)
@@ -136,7 +137,7 @@ def test_what_is_lost_while_the_others_sleep_is_replaced_as_they_wake_up(
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: fleet.num_serving == 1)
     restarts = fleet.reports()["worker-1"].restarts
-    monkeypatch.setattr(Fleet, "_is_asleep", property(look))
+    monkeypatch.setattr(Slots, "are_asleep", property(look))
     wait_until(lambda: len(looks) >= 3)  # what keeps the slot has looked whether it may start another one
     assert all(looks)
     assert [member.name for member in fleet.members()] == ["worker-0"] and "worker-1" not in fleet.pids()
@@ -197,7 +198,7 @@ def test_what_all_lose_right_after_a_push_is_waited_for(
     earlier run has left in the folder of weights.
     """
     tensors = {name: tensor * 1.25 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
-    write_old_push(fleet._weights.path, tiny_llama, "0" * 32)
+    write_old_push(fleet._weights.folder.path, tiny_llama, "0" * 32)
     for version, told in ((1, fleet), (2, cluster.parent / "members.json")):
         before = fleet.pids()
         with WeightPublisher("shared") as publisher:
@@ -222,7 +223,7 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     with WeightPublisher("shared") as publisher:
         publisher.connect_fleet(fleet)
         publisher.push(load_file(tiny_llama / "model.safetensors"), 3)
-    joins = fleet._weights.path / "joins"
+    joins = fleet._weights.folder.path / "joins"
     joins.rmdir()
     joins.write_text("")
     for call in (lambda: fleet.scale(3), lambda: fleet.scale(3)):
@@ -240,10 +241,12 @@ def test_a_hand_over_that_cannot_be_made_is_raised_and_told(
     joins.unlink()
     fleet.scale(3)
     assert fleet.health().troubles == () and {h.weight_version for h in client.healths().values()} == {3}
-    _assert_a_joining_worker_leaves(fleet, fleet._slots["worker-2"])
+    _assert_a_joining_worker_leaves(fleet)
 
 
-def _assert_a_joining_worker_leaves(fleet: Fleet, slot: Any) -> None:
+def _assert_a_joining_worker_leaves(fleet: Fleet) -> None:
+    slots = fleet._slots
+    slot: Any = next(slot for slot in slots if slot.name == "worker-2")
     joins, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
 
     async def attempt(*_: object) -> str:
@@ -256,12 +259,12 @@ def _assert_a_joining_worker_leaves(fleet: Fleet, slot: Any) -> None:
         return [member.standing for member in fleet.members() if member.name == "worker-2"]
 
     slot.joining.attempt = attempt
-    fleet._stand(slot, "joining")
+    slots.stand(slot, "joining")
     joins.wait()
     thread = threading.Thread(target=fleet.scale, args=(2,))
     thread.start()
     wait_until(lambda: standing() == ["leaving"])
-    with patch.object(fleet, "_stand", wraps=fleet._stand) as stand:
+    with patch.object(slots, "stand", wraps=slots.stand) as stand:
         may_end.set()
         thread.join()
     assert has_ended.is_set(), "premise"

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from trueroll.rollout.fleet.loads import Rows
 from trueroll.rollout.fleet.placement import PIECE, SLACK, Placed, Placement, beginnings
 
 
@@ -258,7 +259,7 @@ def test_the_index_keeps_what_was_used_last() -> None:
         assert placement.num_remembered <= 200
         if own % 20 == 0:
             assert place(placement, prompt(0, own)).worker == home
-    remembered = placement._index.keys() | placement._older.keys()
+    remembered = placement._index.beginnings
     assert {*prompt(0, 0)} <= remembered and not {*prompt(1, 0)} & remembered
     place(placement, beginnings(tokens(40 * 16 * PIECE, 9)))
     assert placement.num_remembered <= 200
@@ -285,7 +286,7 @@ def test_as_many_of_those_used_last_as_half_of_the_capacity_are_remembered() -> 
         for each in asked:
             used.pop(each, None)
             used[each] = None
-        assert {*list(used)[-6:]} <= placement._index.keys() | placement._older.keys()
+        assert {*list(used)[-6:]} <= placement._index.beginnings
     assert len(used) == 24 and placement.num_remembered <= 12
 
 
@@ -355,20 +356,20 @@ class Walk:
 
     def check(self) -> None:
         placement = self.placement
-        there = placement._workers
+        there = placement._loads.workers
         assert {*there} == self.there
         for name in there:
             cost = sum(placed.cost for placed in self.under_way if placed.worker == name)
             assert placement.load(name) == pytest.approx(cost)
             assert 0.05 <= placement.speed(name) <= 20
-        assert placement._done == pytest.approx(sum(worker.done for worker in there.values()))
-        assert placement._busy == pytest.approx(sum(worker.busy for worker in there.values()))
+        assert placement._loads._done == pytest.approx(sum(worker.done for worker in there.values()))
+        assert placement._loads._busy == pytest.approx(sum(worker.busy for worker in there.values()))
         assert placement.num_remembered <= CAPACITY
         self.calls["full"] += placement.num_remembered > CAPACITY // 2
-        for holders in placement._index.values():
+        for holders in placement._index._newer.values():
             assert 0 < len(holders) == len({*holders}) and {*holders} <= {*there.values()}
         for prefix in range(4):
-            got = [{*placement._index.get(each, ())} for each in prompt(prefix, 0, 6 * PIECE)]
+            got = [{*placement._index._newer.get(each, ())} for each in prompt(prefix, 0, 6 * PIECE)]
             assert all(longer <= shorter for shorter, longer in zip(got, got[1:], strict=False))
 
 
@@ -386,15 +387,16 @@ def test_sums_that_are_kept_are_those_of_the_workers() -> None:
         under_way.append(place(placement, prompt(own % 50, own), cost=chance.random()))
         if len(under_way) > 30:
             placement.finish(under_way.pop(chance.randrange(30)), own / 10)
-    kept = placement._load, placement._speed, placement._pressure.tolist()
-    placement._gather()
-    assert kept[0] == pytest.approx(placement._load) and kept[1] == pytest.approx(placement._speed)
-    assert kept[2] == placement._pressure.tolist() and len({*kept[2]}) > 5
+    kept = placement._loads.rows
+    made_anew = Rows(placement._loads.workers.values())
+    assert kept.load == pytest.approx(made_anew.load) and kept.speed == pytest.approx(made_anew.speed)
+    assert kept.pressure.tolist() == made_anew.pressure.tolist() and len({*kept.pressure.tolist()}) > 5
 
 
 SAME_ANYWHERE = """
 import random
 import numpy as np
+from trueroll.rollout.fleet.loads import Rows
 from trueroll.rollout.fleet.placement import Placement, beginnings
 placement, chance, under_way = Placement(capacity=50), random.Random(0), []
 for i in range(20):

@@ -21,9 +21,7 @@ from ray._private import ray_constants
 from ray.exceptions import RayError
 
 from trueroll.errors import ConfigError
-from trueroll.rollout import Fleet
-from trueroll.rollout.fleet import fleet as fleet_module
-from trueroll.rollout.fleet import ray_access, ray_cluster
+from trueroll.rollout.fleet import ray_access, ray_cluster, scaler
 from trueroll.rollout.fleet.ray_access import asks_for_token, reachable_ip
 from trueroll.rollout.fleet.ray_cluster import Cluster
 
@@ -56,16 +54,14 @@ def test_an_argument_that_ray_refuses_is_told_at_once(no_ray: None, monkeypatch:
 
 def test_a_cluster_is_started_again_after_whatever_its_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[Exception] = [RayError("no"), OSError("no"), ConfigError("no")]
-    monkeypatch.setattr(fleet_module, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(scaler, "FIRST_PAUSE", 0.0)
 
     class Reconnecting:
         async def reconnect(self) -> None:
             if errors:
                 raise errors.pop()
 
-    fleet = object.__new__(Fleet)
-    fleet._cluster = Reconnecting()  # type: ignore[assignment]
-    asyncio.run(fleet._reconnect())
+    asyncio.run(scaler.reconnect(Reconnecting()))  # type: ignore[arg-type]
     assert errors == []
 
 

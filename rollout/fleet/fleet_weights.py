@@ -1,0 +1,88 @@
+"""Which weights the workers of a fleet have to serve, and how one that joins gets them.
+
+Owns: the note of the last push that all workers committed, whoever told of it, and the folder in which weights are
+handed over. Does not own when a worker joins (`Keeper`), nor how often that is tried (`Joining`).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+from trueroll.errors import IllegalStateError, TruerollError
+
+from .. import protocol
+from ..client.client import AsyncRolloutClient
+from ..client.membership import Membership, PushNote, noted_push, version_file
+from .hand_over import Keys, WeightFolder, hand_over, have_the_same
+
+log = logging.getLogger(__name__)
+
+
+class FleetWeights:
+    """`file`: of the fleet, beside which a trainer in another process notes its pushes. `fleet`: who is a member.
+
+    `noted`: what a worker must serve that joins while no other one serves; None: its checkpoint.
+    """
+
+    def __init__(self, folder: WeightFolder, file: Path | None, fleet: Membership, keys: Keys) -> None:
+        self.folder = folder
+        self.noted: PushNote | None = None
+        self._noted_in_file: PushNote | None = None
+        self._num_notes = 0
+        self._file = file
+        self._fleet = fleet
+        self._keys = keys
+
+    def note(self, push: PushNote) -> None:
+        """All workers serve that push now. Any thread may call it."""
+        self.noted, self._num_notes = push, self._num_notes + 1
+
+    def read_note(self) -> None:
+        """See what a trainer in another process has pushed."""
+        noted = None if self._file is None else noted_push(self._file)
+        if noted is not None and noted != self._noted_in_file:
+            self._noted_in_file = noted
+            self.note(noted)
+
+    def remove_note(self) -> None:
+        """Remove the file that such a trainer leaves."""
+        if self._file is not None:
+            version_file(self._file).unlink(missing_ok=True)
+
+    async def note_served(self, client: AsyncRolloutClient, version: int | None) -> None:
+        """Note the push that a worker serves, if its version is newer than what any publisher noted."""
+        if not self._is_newer(version):
+            return
+        num_notes = self._num_notes
+        with suppress(IllegalStateError):  # it has no weights that could be told now
+            weights = await client.ask(protocol.GetWeights(id=protocol.new_id()))
+            assert isinstance(weights, protocol.Weights)
+            is_newer = num_notes == self._num_notes and self._is_newer(weights.weight_version)
+            if is_newer and weights.push_id is not None:
+                self.noted = PushNote(weights.weight_version, weights.push_id)
+
+    def _is_newer(self, version: int | None) -> bool:
+        return (version or 0) > (0 if self.noted is None else self.noted.version)
+
+    def are_pushed_to(self, health: protocol.Health) -> bool:
+        """Whether a worker that waits for weights gets them now, or just got them."""
+        is_older = self.noted is not None and (health.weight_version or 0) < max(1, self.noted.version)
+        return health.push is not None or health.state == "updating" or not is_older
+
+    async def hand_over(
+        self, client: AsyncRolloutClient, peer: AsyncRolloutClient | None, noted: PushNote | None
+    ) -> bool:
+        """See `hand_over`."""
+        return await hand_over(client, peer, noted, self.folder, self._fleet, self._keys)
+
+    async def are_the_same(self, client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
+        """Whether two workers serve the same weights, as far as they tell."""
+        try:
+            return await have_the_same(client, peer)
+        except TruerollError as error:
+            log.warning(
+                "fleet: the weights of two workers could not be compared; they are handed over again: %s", error
+            )
+            return False

@@ -1,0 +1,170 @@
+"""The state of one request of a fleet's client, whichever workers it is asked of: pure, without a clock or a worker.
+
+Owns: what of the request was delivered, what is missing, what a worker is asked for next, and the request's one end.
+Does not own which worker is asked, nor when (`FleetRequest`).
+
+Promises: each sample is delivered once, with the tokens that it would have from any worker, and there is one end.
+What a lost worker left is asked of another, sample by sample, or all of it under the same id if nothing was delivered
+yet. A sample that a worker ended because it was told to exit goes on from what it has. All tokens are of versions that
+differ by no more than is allowed: a request that would mix others is begun anew, or is an error if a part of it was
+shown already. An answer to an ask that is of no use any more changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trueroll.errors import StaleWeightsError, TruerollError
+
+from ...engine.request import SampleDelta
+from .. import protocol
+from ..client.continuation import joined
+from ..client.requests import Request
+from .asks import Ask, aborted_scores, ask_for_all, ask_for_missing
+from .samples import Reply, Samples
+from .setbacks import Setbacks
+
+
+class GroupState:
+    """For `may_repeat` and `max_staleness` see `Samples`. `n`: how many samples there are; scores count as one.
+    `is_over`: the end was told. `setbacks`: what kept workers from the request.
+
+    What a method returns is to be delivered, in this order.
+    """
+
+    def __init__(self, request: Request, *, may_repeat: bool, max_staleness: int) -> None:
+        self.request = request
+        self.n = request.params.n if isinstance(request, protocol.Generate) else 1
+        self.is_over = False
+        self.setbacks = Setbacks()
+        self._samples = Samples(request, may_repeat, max_staleness)
+        self._asks: list[Ask] = []  # pieces of the first one are shown
+        self._to_end: set[int] = set()  # samples that the caller aborted
+
+    @property
+    def num_missing(self) -> int:
+        """How many samples were not delivered."""
+        return self.n - len(self._samples.delivered)
+
+    def ask(self) -> Ask:
+        """What to ask one more worker for: all of it, as it is, if nothing of it is there yet."""
+        delivered, parts = self._samples.delivered, self._samples.parts
+        if isinstance(self.request, protocol.Generate) and (delivered or parts):
+            missing = [index for index in range(self.n) if index not in delivered]
+            ask = ask_for_missing(self.request, missing, parts)
+        else:
+            ask = ask_for_all(self.request)
+        self._asks.append(ask)
+        return ask
+
+    def wants(self, ask: Ask) -> bool:
+        """Whether answers to it are of use: it has not ended, nor was the request ended or begun anew since."""
+        return ask in self._asks
+
+    def end_ask(self, ask: Ask, worker: str, num_looks: int) -> None:
+        """A worker, which was looked at so often, answers nothing more."""
+        if ask in self._asks:
+            self._asks.remove(ask)
+        self.setbacks.num_losses += ask.is_lost
+        self.setbacks.note(worker, num_looks, ask.refusal)
+
+    def abort(self, index: int | None) -> set[int]:
+        """The caller aborts a sample, or all of them. Return those that this ends."""
+        named = range(self.n) if index is None else {index}
+        ending = {i for i in named if i < self.n} - self._samples.delivered.keys() - self._to_end
+        self._to_end |= ending
+        return ending
+
+    def settle(self) -> list[Reply]:
+        """End what needs no worker, if none is asked: samples that were aborted, a group that is whole, a request that
+        was lost too often.
+        """
+        if self.is_over or self._asks:
+            return []
+        replies: list[Reply] = []
+        if aborted := self._to_end - self._samples.delivered.keys():
+            if not isinstance(self.request, protocol.Generate):
+                return self._finish(aborted_scores(self.request))
+            replies = self._samples.deliver_aborted(aborted)
+        if not self.num_missing:
+            return replies + self._finish(self._samples.end())
+        if error := self.setbacks.too_many_losses(self.request.id):
+            return replies + self._finish(error)
+        return replies
+
+    def is_cut(self, index: int | None, reply: Reply) -> bool:
+        """Whether it ends early what the caller did not abort, so that its worker may be about to exit. `index`: see
+        `take`.
+        """
+        if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":
+            return False
+        own = _index_of(index, reply)
+        return own not in self._to_end and own not in self._samples.delivered
+
+    def take(self, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
+        """A worker has answered. `index`: of the sample that was asked for alone; None: all were. What a worker cut
+        goes on elsewhere if the ask `is_lost`.
+        """
+        if not self.wants(ask):
+            return []
+        if isinstance(reply, TruerollError):
+            return [] if ask.note(reply) else self._finish(reply)
+        if isinstance(reply, SampleDelta):
+            piece = replace(reply, request_id=self.request.id, index=_index_of(index, reply))
+            return self._samples.show(ask, piece) if ask is self._asks[0] else []
+        if isinstance(reply, protocol.FinishedSample | protocol.Scores):
+            return self._take_result(ask, index, reply)
+        if isinstance(reply, protocol.Done) and not self.num_missing:
+            return self._finish(reply if index is None else self._samples.end())
+        return []
+
+    def fail(self, error: TruerollError) -> list[Reply]:
+        """End it by an error, unless it has ended."""
+        return [] if self.is_over else self._finish(error)
+
+    def _take_result(
+        self, ask: Ask, index: int | None, reply: protocol.FinishedSample | protocol.Scores
+    ) -> list[Reply]:
+        own = _index_of(index, reply)
+        ask.num_samples += 1
+        if own in self._samples.delivered:
+            return []
+        if not self._samples.accept(reply.weight_versions, ask.prior.get(own)):
+            return self._begin_anew()
+        goes_on = ask.is_lost and self.is_cut(index, reply)
+        if isinstance(reply, protocol.FinishedSample):
+            return self._take_sample(ask, self._whole(ask, own, reply), goes_on)
+        return [] if goes_on else self._finish(reply)
+
+    def _whole(self, ask: Ask, own: int, reply: protocol.FinishedSample) -> protocol.FinishedSample:
+        """A sample of this request, with the part that it had before."""
+        if own in ask.prior:
+            reply = protocol.sample_message(reply.id, joined(ask.prior[own], protocol.sample_output(reply)))
+        return reply.model_copy(update=dict(id=self.request.id, index=own))
+
+    def _take_sample(self, ask: Ask, sample: protocol.FinishedSample, goes_on: bool) -> list[Reply]:
+        if goes_on:
+            return self._samples.cut(ask if ask is self._asks[0] else None, sample)
+        replies = self._samples.deliver(ask, sample)
+        if self.num_missing or ask.has_answered_all(self.n):  # in the latter case its end comes next
+            return replies
+        return replies + self._finish(self._samples.end())
+
+    def _begin_anew(self) -> list[Reply]:
+        try:
+            self._samples.begin_anew()
+        except StaleWeightsError as error:
+            return self._finish(error)
+        self._asks.clear()
+        return []
+
+    def _finish(self, end: Reply) -> list[Reply]:
+        self.is_over = True
+        self._asks.clear()
+        return [end]
+
+
+def _index_of(index: int | None, reply: SampleDelta | protocol.FinishedSample | protocol.Scores) -> int:
+    if index is not None:
+        return index
+    return 0 if isinstance(reply, protocol.Scores) else reply.index

@@ -1,0 +1,143 @@
+"""How many workers a fleet has.
+
+Owns: the task that keeps each slot's worker running, from the call of `scale` that asks for the slot to the one that
+dismisses it. Promises: a worker that is to leave finishes what it has; a cluster that is lost is joined or started
+again, and then all workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from trueroll.errors import IllegalStateError, TruerollError
+
+from .fleet_weights import FleetWeights
+from .keeper import FIRST_PAUSE, LOOK_SECONDS, MOST_PAUSE, Keeper
+from .slots import Slot, Slots
+
+if TYPE_CHECKING:
+    from .ray_cluster import Cluster
+
+SETTLE_SECONDS = 0.5
+"""Until clients know who leaves."""
+
+log = logging.getLogger(__name__)
+
+
+class Scaler:
+    """`drain_timeout`: seconds that a worker which leaves has for what it has."""
+
+    def __init__(
+        self, slots: Slots, keeper: Keeper, weights: FleetWeights, cluster: Cluster, drain_timeout: float
+    ) -> None:
+        self._slots = slots
+        self._keeper = keeper
+        self._weights = weights
+        self._cluster = cluster
+        self._drain_timeout = drain_timeout
+        self._tasks: dict[Slot, asyncio.Task[None]] = {}
+        self._has_cluster = asyncio.Event()
+        self._has_cluster.set()
+
+    async def scale(self, num_workers: int) -> None:
+        """See `Fleet.scale`."""
+        slots = self._slots.staying
+        if num_workers > len(slots):
+            await self._check_awake()
+        for _ in range(num_workers - len(slots)):
+            self._start(self._slots.add())
+        leaving = slots[num_workers:]
+        for slot in leaving:
+            slot.is_leaving = True
+        self._slots.num_scales += 1
+        for slot in self._slots.staying:
+            slot.joining.retry()
+        await asyncio.gather(*map(self._dismiss, leaving))
+        while not all(slot.is_serving for slot in self._slots.staying):
+            self._check_joining()
+            await asyncio.sleep(0.05)
+
+    async def watch_cluster(self) -> None:
+        """When the cluster is lost, and with it all workers, join it or start it again."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if await asyncio.to_thread(self._cluster.is_alive):
+                continue
+            log.warning("fleet: the cluster was lost; all workers are replaced")
+            self._has_cluster.clear()
+            lost = dict(self._tasks)
+            for task in lost.values():
+                task.cancel()
+            await asyncio.gather(*lost.values(), return_exceptions=True)
+            await reconnect(self._cluster)
+            self._has_cluster.set()
+            for slot in lost:
+                if not slot.is_leaving:
+                    self._start(slot)
+
+    async def end(self) -> None:
+        """End all workers."""
+        await asyncio.gather(*map(self._keeper.release, self._slots))
+
+    def _start(self, slot: Slot) -> None:
+        self._tasks[slot] = asyncio.create_task(self._keep(slot))
+
+    async def _keep(self, slot: Slot) -> None:
+        await self._has_cluster.wait()
+        await self._keeper.keep(slot)
+
+    def _check_joining(self) -> None:
+        """Raise what keeps workers from serving, if waiting does not help."""
+        for slot in self._slots:
+            if error := slot.first_error or slot.joining.error:
+                raise error
+        if (noted := self._weights.noted) is None or self._slots.serving:
+            return
+        if any(slot.waits_since == self._slots.num_scales for slot in self._slots):
+            raise IllegalStateError(
+                f"scale: all workers were lost, and nothing has the weights of version {noted.version} that they "
+                "served; push them again, with publisher.restore(model) or push_folder, or push newer ones: then the "
+                "workers that wait will serve"
+            )
+
+    async def _check_awake(self) -> None:
+        looks = map(self._keeper.look, self._slots.serving)  # what is known may be half a second old
+        await asyncio.gather(*looks, return_exceptions=True)
+        if self._slots.are_asleep:
+            raise IllegalStateError(
+                "scale: expected a worker that is awake, from which a new one gets its weights, found all asleep; wake "
+                "them up first"
+            )
+
+    async def _dismiss(self, slot: Slot) -> None:
+        """Let a worker finish what it has, and end it."""
+        self._slots.stand(slot, "leaving")
+        await asyncio.sleep(SETTLE_SECONDS)
+        deadline = time.monotonic() + self._drain_timeout
+        while (worker := slot.worker) is not None and time.monotonic() < deadline:
+            with suppress(TruerollError, TimeoutError):
+                if (await self._keeper.look(worker)).requests["open"] == 0:
+                    break
+            await asyncio.sleep(LOOK_SECONDS)
+        task = self._tasks.pop(slot)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._slots.remove(slot)
+
+
+async def reconnect(cluster: Cluster) -> None:
+    """Join a cluster that was lost, or start it again, whatever keeps that from succeeding at first."""
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return await cluster.reconnect()
+        except TruerollError as error:
+            log.warning("%s", error)
+        except Exception as error:
+            log.exception("fleet: the cluster was not started again, next attempt in %s s: %r", pause, error)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, MOST_PAUSE)

@@ -1,0 +1,99 @@
+"""The slots of a fleet, without Ray: what clients are told, and from which worker another one gets the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from trueroll.rollout import protocol
+from trueroll.rollout.client.membership import FleetFile, Member, MembersFile
+from trueroll.rollout.fleet.running_worker import RunningWorker
+from trueroll.rollout.fleet.slots import Slot, Slots
+
+
+def slots_of(*workers: str, file: MembersFile | None = None) -> Slots:
+    """A slot for each: what its worker tells, such as `ready 3`, with `push` while it gets one, `joining` before."""
+    slots = Slots(file)
+    for told in workers:
+        run(slots.add(), told)
+    slots.publish()
+    return slots
+
+
+def run(slot: Slot, told: str) -> None:
+    state, version, *more = told.split()
+    slot.worker = RunningWorker(cast(Any, None), Path(), cast(Any, None), (1, 2))
+    slot.worker.member = Member(slot.name, f"ipc:///{slot.name}", "", "joining" if "joining" in more else "serving")
+    push = "id" if "push" in more else None
+    slot.worker.health = protocol.Health.model_construct(state=state, weight_version=int(version), push=push)  # type: ignore[arg-type]
+
+
+def workers(slots: Slots) -> list[RunningWorker]:
+    return [slot.worker for slot in slots if slot.worker is not None]
+
+
+@pytest.mark.parametrize(
+    ("told", "giver"),
+    [
+        (["ready 3"], None),
+        (["ready 3", "ready 3"], 1),
+        (["ready 3", "ready 3 joining"], None),
+        (["ready 3", "ready 4", "ready 5"], 2),
+        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights, even if they cannot be written now
+        (["ready 3", "asleep 5", "paused 5"], 2),
+    ],
+)
+def test_the_first_worker_gets_the_weights_of_another(told: list[str], giver: int | None) -> None:
+    slots = slots_of(*told)
+    assert slots.newest(but=workers(slots)[0]) is (None if giver is None else workers(slots)[giver])
+
+
+@pytest.mark.parametrize(
+    ("told", "are_ahead"),
+    [
+        (["ready 3", "ready 3"], False),
+        (["ready 3", "ready 4"], True),
+        (["ready 3", "ready 4 joining"], False),
+        (["ready 4", "ready 3"], False),
+        (["ready 3", "ready 4 push"], False),  # it may reach the first worker in a moment
+        (["ready 3", "ready 4", "updating 3"], False),
+    ],
+)
+def test_the_first_worker_is_behind_others(told: list[str], are_ahead: bool) -> None:
+    slots = slots_of(*told)
+    assert slots.are_ahead_of(workers(slots)[0]) == are_ahead
+
+
+@pytest.mark.parametrize(
+    ("told", "are_asleep"),
+    [([], False), (["asleep 3", "asleep 3"], True), (["asleep 3", "ready 3"], False), (["asleep 3 joining"], False)],
+)
+def test_all_that_serve_are_asleep(told: list[str], are_asleep: bool) -> None:
+    assert slots_of(*told).are_asleep == are_asleep
+
+
+def test_a_slot_that_was_removed_leaves_its_name_to_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    slots = slots_of("ready 1", "ready 1", "ready 1", file=MembersFile(file, 0o600))
+    seen, second = FleetFile(file), [*slots][1]
+    second.is_leaving = True
+    slots.stand(second, "leaving")
+    assert [member.standing for member in slots.members()] == ["serving", "leaving", "serving"] and len(
+        slots.staying
+    ) == 2
+    slots.remove(second)
+    assert [member.name for member in seen.members()] == ["worker-0", "worker-2"] == [slot.name for slot in slots]
+    assert [slots.add().name for _ in range(2)] == ["worker-1", "worker-3"]
+    assert seen.members() == slots.members(), "a slot without a worker is no member"
+    slots.withdraw()
+    assert not file.exists()
+
+
+def test_the_trouble_of_a_worker_that_joins_is_told_with_it() -> None:
+    slots = slots_of("ready 1")
+    (slot,) = slots
+    slot.joining.trouble = "disk: no space"
+    slots.stand(slot, "joining")
+    assert [member.told for member in slots.members()] == ["worker-0: disk: no space"]
