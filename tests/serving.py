@@ -53,7 +53,7 @@ class WorkerOnThread:
 def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
     """A worker in front of `engine` that is ready. At the end it must have drained, unless the test made it fail."""
     running = WorkerOnThread(WorkerConfig(**settings), lambda: engine)
-    while running.worker.health().state == "loading":
+    while running.worker._vitals.health().state == "loading":
         time.sleep(0.001)
     try:
         yield running

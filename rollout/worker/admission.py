@@ -9,8 +9,11 @@ from trueroll.errors import InvalidRequestError, QueueFullError, UnavailableErro
 from ...engine.request import check_length
 from ..config import WorkerConfig
 from ..protocol import Generate, GetScores, State
-from .ledger import Ledger, Submission, num_bytes_of
+from .ledger import Entry, Ledger, Submission, num_bytes_of
 from .waiting_room import serves, too_old
+
+MOST_CALLERS = 1024
+"""Who may ask for the same request by different names."""
 
 
 class Conditions(NamedTuple):
@@ -43,12 +46,34 @@ def check_admission(
         check_length(*_length(message), conditions.max_model_len)
 
 
-def check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless there is room for one more who waits for a known request. There is room of its own
-    for these, as whoever lost a connection asks again.
-    """
+def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """Raise QueueFullError unless one more may ask for a known request."""
+    is_open = entry.key in ledger.open
+    if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
+        raise _too_many("who wait for", entry, most)
+    if len(entry.callers) + (submission.caller not in entry.callers) > MOST_CALLERS:
+        raise _too_many("callers of", entry, MOST_CALLERS)
+    if is_open:
+        _check_room_to_wait(submission, config, ledger)
+
+
+def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """Raise QueueFullError unless one more may wait for the end of an open request."""
+    if len(entry.successors) >= (most := config.max_queued_requests):
+        raise _too_many("who wait for the end of", entry, most)
+    _check_room_to_wait(submission, config, ledger)
+
+
+def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
+    """For what is known already there is room of its own, as whoever lost a connection asks again."""
     more, of = submission.num_bytes, " for who waits for known requests"
     _check_limit(config, "max_queued_bytes", ledger.num_bytes_waiting, more, of)
+
+
+def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
+    return QueueFullError(
+        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later"
+    )
 
 
 def _check_state(conditions: Conditions, config: WorkerConfig) -> None:

@@ -14,21 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from trueroll.errors import QueueFullError, TruerollError, UnknownRequestError
+from trueroll.errors import TruerollError, UnknownRequestError
 
 from ...engine.request import GenerateRequest, Output, Request, SampleDelta, SampleOutput, ScoreRequest, seed_of
 from .. import protocol
 from ..config import WorkerConfig
-from .admission import Conditions, check_admission, check_room_to_wait
+from .admission import Conditions, check_admission, check_joining, check_succession
 from .calls import Calls
-from .engine_thread import Add, Command, End, Ended, Stream
-from .ledger import Entry, Ledger, ServiceStats, Submission, asked_by, num_streamed_by
+from .engine_thread import Add, Command, End, Ended, Run, Stream
+from .ledger import Entry, Ledger, Submission, asked_by, num_streamed_by
 from .streams import Streams
 from .users import salt_of, scoped
 from .waiting_room import Waiting, WaitingRoom
-
-MOST_CALLERS = 1024
-"""Who may ask for the same request by different names."""
 
 
 class Abortion(NamedTuple):
@@ -55,98 +52,66 @@ class RequestBook:
         conditions: Callable[[], Conditions],
     ) -> None:
         self._config, self._command, self._send, self._conditions = config, command, send, conditions
-        self._ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
+        self.ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self._waiting_room = WaitingRoom()
-        self._streams = Streams(self._tell, takes)
+        self.streams = Streams(self._tell, takes)
         self._aborts = Calls(send, config.max_queued_requests)
         self._interrupted: list[Entry] = []
-
-    # Callable from any thread.
-
-    @property
-    def num_open(self) -> int:
-        """Requests that have not ended."""
-        return len(self._ledger.open)
-
-    @property
-    def num_kept(self) -> int:
-        """Requests that have ended, and are not acknowledged."""
-        return len(self._ledger.kept)
-
-    @property
-    def stats(self) -> ServiceStats:
-        """The lifetime counters."""
-        return self._ledger.stats
-
-    # Everything below runs on the worker's thread.
 
     @property
     def has_unanswered(self) -> bool:
         """Whether somebody is owed a reply."""
-        return bool(self._ledger.open or self._aborts.under_way)
+        return bool(self.ledger.open or self._aborts.under_way)
 
     @property
     def num_unfinished(self) -> int:
         """Of the requests that the engine was given, how many have not ended."""
-        return len(self._ledger.open) - len(self._waiting_room)
+        return len(self.ledger.open) - len(self._waiting_room)
 
     # From clients.
 
     def submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.GetScores) -> None:
         """Take a request, new or known. Raise TruerollError if it is refused."""
         submission = Submission(identity, message.caller, num_streamed_by(message))
-        entry = self._ledger.find(user, message)
-        is_open = entry is not None and entry.key in self._ledger.open
+        entry = self.ledger.find(user, message)
+        is_open = entry is not None and entry.key in self.ledger.open
         if entry is None or not (is_open or entry.serves(message.caller)):
             entry = self._open(user, message)
         elif entry.serves(message.caller):
-            self._check_joining(entry, submission, is_open)
-            self._ledger.join(entry)
+            check_joining(entry, submission, self._config, self.ledger)
+            self.ledger.join(entry)
         else:
-            self._wait_for_end(entry, submission)
+            check_succession(entry, submission, self._config, self.ledger)
+            self.ledger.wait_for_end(entry, submission)
             return
         for reply in entry.replies:
             self._send(identity, protocol.address(reply, message.caller))
-        self._ledger.subscribe(entry, submission)
-        if submission.num_streamed and entry.key in self._ledger.open:
+        self.ledger.subscribe(entry, submission)
+        if submission.num_streamed and entry.key in self.ledger.open:
             self._stream(entry.key, submission)
 
-    def _check_joining(self, entry: Entry, submission: Submission, is_open: bool) -> None:
-        if is_open and len(entry.subscribers) >= (most := self._config.max_queued_requests):
-            raise _too_many("who wait for", entry, most)
-        if len(entry.callers) + (submission.caller not in entry.callers) > MOST_CALLERS:
-            raise _too_many("callers of", entry, MOST_CALLERS)
-        if is_open:
-            check_room_to_wait(submission, self._config, self._ledger)
-
-    def _wait_for_end(self, entry: Entry, submission: Submission) -> None:
-        if len(entry.successors) >= (most := self._config.max_queued_requests):
-            raise _too_many("who wait for the end of", entry, most)
-        check_room_to_wait(submission, self._config, self._ledger)
-        self._ledger.wait_for_end(entry, submission)
-
     def _open(self, user: str | None, message: protocol.Generate | protocol.GetScores) -> Entry:
-        check_admission(message, self._conditions(), self._config, self._ledger)
+        check_admission(message, self._conditions(), self._config, self.ledger)
         params = None
         if isinstance(message, protocol.Generate):
             params = message.params
             if params.seed is None:
                 params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
-        entry = self._ledger.add(user, message, params)
+        entry = self.ledger.add(user, message, params)
         self._waiting_room.add(entry.key, Waiting(_request_of(entry), message))
         self.admit()
         return entry
 
     def _stream(self, key: str, submission: Submission) -> None:
-        is_streamed = key in self._streams
-        self._streams.add(key, (submission.identity, submission.caller))
+        is_streamed = key in self.streams
+        self.streams.add(key, (submission.identity, submission.caller))
         if not is_streamed and key not in self._waiting_room:
             self._command(Stream(key))
 
     def acknowledge(self, user: str | None, message: protocol.Ack) -> None:
         """The results of some requests have arrived."""
         for id in message.ids:
-            self._ledger.acknowledge(scoped(user, id))
+            self.ledger.acknowledge(scoped(user, id))
 
     def abort(self, identity: bytes, user: str | None, message: protocol.Abort) -> None:
         """End a request, or a caller's part in it. Raise TruerollError if the call is refused."""
@@ -154,10 +119,10 @@ class RequestBook:
         if not self._aborts.is_new(call, identity, message):
             return
         if message.caller is not None:
-            self._streams.withdraw(key, message.caller)
-        if message.caller is not None and self._ledger.withdraw(key, message.caller):
+            self.streams.withdraw(key, message.caller)
+        if message.caller is not None and self.ledger.withdraw(key, message.caller):
             self._answer_abort(call, message, 0)
-        elif (entry := self._ledger.open.get(key)) is None:
+        elif (entry := self.ledger.open.get(key)) is None:
             unknown = f"request_id: expected the id of an unfinished request, found {message.request_id!r}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
         elif (waiting := self._waiting_room.get(key)) is not None:
@@ -169,8 +134,8 @@ class RequestBook:
         """A client gets no more replies. What nobody waits for any more ends, if it is to do so or waits for weights
         itself: the client asks again if it comes back.
         """
-        self._streams.lose(identity)
-        for entry in self._ledger.lose(identity):
+        self.streams.lose(identity)
+        for entry in self.ledger.lose(identity):
             waits = self._waiting_room.get(entry.key)
             if waits is not None and (_ends_with_client(entry) or self._waiting_room.early(entry.key)):
                 entry.is_wanted = False
@@ -191,7 +156,7 @@ class RequestBook:
         ready, refused = self._waiting_room.take_due(conditions.version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
-            if key in self._streams:
+            if key in self.streams:
                 self._command(Stream(key))
         for key, error in refused.items():
             self.refuse(key, error)
@@ -203,23 +168,19 @@ class RequestBook:
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
         """Streamed samples have grown."""
         for delta in deltas:
-            entry = self._ledger.open[delta.request_id]
-            self._streams.grow(entry.key, protocol.delta_message(entry.message.id, delta))
-
-    def flush(self) -> None:
-        """Tell readers what they have not been told of, as far as each has read."""
-        self._streams.flush()
+            entry = self.ledger.open[delta.request_id]
+            self.streams.grow(entry.key, protocol.delta_message(entry.message.id, delta))
 
     def take_outputs(self, outputs: list[Output]) -> None:
         """Samples and scores have ended."""
         for output in outputs:
-            entry = self._ledger.open[output.request_id]
+            entry = self.ledger.open[output.request_id]
             if isinstance(output, SampleOutput):
-                self._streams.end_sample(entry.key, output.index)
+                self.streams.end_sample(entry.key, output.index)
                 self._publish(entry, protocol.sample_message(entry.message.id, output))
             else:
                 self._publish(entry, protocol.scores_message(entry.message.id, output))
-            self._ledger.end_sample(entry, output.finish_reason)
+            self.ledger.end_sample(entry, output.finish_reason)
             if entry.num_unfinished == 0:
                 if isinstance(output, SampleOutput):
                     self._publish(entry, _done(entry, self._conditions().max_model_len))
@@ -237,13 +198,17 @@ class RequestBook:
 
     def refuse(self, key: str, error: TruerollError) -> None:
         """A request gets no result."""
-        self._end(self._ledger.open[key], error)
+        self._end(self.ledger.open[key], error)
 
-    def interrupt(self) -> None:
-        """The engine is about to abort all that it has: who asks for some of it from now on waits for that."""
-        self._interrupted = [entry for key, entry in self._ledger.open.items() if key not in self._waiting_room]
+    def command(self, command: Run, aborts: bool) -> None:
+        """Give the engine a command. If it `aborts` what the engine has, who asks for some of that from now on waits
+        for the end of it.
+        """
+        if aborts:
+            self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self._waiting_room]
         for entry in self._interrupted:
             entry.num_aborts += 1
+        self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:
         """The engine has done what it was told between two steps, which ended these."""
@@ -265,12 +230,12 @@ class RequestBook:
 
     def abort_all(self) -> None:
         """Tell the engine to end every request."""
-        for entry in list(self._ledger.open.values()):
+        for entry in list(self.ledger.open.values()):
             self._tell_engine(Abortion(entry))
 
     def fail_all(self, error: TruerollError) -> None:
         """Answer every request and abort with an error."""
-        for key in list(self._ledger.open):
+        for key in list(self.ledger.open):
             self.refuse(key, error)
         for call in self._aborts.under_way:
             self._aborts.refuse(call, error)
@@ -279,25 +244,25 @@ class RequestBook:
 
     def _end(self, entry: Entry, error: TruerollError | None = None) -> None:
         """A request is over: all of its samples have ended, or it gets an error instead."""
-        self._streams.end(entry.key)
+        self.streams.end(entry.key)
         self._waiting_room.discard(entry.key)
         if error is None:
-            self._ledger.finish(entry.key)
+            self.ledger.finish(entry.key)
         else:
-            self._ledger.fail(entry.key)
-            for identity, caller, _ in self._ledger.release(entry, entry.subscribers):
-                self._reply_error(identity, entry, error, caller)
+            self.ledger.fail(entry.key)
+            for identity, caller, _ in self.ledger.release(entry, entry.subscribers):
+                self._send(identity, _error_frame(entry, error, caller))
         self._submit_successors(entry)
 
     def _submit_successors(self, entry: Entry) -> None:
         """An abort of the entry has been answered, or it has ended: if nothing is aborted, or all is over, go on."""
-        if entry.is_aborted and self._ledger.open.get(entry.key) is entry:
+        if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
-        for identity, caller, num_streamed in self._ledger.release(entry, entry.successors):
+        for identity, caller, num_streamed in self.ledger.release(entry, entry.successors):
             try:
                 self.submit(identity, entry.user, asked_by(entry.message, caller, num_streamed > 0))
             except TruerollError as error:
-                self._reply_error(identity, entry, error, caller)
+                self._send(identity, _error_frame(entry, error, caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
         """Let the engine end what an abort names, or all of the entry."""
@@ -330,8 +295,9 @@ class RequestBook:
         if not self._send(identity, protocol.encode(deltas)):
             self.lose(identity)
 
-    def _reply_error(self, identity: bytes, entry: Entry, error: TruerollError, caller: str | None) -> None:
-        self._send(identity, protocol.encode(protocol.error_message(entry.message.id, error, caller)))
+
+def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> bytes:
+    return protocol.encode(protocol.error_message(entry.message.id, error, caller))
 
 
 def _request_of(entry: Entry) -> Request:
@@ -349,12 +315,6 @@ def _request_of(entry: Entry) -> Request:
 
 def _ends_with_client(entry: Entry) -> bool:
     return isinstance(entry.message, protocol.Generate) and entry.message.while_connected
-
-
-def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
-    return QueueFullError(
-        f"queue: expected at most {most} {which} {entry.message.id!r}, found so many already; try again later"
-    )
 
 
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:

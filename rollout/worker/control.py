@@ -32,18 +32,22 @@ if TYPE_CHECKING:
     from ...weight_sync.worker.assembly import Destination
 
 
-class Host(EngineHost, PushHost, Protocol):
+class Host(PushHost, Protocol):
     """What control needs of the worker around it."""
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
-    def admit_requests(self) -> None:
-        """Gives the engine the requests that wait, if `Control.takes_requests`."""
-        ...
-
     @property
     def instance(self) -> str:
         """Random for each process."""
+        ...
+
+
+class Requests(EngineHost, Protocol):
+    """What control needs of the requests beside it."""
+
+    def admit(self) -> None:
+        """Gives the engine the requests that wait, if `Control.takes_requests`."""
         ...
 
 
@@ -54,11 +58,12 @@ _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPus
 class Control:
     """Takes control calls by `handle`; `follow` is to be called whenever something may have changed."""
 
-    def __init__(self, host: Host, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
+    def __init__(self, host: Host, requests: Requests, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
         self.lifecycle = Lifecycle()
-        self._operations = Operations(host, self.lifecycle, calls.refuse)
+        self._operations = Operations(requests, self.lifecycle, calls.refuse)
         self.pushes = Pushes(host, calls, self.lifecycle, self._operations, timings, policy)
-        self._host, self._calls, self._timings, self._policy = host, calls, timings, policy
+        self._host, self._requests, self._calls = host, requests, calls
+        self._timings, self._policy = timings, policy
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
 
     @property
@@ -109,10 +114,10 @@ class Control:
         """Go on with the operation under way, and begin what waits."""
         self._operations.follow()
         self.pushes.follow()
-        self._host.admit_requests()
+        self._requests.admit()
         while self._waiting and self._operations.current is None:
             self._try(self._waiting.popleft())
-            self._host.admit_requests()  # a call that comes after a request, such as a drain, is about it too
+            self._requests.admit()  # a call that comes after a request, such as a drain, is about it too
 
     def handle_ran(self, event: Ran) -> None:
         """The engine has done what the operation under way asked of it."""

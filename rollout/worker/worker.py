@@ -13,9 +13,7 @@ before it does.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,10 +26,8 @@ from ...weight_sync.transports.policy import PushPolicy
 from .. import protocol
 from ..config import WorkerConfig
 from ..monitoring.metrics import MetricsServer, SourceMetrics
-from ..monitoring.resident import ResidentMemory
 from ..monitoring.timings import Timings
 from ..network.router import Peer, Router
-from .admission import Conditions
 from .book import RequestBook
 from .calls import Calls
 from .control import Control
@@ -45,13 +41,13 @@ from .engine_thread import (
     Loaded,
     Ran,
     Refused,
-    Run,
     ServedEngine,
     Stop,
 )
 from .inbox import Inbox
 from .pushes import PushNews
 from .reading import check_peer, read
+from .vitals import Vitals
 
 if TYPE_CHECKING:
     from ...weight_sync.worker.assembly import Destination
@@ -79,24 +75,24 @@ class Worker:
     ) -> None:
         self._config = config
         self._on_ready = on_ready
-        self.instance = secrets.token_hex(8)
-        self._info: dict[str, Any] | None = None
         self._failure: BaseException | None = None
         self._ending = Ending(config.drain_seconds)
         self._inbox: Inbox[Event | PushNews] = Inbox()
-        self._timings = Timings()
-        self._engine_thread = EngineThread(make_engine, self.publish_event, self._timings.step)
+        timings = Timings()
+        self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step)
         self._router = Router(config, lambda identity: self._book.lose(identity))
         send, takes = self._router.send, self._router.takes
-        self._book = RequestBook(config, self._engine_thread.commands.put, send, takes, self._conditions)
+        self._book = RequestBook(
+            config, self._engine_thread.commands.put, send, takes, lambda: self._vitals.conditions()
+        )
         self._calls = Calls(send, MOST_CALLS)
         policy = PushPolicy(config.push_folder, tuple(config.push_hosts))
-        self._control = Control(self, self._calls, self._timings, policy)
-        self._resident = ResidentMemory()
+        self._control = Control(self, self._book, self._calls, timings, policy)
+        self._vitals = Vitals(config, self._engine_thread, self._book.ledger, self._control, timings)
         self._metrics: MetricsServer | None = None
         if config.metrics_port is not None:
             try:
-                self._metrics = MetricsServer(config.metrics_port, self, SourceMetrics(self))
+                self._metrics = MetricsServer(config.metrics_port, self._vitals, SourceMetrics(self._vitals))
             except BaseException:
                 self._close_system()
                 raise
@@ -158,7 +154,7 @@ class Worker:
             self._handle_messages()
             self._follow_ending()
             self._control.follow()
-            self._book.flush()
+            self._book.streams.flush()
 
     @property
     def _state(self) -> protocol.State:
@@ -187,7 +183,7 @@ class Worker:
 
     def _close_system(self) -> None:
         self._router.close()
-        self._resident.close()
+        self._vitals.close()
 
     # What `control` needs, beside `publish_event`.
 
@@ -195,38 +191,15 @@ class Worker:
         """Send a message to a client."""
         self._router.send(identity, protocol.encode(message))
 
-    def command(self, command: Run, aborts: bool) -> None:
-        """Give the engine thread a command, which `aborts` what it has or not."""
-        if aborts:
-            self._book.interrupt()
-        self._engine_thread.commands.put(command)
-
-    def admit_requests(self) -> None:
-        """Give the engine the requests that wait, if it is to have them."""
-        self._book.admit()
-
-    @property
-    def num_unfinished(self) -> int:
-        """Of the requests that the engine was given, how many have not ended."""
-        return self._book.num_unfinished
-
     def weight_version(self) -> int:
         """Of the weights that the engine had after its last step or command."""
-        assert self._version is not None
-        return self._version
+        assert self._vitals.version is not None
+        return self._vitals.version
 
     @property
-    def _version(self) -> int | None:
-        """Of the weights in use; None until this thread knows that the model is there, so that it never changes while
-        one message is handled.
-        """
-        snapshot = self._engine_thread.snapshot
-        return None if self._info is None or snapshot is None else snapshot.weight_version
-
-    def _conditions(self) -> Conditions:
-        max_model_len = None if self._info is None else self._info["max_model_len"]
-        is_ending, takes_requests = self._control.lifecycle.is_ending, self._control.takes_requests
-        return Conditions(self._state, is_ending, takes_requests, self._version, max_model_len)
+    def instance(self) -> str:
+        """Random for each process."""
+        return self._vitals.instance
 
     # Messages from clients.
 
@@ -268,59 +241,14 @@ class Worker:
             case protocol.Abort():
                 self._book.abort(identity, user, message)
             case protocol.GetHealth():
-                self.reply(identity, self.health(message.id))
+                self.reply(identity, self._vitals.health(message.id))
             case protocol.GetStats():
-                self.reply(identity, self.stats(message.id))
+                self.reply(identity, self._vitals.stats(message.id))
             case _:
                 self._control.handle(identity, message)
 
     def _reply_error(self, identity: bytes, id: str | None, error: TruerollError, caller: str | None = None) -> None:
         self.reply(identity, protocol.error_message(id, error, caller))
-
-    # Callable from any thread: they read what changes as a whole, and wait for nothing.
-
-    def health(self, id: str = "metrics") -> protocol.Health:
-        """How the worker is."""
-        snapshot = self._engine_thread.snapshot
-        requests = {"open": self._book.num_open, "kept": self._book.num_kept}
-        if snapshot is not None:
-            requests |= {"running": snapshot.stats["num_running"], "waiting": snapshot.stats["num_waiting"]}
-        return protocol.Health(
-            id=id,
-            state=self._state,
-            instance=self.instance,
-            seconds_since_progress=None if snapshot is None else time.monotonic() - snapshot.progress_at,
-            weight_version=None if snapshot is None else snapshot.weight_version,
-            requests=requests,
-            memory=self._memory(),
-            limits=self._config.limits(),
-            engine=self._engine_info(),
-            sleeping=tuple(sorted(self._control.lifecycle.standing.sleeping)),
-            push=self._control.pushes.progress(),
-        )
-
-    def _engine_info(self) -> dict[str, Any] | None:
-        """With why commits take longer than they could; empty if they do not."""
-        target = self._control.pushes.target
-        if self._info is None or target is None:
-            return None
-        return self._info | {"commit_note": target.weights.commit_note}
-
-    def _memory(self) -> dict[str, int]:
-        memory = {"process": self._resident.num_bytes()}
-        if (snapshot := self._engine_thread.snapshot) is not None:
-            memory |= snapshot.memory | {"staging": self._control.pushes.staging_bytes}
-        return memory
-
-    def stats(self, id: str = "metrics") -> protocol.Stats:
-        """The lifetime counters."""
-        snapshot = self._engine_thread.snapshot
-        engine = {} if snapshot is None else snapshot.stats
-        return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._book.stats))
-
-    def timings(self) -> Timings:
-        """How long steps, pushes and sleeps took."""
-        return self._timings
 
     # Events from the engine and from pushes.
 
@@ -350,7 +278,7 @@ class Worker:
                 self._control.pushes.handle_news(event)
 
     def _finish_loading(self, info: dict[str, Any], weights: Destination) -> None:
-        self._info = info
+        self._vitals.info = info
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(weights, info["device"])
@@ -368,7 +296,7 @@ class Worker:
             return
         if not self._control.lifecycle.is_ending:
             self._control.start_ending()
-            if self._info is not None:
+            if self._vitals.info is not None:
                 self._book.let_in_the_last()
             self._ending.start()
         if self._ending.is_urgent or self._control.lifecycle.standing.is_held:
@@ -377,12 +305,12 @@ class Worker:
             self._abort_open_requests()
 
     def _abort_open_requests(self) -> None:
-        if self._info is None:
+        if self._vitals.info is None:
             self._fail_everything(UnavailableError("worker: it ended before its model was loaded; use another worker"))
         elif self._ending.is_aborting:
             self._fail(TimeoutError(f"the engine did not end what was under way within {ABORT_SECONDS} s"))
         else:
-            log.warning("aborting %d unfinished requests", self._book.num_open)
+            log.warning("aborting %d unfinished requests", len(self._book.ledger.open))
             self._book.abort_all()
             self._ending.start_aborting()
 

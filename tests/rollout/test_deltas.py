@@ -228,14 +228,14 @@ def test_whoever_gives_up_is_told_nothing_more(worker: WorkerOnThread, steps: St
         steps.run()
         assert other.receive_until("done")[-1]["type"] == "done"
         assert raw.health()["requests"]["open"] == 0
-        assert worker.worker._book._streams._streams == {} and worker.worker._book._streams._progress == {}
+        assert worker.worker._book.streams._streams == {} and worker.worker._book.streams._progress == {}
 
 
 def test_a_reader_that_does_not_read_gets_one_message_later(
     worker: WorkerOnThread, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = threading.Event()
-    monkeypatch.setattr(worker.worker._book._streams, "_takes", lambda identity: reads.is_set())
+    monkeypatch.setattr(worker.worker._book.streams, "_takes", lambda identity: reads.is_set())
     with RawClient(worker.address) as raw:
         raw.generate("a", deltas=True, n=2, max_tokens=200)
         raw.health()
@@ -292,8 +292,8 @@ def test_a_connection_that_is_lost_leaves_no_reader(worker: WorkerOnThread, step
         with RawClient(worker.address) as raw:
             raw.generate("a", deltas=True, max_tokens=9)
             raw.health()
-            assert worker.worker._book._streams._progress
-        while worker.worker._book._streams._progress:
+            assert worker.worker._book.streams._progress
+        while worker.worker._book.streams._progress:
             other.health()
         steps.run()
         other.generate("a", deltas=True, max_tokens=9)

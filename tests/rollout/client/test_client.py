@@ -365,9 +365,7 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
             score = asyncio.create_task(client.score([[1, 2]]))
             while (await client.health()).requests["open"] < 2:
                 pass
-            (id,) = [
-                id for id in worker.worker._book._ledger.open if worker.worker._book._ledger.open[id].params is None
-            ]
+            (id,) = [id for id in worker.worker._book.ledger.open if worker.worker._book.ledger.open[id].params is None]
             abort = asyncio.create_task(client.abort(id))
             await asyncio.sleep(0)  # the abort goes out first
             await client.health()
@@ -568,7 +566,7 @@ def test_a_retry_after_a_refusal_gets_whole_samples(engine: FakeEngine) -> None:
             client.generate([[1], [2], [3]], LONG, request_ids=["a", "b", "c"])
         thread = threading.Thread(target=retry)
         thread.start()
-        while not all(worker.worker._book._ledger.open[id].successors for id in "ab"):
+        while not all(worker.worker._book.ledger.open[id].successors for id in "ab"):
             pass
         engine.gate.set()
         thread.join()

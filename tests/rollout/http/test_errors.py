@@ -305,7 +305,7 @@ def test_more_than_the_worker_takes_is_told_to_come_later(
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(front.post, "/v1/completions", {"prompt": [1]})
         assert fake.at_gate.wait(20)
-        while running.worker.health().requests["open"] == 0:
+        while running.worker._vitals.health().requests["open"] == 0:
             pass
         for is_stream in (False, True):
             response = front.post("/v1/completions", {"prompt": [1], "stream": is_stream})

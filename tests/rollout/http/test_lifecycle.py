@@ -64,7 +64,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def num_open(running: WorkerOnThread) -> int:
-    return running.worker.health().requests["open"]
+    return running.worker._vitals.health().requests["open"]
 
 
 def test_pause_keeps_or_ends_what_runs(fronted: Front, running: WorkerOnThread, fake: FakeEngine) -> None:
@@ -432,7 +432,7 @@ def test_what_a_killed_front_end_asked_for_is_ended(
         wait_until(lambda: num_open(running) == 1)
         client.resume()
         assert len(other.result()[0].samples[0].token_ids) == 60
-        wait_until(lambda: running.worker.health().requests["kept"] == 0)
+        wait_until(lambda: running.worker._vitals.health().requests["kept"] == 0)
         assert fake.stats().samples_finished == {"abort": 2, "length": 1}, "what was held up had not begun"
         assert all(each.exception() is not None for each in asked)
 

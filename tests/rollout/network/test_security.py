@@ -53,7 +53,7 @@ from trueroll.rollout.network.gate import MAX_AHEAD_BYTES, MAX_SILENT, Gate
 from trueroll.rollout.network.keys import Client, client_keys, read_clients, server_keys
 from trueroll.rollout.network.outboxes import Outboxes
 from trueroll.rollout.network.router import Peer, Router
-from trueroll.rollout.worker.book import MOST_CALLERS
+from trueroll.rollout.worker.admission import MOST_CALLERS
 from trueroll.rollout.worker.ledger import Entry, Ledger, Submission
 from trueroll.rollout.worker.users import scoped
 from trueroll.rollout.worker.worker import Worker
@@ -322,7 +322,7 @@ def test_a_trainer_with_a_key_pushes_and_a_generating_client_does_not(
     with WeightPublisher("shared", **certificates.client("trainer")) as publisher:
         publisher.connect([worker.address])
         assert publisher.push(tensors, version=9).version == 9
-    assert worker.worker.health().weight_version == 9
+    assert worker.worker._vitals.health().weight_version == 9
 
 
 # Users.
@@ -682,7 +682,7 @@ def test_what_is_left_at_the_end_reaches_who_reads(engine: FakeEngine) -> None:
     with serving(engine) as worker, RawClient(worker.address) as raw:
         for number in range(3000):
             raw.generate(str(number), n=1, max_tokens=400)
-        while len(worker.worker._book._ledger.open) < 3000:
+        while len(worker.worker._book.ledger.open) < 3000:
             time.sleep(0.001)
         worker.worker.drain()
         worker.worker.drain()
@@ -842,7 +842,7 @@ def test_an_error_for_all_calls_ends_them(engine: FakeEngine) -> None:
 
         thread = threading.Thread(target=call)
         thread.start()
-        while not (entries := list(worker.worker._book._ledger.open.values())) or not entries[0].subscribers:
+        while not (entries := list(worker.worker._book.ledger.open.values())) or not entries[0].subscribers:
             time.sleep(0.001)
         [(identity, _, _)] = entries[0].subscribers
         error = protocol.error_message(None, UnreadError("read"))
@@ -858,7 +858,7 @@ def test_a_name_that_the_worker_uses_opens_no_request_of_another_user(
     engine.gate.clear()
     with certificates.raw("alice", worker.address) as alice:
         generate(alice, "a")
-        while "alice/a" not in worker.worker._book._ledger.open:
+        while "alice/a" not in worker.worker._book.ledger.open:
             time.sleep(0.001)
         with pytest.raises(UnknownRequestError, match="found 'alice/a'"):
             enter("trainer").abort("alice/a")
@@ -1048,7 +1048,7 @@ def test_what_one_who_is_gone_asks_for_is_not_computed_and_its_replies_go_to_nob
         for user, is_gone, is_open in (("alice", True, False), (None, True, True), ("alice", False, True)):
             peer = Peer(b"\0abcd", Client(user, "generate"), is_gone)
             worker._handle_message(peer, [protocol.encode(generate)])
-            assert (scoped(user, "a") in worker._book._ledger.open) == is_open
+            assert (scoped(user, "a") in worker._book.ledger.open) == is_open
     finally:
         worker._close_system()
 
@@ -1062,11 +1062,9 @@ def test_what_ends_with_its_client_ends_whoever_finds_out_that_it_is_gone(certif
             fields: dict[str, Any] = dict(prompt_token_ids=bytes(4), params=SamplingParams(), **waits)
             peer = Peer(b"\0abcd", Client(None, "control"), is_gone)
             worker._handle_message(peer, [protocol.encode(protocol.Generate(id=id, **fields))])
-        assert [*worker._book._ledger.open] == ["a", "c", "d"]
+        assert [*worker._book.ledger.open] == ["a", "c", "d"]
         worker._book._tell(b"\0abcd", protocol.Deltas(samples=()))
-        assert not worker._book._ledger.open and not worker._book._ledger.kept, (
-            "what waits for weights ends in any case"
-        )
+        assert not worker._book.ledger.open and not worker._book.ledger.kept, "what waits for weights ends in any case"
     finally:
         worker._close_system()
 
@@ -1181,7 +1179,7 @@ def test_who_leaves_costs_no_more_than_what_it_waited_for(engine: FakeEngine, mo
         one.health()
         other.generate("7")
         other.health()
-        entries = list(worker.worker._book._ledger.open.values())
+        entries = list(worker.worker._book.ledger.open.values())
         for _ in range(20):
             with RawClient(worker.address) as passing:
                 passing.health()
@@ -1254,8 +1252,8 @@ def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
         assert {error["code"] for error in errors} == {"queue_full"}
         assert all("of max_queued_bytes = 10000" in error["message"] for error in errors)
         joined, after = (
-            worker.worker._book._ledger.open["b"].subscribers,
-            worker.worker._book._ledger.open["a"].successors,
+            worker.worker._book.ledger.open["b"].subscribers,
+            worker.worker._book.ledger.open["a"].successors,
         )
         assert len(joined) > 5 and len(after) > 5 and len(joined) + len(after) == 61 - len(errors) < 10_000 // 100
         engine.gate.set()
@@ -1263,7 +1261,7 @@ def test_who_waits_is_limited_in_bytes(engine: FakeEngine) -> None:
         assert sum(reply["type"] == "done" for reply in replies) == 62 - len(errors)
         raw.send("health", id="after")  # once it is answered, the worker is done with what it answered before
         assert raw.receive()["id"] == "after"
-        assert worker.worker._book._ledger.num_bytes_waiting == 0
+        assert worker.worker._book.ledger.num_bytes_waiting == 0
 
 
 def test_who_asked_for_a_kept_result_takes_room(engine: FakeEngine) -> None:

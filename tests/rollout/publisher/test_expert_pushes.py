@@ -46,7 +46,7 @@ def serving(folder: Path, address: str, **settings: Any) -> Iterator[Engine]:
     config = EngineConfig(model=str(folder), num_blocks=32, num_threads=1, backend="cpu", **settings)
     engine = Engine(config)
     running = WorkerOnThread(WorkerConfig(address=address), lambda: engine)
-    while running.worker.health().state == "loading":
+    while running.worker._vitals.health().state == "loading":
         time.sleep(0.001)
     yield engine
     running.worker.drain()

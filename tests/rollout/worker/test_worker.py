@@ -285,7 +285,7 @@ def test_an_abort_that_comes_too_late_is_of_the_request_it_was_for(
     assert sorted(reply["type"] for reply in replies) == ["done", "error", "sample"]
     raw.generate("a", caller="w", max_tokens=1)
     assert (
-        raw.receive_until("done")[0]["finish_reason"] == "length" and worker.worker._book._ledger.num_samples_left == 0
+        raw.receive_until("done")[0]["finish_reason"] == "length" and worker.worker._book.ledger.num_samples_left == 0
     )
 
 
@@ -301,7 +301,7 @@ def test_what_waits_for_an_abort_is_bounded_and_looked_at_once(engine: FakeEngin
         assert (refusal["code"], refusal["caller"]) == ("queue_full", "3")
         raw.send("abort", id="nothing", request_id="a", index=7)
         assert raw.receive()["code"] == "unknown_request"
-        assert len(worker.worker._book._ledger.open["a"].successors) == 3
+        assert len(worker.worker._book.ledger.open["a"].successors) == 3
         engine.flow.set()
         ends = [raw.receive_until("done")[-1] for _ in range(4)]
     assert {end["caller"]: end["finish_reasons"] for end in ends} == {
