@@ -56,6 +56,7 @@ from trueroll.rollout.network.router import Peer, Router
 from trueroll.rollout.worker.admission import MOST_CALLERS
 from trueroll.rollout.worker.ledger import Entry, Ledger, Submission
 from trueroll.rollout.worker.users import scoped
+from trueroll.rollout.worker.vitals import Vitals
 from trueroll.rollout.worker.worker import Worker
 
 from .certificates import Certificates, make_certificates
@@ -563,12 +564,14 @@ def test_a_worker_without_descriptors_goes_on() -> None:
             check_group(client.generate([[1]])[0], 1)
 
 
-def test_what_the_system_refuses_one_message_is_that_messages_error(engine: FakeEngine) -> None:
-    class Refused(FaultyWorker):
-        def stats(self, id: str = "metrics") -> protocol.Stats:
-            raise OSError(errno.EMFILE, "Too many open files")
+def test_what_the_system_refuses_one_message_is_that_messages_error(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(vitals: Vitals, id: str) -> protocol.Stats:
+        raise OSError(errno.EMFILE, "Too many open files")
 
-    worker = Refused(WorkerConfig(), engine)
+    monkeypatch.setattr(Vitals, "stats", refused)
+    worker = FaultyWorker(WorkerConfig(), engine)
     thread = threading.Thread(target=worker.run)
     thread.start()
     with RolloutClient(worker.address) as client:
