@@ -178,12 +178,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """The counters and gauges of this moment."""
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
-        cache, states = scheduler.cache, scheduler.states
-        slots = StateSlots(0, 0) if states is None else states.slots
+        cache, slots = scheduler.cache, scheduler.states.slots
         return EngineStats(
             steps=self._pipeline.steps,
             num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
+            num_waiting=len(scheduler.waiting),
             prefix_queries=scheduler.stats.prefix_queries + admission.joined_tokens,
             prefix_hits=scheduler.stats.prefix_hits + admission.joined_tokens,
             computed_tokens=scheduler.stats.computed_tokens,

@@ -96,7 +96,8 @@ ENGINE = {
     "scheduling.lanes": {"outputs", "scheduling.sequence"},
     "scheduling.recurrent": {"cache.prefix_cache", "cache.states", "scheduling.lanes", "scheduling.sequence"},
     "scheduling.scheduler": {"outputs", "cache.prefix_cache", "cache.routes", "cache.states"}
-    | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence")},
+    | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence", "waiting")},
+    "scheduling.waiting": {"scheduling.sequence"},
     "scheduling.prompts": {"scheduling.sequence"},
     "models": {"models"},
     "running.draws": OUTPUTS,

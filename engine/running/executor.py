@@ -184,6 +184,7 @@ class LocalExecutor:
         self.weights.commit(staging)
 
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
+        self._drawn = None  # perhaps of a graph, whose memory goes
         if self._graphs is not None:
             self._graphs.forget()
         if "kv_cache" in tags:

@@ -55,7 +55,9 @@ NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
 class RecurrentStates:
-    """The slots of running sequences, and the checkpoints that their steps take."""
+    """The slots of running sequences, and the checkpoints that their steps take; of a model without recurrent layers
+    there are no slots, and every prefix can be resumed.
+    """
 
     def __init__(self, slots: StateSlots, lanes: Lanes, block_size: int, intervals: Intervals) -> None:
         self.slots = slots
@@ -69,6 +71,8 @@ class RecurrentStates:
         """Slots for a sequence that is about to run, with the state at the end of `hits`. None, with nothing changed,
         if there is none left.
         """
+        if not self.slots.num_slots:
+            return NO_SLOTS
         # First what is restored, so that taking a slot cannot evict it.
         source = self.slots.restore(hits[-1]) if hits else NO_SLOT
         own = self.slots.take()
@@ -106,6 +110,8 @@ class RecurrentStates:
         """Slots for a child that goes on from its parent's state, which stays as it is from now on. None if there is
         none left.
         """
+        if not self.slots.num_slots:
+            return NO_SLOTS
         lanes, lane = self._lanes, parent.lane
         is_own = lanes.source[lane] == lanes.slot[lane]
         if self.slots.num_available < 1 + is_own:
@@ -164,6 +170,8 @@ class RecurrentStates:
         """Takes the slots of a sequence that is about to leave its lane; what `cut` reserved is not computed."""
         self._leave_branch(sequence)
         slot, source, target = self._held(sequence)
+        if slot == NO_SLOT:
+            return
         if target != slot:
             self.slots.cancel(target)
         if source != slot:

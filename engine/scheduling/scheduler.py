@@ -17,7 +17,7 @@ of them is there; those after it may be admitted before. Planning a step costs n
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import insort
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -30,8 +30,9 @@ from ..cache.routes import RouteRecords
 from ..cache.states import StateSlots
 from ..outputs.open_requests import OpenSample
 from .lanes import Lanes
-from .recurrent import NO_CHECKPOINTS, NO_SLOTS, Intervals, RecurrentStates, Slots
+from .recurrent import NO_CHECKPOINTS, Intervals, RecurrentStates, Slots
 from .sequence import Chunks, Generation, Sequence
+from .waiting import Waiting, order_of, remove_from
 
 # To look up a sequence is to hash its prompt, and then to find block by block what is cached of it.
 _MOST_LOOKUPS_IN_VAIN = 32
@@ -101,29 +102,14 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.lanes = Lanes(max_num_seqs, len(cache.windows))
-        self.states = RecurrentStates(slots, self.lanes, cache.block_size, intervals) if slots is not None else None
+        self.states = RecurrentStates(slots or StateSlots(0, 0), self.lanes, cache.block_size, intervals)
         self.routes = routes
-        self.running: list[Sequence] = []  # sorted, as `_ready` is
+        self.running: list[Sequence] = []  # sorted
+        self.waiting = Waiting()
         self._running_lanes: np.ndarray | None = None  # of `running`, until that changes
-        self._ready: list[Sequence] = []
-        self._aside: dict[bytes, set[Sequence]] = {}  # by the block that they wait for
         # Of a block that was given back since, nothing is read before it is written.
         self._block_copies = self._no_copies()
         self.stats = SchedulerStats()
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """Those that wait, for whatever, sorted."""
-        return sorted(self._ready + [sequence for group in self._aside.values() for sequence in group], key=_order)
-
-    @property
-    def num_waiting(self) -> int:
-        """How many wait."""
-        return len(self._ready) + self._num_aside
-
-    @property
-    def _num_aside(self) -> int:
-        return sum(map(len, self._aside.values()))
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
@@ -136,7 +122,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence that holds no blocks wait for its turn."""
-        insort(self._ready, sequence, key=_order)
+        self.waiting.add(sequence)
 
     def schedule(self) -> Chunks:
         """The chunks of the next step, with blocks reserved for them.
@@ -165,8 +151,7 @@ class Scheduler:
     def advance(self, chunks: Chunks) -> None:
         """Records that a step computes the KV of `chunks`: the next one goes on from their ends."""
         self.lanes.num_computed[chunks.lanes] = chunks.ends
-        if self.states is not None:
-            self.states.advance(chunks)
+        self.states.advance(chunks)
         of_prompts = np.minimum(chunks.ends, self.lanes.num_prompt_tokens[chunks.lanes]) - chunks.starts
         self.stats.computed_tokens += int((chunks.ends - chunks.starts).sum())
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
@@ -181,8 +166,7 @@ class Scheduler:
                 num_known = len(sequence.chain.entries)
                 self.cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
                 self._attach_routes(sequence, num_known)
-        if self.states is not None:
-            self.states.publish(chunks, self.cache.epoch)
+        self.states.publish(chunks, self.cache.epoch)
         for sequence, _, end in chunks.take(np.flatnonzero(self.cache.leave_windows(chunks.starts, chunks.ends))):
             if sequence.table:
                 self.cache.give_back(sequence.table, end)
@@ -212,7 +196,7 @@ class Scheduler:
         child.routes = None if parent.routes is None else parent.routes.fork()
         num_fresh = len(parent.table) - parent.num_computed // self.cache.block_size
         has_room = len(self.running) < self.max_num_seqs and num_fresh <= self.cache.num_available
-        slots = self._fork_slots(parent) if has_room and parent.table else None
+        slots = self.states.fork(parent) if has_room and parent.table else None
         if slots is None:
             self.add(child)
             return child
@@ -221,9 +205,6 @@ class Scheduler:
         for pending, new in zip(self._block_copies, copies, strict=True):
             pending.update(new)
         return child
-
-    def _fork_slots(self, parent: Sequence) -> Slots | None:
-        return NO_SLOTS if self.states is None else self.states.fork(parent)
 
     def take_block_copies(self) -> list[dict[int, int]]:
         """What has to be copied before the next step computes anything, once: of each group destination to source."""
@@ -235,12 +216,10 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, waiting or running, and gives its blocks back."""
-        if sequence.claim is not None:
-            self._aside[sequence.claim].remove(sequence)
-        elif sequence.table:
+        if sequence.table:
             self._stop(sequence)
         else:
-            _remove(self._ready, sequence)
+            self.waiting.remove(sequence)
 
     def recompute_running(self) -> None:
         """Takes all blocks from every running sequence; they wait, and are computed anew when their turn comes."""
@@ -259,8 +238,7 @@ class Scheduler:
         if any(sequence.table for sequence in self.waiting):
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.cache.check_integrity(sequence.table for sequence in self.running)
-        if self.states is not None:
-            self.states.check_integrity(self.running)
+        self.states.check_integrity(self.running)
         self.lanes.check(self.running)
         if self.routes is not None:
             self.routes.check_integrity(self.cache.entries)
@@ -270,7 +248,7 @@ class Scheduler:
         Returns the lanes if not: each then has to be looked at alone.
         """
         lanes = lanes[: plan.budget]
-        if self.states is not None and self.states.cuts_decodes(lanes):
+        if self.states.cuts_decodes(lanes):
             return lanes
         lacking = lanes[self.lanes.num_computed[lanes] == self.lanes.num_blocks[lanes] * self.cache.block_size]
         if len(lacking) > self.cache.num_available:
@@ -284,11 +262,7 @@ class Scheduler:
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
         size = self._reserve(sequence, min(sequence.num_uncomputed, plan.budget), plan)
         if size > 0:
-            plan.add(sequence.lane, self._cut(sequence, size))
-
-    def _cut(self, sequence: Sequence, size: int) -> int:
-        """As much of a chunk as is computed in this step."""
-        return size if self.states is None else self.states.cut(sequence, size)
+            plan.add(sequence.lane, self.states.cut(sequence, size))
 
     def _reserve(self, sequence: Sequence, size: int, plan: _Plan) -> int:
         """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
@@ -318,7 +292,7 @@ class Scheduler:
         self.add(sequence)
 
     def _run(self, sequence: Sequence, num_computed: int, slots: Slots) -> None:
-        insort(self.running, sequence, key=_order)
+        insort(self.running, sequence, key=order_of)
         self.lanes.enter(sequence, num_computed, *slots)
         self._running_lanes = None
 
@@ -326,37 +300,27 @@ class Scheduler:
         """Takes all that a running sequence holds."""
         self.cache.unclaim(sequence.chain)
         self.cache.release(sequence.table)
-        if self.states is not None:
-            self.states.release(sequence)
+        self.states.release(sequence)
         sequence.table = Table()
-        _remove(self.running, sequence)
+        remove_from(self.running, sequence)
         self.lanes.leave(sequence)
         self._running_lanes = None
 
     def _admit_waiting(self, plan: _Plan) -> None:
-        self._take_back()
+        self.waiting.take_back(self._is_under_way)
         lookups_in_vain = 0
-        while self._ready and lookups_in_vain < _MOST_LOOKUPS_IN_VAIN:
+        while self.waiting.ready and lookups_in_vain < _MOST_LOOKUPS_IN_VAIN:
             if plan.budget == 0 or len(self.running) >= self.max_num_seqs:
                 break
-            outcome = self._admit(self._ready[0], plan)
+            outcome = self._admit(self.waiting.ready[0], plan)
             if outcome is Outcome.WAIT_FOR_BLOCKS:
                 break
             lookups_in_vain += outcome is Outcome.WAIT_FOR_PREFIX
-        self.stats.deferred_admissions += self._num_aside
-
-    def _take_back(self) -> None:
-        """Lets those be looked at again for whom there is nothing to wait for any more."""
-        over = [key for key in self._aside if not self._is_under_way(key)]
-        for sequence in [sequence for key in over for sequence in self._aside.pop(key)]:
-            sequence.claim = None
-            self._ready.append(sequence)
-        if over:
-            self._ready.sort(key=_order)
+        self.stats.deferred_admissions += self.waiting.num_aside
 
     def _is_under_way(self, key: bytes) -> bool:
         """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
-        return self.cache.is_claimed(key) or (self.states is not None and self.states.is_branch(key))
+        return self.cache.is_claimed(key) or self.states.is_branch(key)
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> Outcome:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
@@ -369,20 +333,18 @@ class Scheduler:
         hits = self._recorded(sequence, found)
         claim = cache.find_claim(sequence.chain, len(hits), limit)
         if claim is not None:
-            self._set_aside(sequence, claim)
+            self.waiting.set_aside(sequence, claim)
             return Outcome.WAIT_FOR_PREFIX
-        resumed = hits if self.states is None else cache.deepest(hits, self.states.slots.is_ready)
-        if self.states is not None:
-            branch = self.states.branch_under_way(sequence, len(resumed), len(hits))
-            if branch is not None:
-                self._set_aside(sequence, branch)
-                return Outcome.WAIT_FOR_PREFIX
+        resumed = cache.deepest(hits, self.states.slots.is_ready) if self.states.slots.num_slots else hits
+        if (branch := self.states.branch_under_way(sequence, len(resumed), len(hits))) is not None:
+            self.waiting.set_aside(sequence, branch)
+            return Outcome.WAIT_FOR_PREFIX
         if not cache.can_hold(resumed, sequence.num_tokens, self.max_num_batched_tokens):
             return Outcome.WAIT_FOR_BLOCKS
-        slots = NO_SLOTS if self.states is None else self.states.begin(resumed)
+        slots = self.states.begin(resumed)
         if slots is None:
             return Outcome.WAIT_FOR_BLOCKS
-        if self.states is not None and len(resumed) < len(hits):
+        if len(resumed) < len(hits):
             self.states.expect_branch(sequence, len(hits))
         self._start(sequence, resumed, slots, plan)
         self.stats.shortened_hits += (len(found) - len(resumed)) * cache.block_size
@@ -403,11 +365,6 @@ class Scheduler:
         recorded = self.routes.recorded(hits)
         return recorded if len(recorded) == len(hits) else self.cache.deepest(recorded)
 
-    def _set_aside(self, sequence: Sequence, claim: bytes) -> None:
-        _remove(self._ready, sequence)
-        sequence.claim = claim
-        self._aside.setdefault(claim, set()).add(sequence)
-
     def _start(self, sequence: Sequence, hits: list[Entry], slots: Slots, plan: _Plan) -> None:
         cache = self.cache
         sequence.table = cache.allocate(hits, 0)
@@ -415,21 +372,10 @@ class Scheduler:
         if self.routes is not None and sequence.routes is not None and sequence.needs_routes:
             sequence.routes.begin(self.routes.rows(hits))
         cache.claim(sequence.chain)
-        _remove(self._ready, sequence)
+        self.waiting.remove(sequence)
         self._run(sequence, len(hits) * cache.block_size, slots)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
             self.stats.prefix_queries += sequence.num_tokens if isinstance(sequence.purpose, Generation) else 0
             self.stats.prefix_hits += sequence.num_computed
         self._continue(sequence, plan)
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
-
-
-def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    """Takes a sequence out of a sorted list. No two sequences have one `order`."""
-    position = bisect_left(sequences, sequence.order, key=_order)
-    assert sequences[position] is sequence
-    del sequences[position]

@@ -141,7 +141,7 @@ class Load:
         published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
         self.scheduler.publish(chunks.take(np.array(published, np.int64)))
         [pool] = self.cache.pools
-        gauges = pool.num_cached, pool.num_free, len(self.scheduler.running), self.scheduler.num_waiting
+        gauges = pool.num_cached, pool.num_free, len(self.scheduler.running), len(self.scheduler.waiting)
         seconds = time.process_time() - start
         assert min(gauges) >= 0
         for chunk in chunks:
@@ -208,7 +208,7 @@ def main() -> None:
     for name, make in scenarios.items():
         load = make()
         seconds = [load.step() for _ in range(STEPS)]
-        num_waiting = load.scheduler.num_waiting
+        num_waiting = len(load.scheduler.waiting)
         assert num_waiting == (WAITING if "wait" in name else 0)
         aborted = f"{load.abort_waiting() * 1e3:.1f}" if num_waiting else ""
         table.add_row(name, f"{statistics.median(seconds) * 1e3:.2f}", f"{max(seconds) * 1e3:.2f}", aborted)

@@ -148,8 +148,8 @@ class Pushes:
     def begin(self, call: protocol.BeginPush) -> None:
         """Begin a push, in the place of the one under way. Raise TruerollError if it cannot be."""
         self._lifecycle.check_weights_awake(call.type)
-        check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
         self._check_abandoned()
+        check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
         superseded = PushError(f"push {call.push_id} of version {call.weight_version} took the place of this one")
         if call.in_place:
             self._begin_in_place(call, superseded)

@@ -21,7 +21,7 @@ from ..protocol import Generate, GetScores
 
 @dataclass
 class Waiting:
-    """A request and the message that brought it. `ended`: samples that were aborted."""
+    """A request and the message that brought it. `ended`: samples that were aborted; 0 is a score."""
 
     request: Request
     message: Generate | GetScores
@@ -30,7 +30,10 @@ class Waiting:
     def abort(self, index: int | None) -> list[Output]:
         """End sample `index`, or all that are left; empty if there is none of the kind."""
         if not isinstance(self.request, GenerateRequest):
-            return [] if index is not None else [_empty_scores(self.request.id)]
+            if index is not None or self.ended:
+                return []
+            self.ended.add(0)
+            return [_empty_scores(self.request.id)]
         left = [i for i in range(self.request.params.n) if i not in self.ended]
         chosen = [i for i in left if index in (None, i)]
         self.ended.update(chosen)

@@ -44,5 +44,5 @@ def test_what_is_timed_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(report.STEPS):
         load.step()
     assert load.scheduler.running[-1] is load.unpublished and load.cache._claims
-    assert [len(load.scheduler.running), load.scheduler.num_waiting] == [4, 200]
+    assert [len(load.scheduler.running), len(load.scheduler.waiting)] == [4, 200]
     assert all(len(sequence.tokens) == 513 + 16 + 20 for sequence in load.scheduler.running[:3])

@@ -173,8 +173,8 @@ class Driver:
             self.check_blocks(sequence, sequence.num_computed)
             if sequence.chain.epoch == self.cache.epoch:
                 assert len(sequence.chain.entries) == sequence.num_computed // self.cache.block_size
-        waiting = self.scheduler.waiting
-        assert len(waiting) == self.scheduler.num_waiting and waiting == sorted(waiting, key=lambda s: s.order)
+        waiting = [*self.scheduler.waiting]
+        assert len(waiting) == len(self.scheduler.waiting) and waiting == sorted(waiting, key=lambda s: s.order)
         owners = {id(sequence.chain) for sequence in self.scheduler.running}
         assert {id(chain) for chain in self.cache._claims.values()} <= owners
 
@@ -503,7 +503,7 @@ def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
     driver.step_until(lambda: bool(writer.table))
     assert driver.cache._claims
     driver.step_until(lambda: driver.seen["preempted"] > 0)
-    assert driver.scheduler.waiting == [writer, reader]
+    assert [*driver.scheduler.waiting] == [writer, reader]
     assert not driver.cache._claims
     driver.drain()
 
@@ -528,7 +528,7 @@ def test_a_step_looks_up_few_of_those_that_wait_for_a_prefix_and_each_of_them_on
     assert [chunk.sequence for chunks, _ in steps for chunk in chunks] == [writer, other], "none is starved"
     lookups = [number for _, number in steps]
     assert max(lookups) <= 1 + most and sum(lookups) == 1 + count + 1
-    assert driver.scheduler.waiting == readers
+    assert [*driver.scheduler.waiting] == readers
     deferred = driver.scheduler.stats.deferred_admissions
     chunks, number = schedule_unpublished(driver)
     assert (len(chunks), number) == (0, 0), "until the prefix is there, nothing is looked up again"
@@ -564,7 +564,7 @@ class Sorted(list):
 
 def test_a_sequence_is_taken_out_without_a_look_at_the_others() -> None:
     driver = Driver(num_blocks=64, block_size=4, max_num_seqs=4, budget=64)
-    driver.scheduler._ready, driver.scheduler.running = Sorted(), Sorted()
+    driver.scheduler.waiting.ready, driver.scheduler.running = Sorted(), Sorted()
     for i in range(12):
         driver.add([i, i + 1], [3])
     driver.step()
@@ -622,7 +622,7 @@ def test_a_fork_that_had_to_wait_hits_the_prompt_and_publishes_what_follows() ->
     driver.add([1, 2, 3, 4], [1, 2, 9])
     driver.step()
     assert driver.seen["fork that waits"] == 1
-    waiting = driver.scheduler.waiting[0]
+    waiting = next(iter(driver.scheduler.waiting))
     driver.drain()
     assert driver.scheduler.stats.computed_tokens == 4 + 1 + 8
     text = waiting.tokens[:12]
@@ -662,7 +662,7 @@ def test_nothing_overtakes_a_request_that_waits_for_blocks() -> None:
     first, large, small = driver.add([1] * 6, [5]), driver.add([2] * 10, [1]), driver.add([3], [1])
     driver.step()
     assert driver.cache.pools[0].num_free >= driver.cache.blocks_for(small.num_tokens)
-    assert (driver.scheduler.running, driver.scheduler.waiting) == ([first], [large, small])
+    assert (driver.scheduler.running, [*driver.scheduler.waiting]) == ([first], [large, small])
     driver.step_until(lambda: first not in driver.scheduler.running)
     assert [chunk.sequence for chunk in driver.step()] == [large, small]
     driver.drain()
