@@ -91,9 +91,8 @@ class Ledger:
                 self._grown += [sample] * bool(sample.token_ids)
 
     def note_growth(self, sample: OpenSample) -> None:
-        """The sample got a token."""
-        if sample.num_told is not None:
-            self._grown.append(sample)
+        """A sample whose deltas are told got a token."""
+        self._grown.append(sample)
 
     def take_deltas(self) -> list[SampleDelta]:
         """What the unfinished samples of streamed requests have got since this was called last."""

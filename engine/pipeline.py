@@ -115,8 +115,7 @@ class Pipeline:
     def _expect(self, queued: _QueuedStep) -> None:
         """Counts the tokens that the next step can compute with before they are seen."""
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.lanes
-        decodes = chunks.take(takers.places[: takers.num_decodes])
-        lanes.expect(decodes.lanes, decodes.sequences)
+        lanes.expect(takers.decodes.lanes, takers.decodes.sequences)
         for place, draws in takers.prompts:
             if len(draws) == 1 and chunks.ends[place] + 1 < takers.samples[draws.start].draw.end:
                 lanes.expect_first(chunks.sequences[place], draws.start)
@@ -142,7 +141,7 @@ class Pipeline:
     def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives each sample that decodes alone its token."""
         takers, ended = queued.takers, list[Output]()
-        decodes = queued.chunks.take(takers.places[: takers.num_decodes])
+        decodes = takers.decodes
         self._scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn.token_ids[: len(decodes)])
         for row, (sequence, sample) in enumerate(zip(decodes.sequences, takers.samples, strict=False)):
             if self._ledger.is_open(sample) and (reason := self._append(sample, drawn, row)):
@@ -184,7 +183,8 @@ class Pipeline:
             sample.error = _NOT_FINITE
             return "error"
         sample.append(token, drawn.logprobs[row], self.commit, drawn.tops.get(row))
-        self._ledger.note_growth(sample)
+        if sample.num_told is not None:
+            self._ledger.note_growth(sample)
         try:
             matched = sample.stop_strings.feed(token) if sample.stop_strings is not None else None
         except TokenizerError as error:

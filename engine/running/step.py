@@ -64,22 +64,23 @@ class Step:
 class Takers:
     """Who takes what a step gives.
 
-    Its draws are, in this order: one for each of the `num_decodes` first of `places`, and one for each of the others,
-    which are prompts, several in a row of one place where several samples draw from one prompt. `places`: int64 [R],
-    of the chunk that each draw follows; `samples`: who gets its token. `scores`: the places of the chunks that are
-    scored, and for whom.
+    Its draws are, in this order: one for each chunk of `decodes`, which are of samples that decode alone, and one for
+    each of `beginnings`: places of chunks of prompts, as often in a row as samples draw from one. `places`: those of
+    the decodes, int64. `samples`: who gets the token of each draw. `scores`: the places of the chunks that are scored,
+    and for whom.
     """
 
+    decodes: Chunks
     places: np.ndarray
+    beginnings: Sequence[int]
     samples: Sequence[OpenSample]
-    num_decodes: int
     scores: Sequence[tuple[int, OpenScore]]
 
     @property
     def prompts(self) -> Iterator[tuple[int, range]]:
         """The place of each prompt after which samples draw, and which draws are theirs."""
-        first = self.num_decodes
-        for place, group in groupby(self.places[first:].tolist()):
+        first = len(self.decodes)
+        for place, group in groupby(self.beginnings):
             draws = range(first, first + len(list(group)))
             yield place, draws
             first = draws.stop
@@ -92,9 +93,10 @@ def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
     beginning = [(i, sample) for i, chunk in others for sample in chunk.drawing]
     return Takers(
-        np.concatenate((decodes, np.array([i for i, _ in beginning], np.int64))),
+        chunks.take(decodes),
+        decodes,
+        [i for i, _ in beginning],
         lanes.samples[chunks.lanes[decodes]].tolist() + [sample for _, sample in beginning],
-        len(decodes),
         [(i, score) for i, chunk in others if (score := chunk.scoring) is not None],
     )
 
@@ -148,14 +150,14 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
-    places, num_decodes = takers.places, takers.num_decodes
-    records = np.empty(len(places), DRAW)
-    records[:num_decodes] = lanes.draws[chunks.lanes[places[:num_decodes]]]
-    records[num_decodes:] = [sample.draw for sample in takers.samples[num_decodes:]]
+    places, records = takers.places, lanes.draws[takers.decodes.lanes]
+    if takers.beginnings:
+        places = np.concatenate((places, takers.beginnings))
+        drawing = takers.samples[len(takers.decodes) :]
+        records = np.concatenate((records, np.array([sample.draw for sample in drawing], DRAW)))
     positions = chunks.ends[places]
-    banned = {
-        i: ids for i in np.flatnonzero(positions < records["first_free"]).tolist() if (ids := takers.samples[i].banned)
-    }
+    bans = np.flatnonzero(positions < records["first_free"]).tolist()
+    banned = {i: ids for i in bans if (ids := takers.samples[i].banned)}
     return Draws(last_rows[places], positions, records, banned)
 
 

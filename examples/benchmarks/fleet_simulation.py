@@ -206,8 +206,8 @@ class Worker:
         """The groups that end with the step."""
         scheduler, chunks, takers = self._scheduler, self._chunks, self._takers
         scheduler.publish(chunks)
-        decodes = chunks.take(takers.places[: takers.num_decodes])
-        drawn = [sample.order[1] for sample in takers.samples[: takers.num_decodes]]
+        decodes = takers.decodes
+        drawn = [sample.order[1] for sample in takers.samples[: len(decodes)]]
         scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn)
         ended = []
         for sequence, sample in zip(decodes.sequences, takers.samples, strict=False):
