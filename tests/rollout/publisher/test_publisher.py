@@ -685,7 +685,7 @@ def test_in_place_a_worker_that_was_not_written_to_still_serves(cluster: Cluster
         workers[1].refuse["begin_push"] = IllegalStateError("no")
         with pytest.raises(PushError) as error:
             publisher.push(trainer_tensors(2), 2)
-    assert workers[1].health().state == "ready" and serves(workers[1], tensors, first)
+    assert workers[1]._vitals.health().state == "ready" and serves(workers[1], tensors, first)
     assert f"{workers[1].address} serves version 1" in str(error.value)
 
 
