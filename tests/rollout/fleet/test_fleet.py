@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,8 +158,10 @@ def test_scaling_lets_those_that_leave_finish(fleet: Fleet, client: FleetClient)
     found: list[Group] = []
 
     def generate() -> None:
-        while not is_over.is_set():  # a new worker gets nothing before the client has looked at it
-            found.extend(client.generate(PROMPTS, long, seed=3))
+        for i in count():  # a new worker gets nothing before the client has looked at it, and no prompt of others
+            if is_over.is_set():
+                break
+            found.extend(client.generate([[*prompt, i % 100] for prompt in PROMPTS], long, seed=3))
 
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
