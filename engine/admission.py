@@ -28,7 +28,8 @@ from .scheduling.sequence import Generation, Sequence
 
 
 class Admission:
-    """Adds requests to `ledger` and `scheduler`. `model`: the folder whose tokenizer finds stop strings. `num_added`:
+    """Adds requests to `ledger` and `scheduler`. `model`: the model's folder, of which the tokenizer
+    serves to find stop strings. `num_added`:
     how many there were so far. `joined_tokens`: those of prompts that were found under way.
     """
 

@@ -7,6 +7,7 @@ nor the reasons for which a sample ends.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as AnySequence
 from typing import TypeAlias
 
@@ -42,7 +43,7 @@ class Ledger:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         """The ids of open requests."""
         return iter(self._open)
 
@@ -91,7 +92,7 @@ class Ledger:
                 self._grown += [sample] * bool(sample.token_ids)
 
     def note_growth(self, sample: OpenSample) -> None:
-        """A sample whose deltas are told got a token."""
+        """A sample of a streamed request got a token: `take_deltas` tells of it."""
         self._grown.append(sample)
 
     def take_deltas(self) -> list[SampleDelta]:
