@@ -28,9 +28,9 @@ from .scheduling.sequence import Generation, Sequence
 
 
 class Admission:
-    """Adds requests to `ledger` and `scheduler`. `model`: the model's folder, of which the tokenizer
-    serves to find stop strings. `num_added`:
-    how many there were so far. `joined_tokens`: those of prompts that were found under way.
+    """Adds requests to `ledger` and `scheduler`. `model`: the model's folder, whose tokenizer serves to find stop
+    strings. `num_added`: how many requests were added so far. `joined_tokens`: the tokens of prompts that another
+    request was computing already.
     """
 
     def __init__(

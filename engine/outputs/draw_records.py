@@ -17,8 +17,8 @@ BASES = ("processed", "temperature", "raw")
 class DrawRecord(NamedTuple):
     """`seed`, `target`, `temperature`: those of `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters of
     `Distribution`. `basis`: the place in BASES of what log-probs are of. `num_tops`: how many of the most probable
-    tokens are listed beside the entropy, -1 if neither is recorded. `first_free`: the first position for whose token none is banned.
-    `end`: the first position beyond `max_tokens`.
+    tokens are listed beside the entropy, -1 if neither is recorded. `first_free`: the first position where no token is
+    banned. `end`: the first position beyond `max_tokens`.
     """
 
     seed: int = 0
