@@ -97,6 +97,9 @@ class FleetRequest:
                     self._end_attempt(task)
         except TruerollError as error:
             self.finish(error)
+        except Exception as error:  # a fault of this program, which must not let the caller wait for ever
+            self.finish(WorkerLostError(f"fleet: expected an answer, found {type(error).__name__}: {error}"))
+            raise
         finally:
             await self._give_up()
 

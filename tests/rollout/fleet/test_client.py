@@ -349,6 +349,17 @@ def test_requests_that_all_workers_reject_are_given_up_after_patience() -> None:
                 client.generate([[1]], PARAMS, seed=1)
 
 
+def test_a_fault_of_the_client_itself_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*args: object) -> None:
+        raise ValueError("nobody expects this")
+
+    with running_with(FakeEngine()) as running, FleetClient(running.addresses) as client:
+        client.health()
+        monkeypatch.setattr(client._fleet._pool, "place", fail)
+        with pytest.raises(WorkerLostError, match="found ValueError: nobody expects this"):
+            client.generate([[1]], PARAMS, seed=1)
+
+
 def _raising(error: Exception) -> Callable[[object, object], None]:
     def refuse(user: object, message: object) -> None:
         raise error
