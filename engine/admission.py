@@ -14,13 +14,14 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
+from .cache.chains import Chain
 from .ledger import Ledger
 from .outputs.draw_records import DrawRecord
 from .outputs.open_requests import OpenSample, OpenScore
 from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
 from .outputs.tops import TopColumns
-from .request import GenerateRequest, Request, SamplingParams, ScoreRequest, check_length, derive_seed
+from .request import GenerateRequest, Request, SamplingParams, ScoreRequest, check_length, check_spans, derive_seed
 from .running.loading import EngineInfo
 from .scheduling.prompts import SharedPrompts
 from .scheduling.scheduler import Scheduler
@@ -68,6 +69,7 @@ class Admission:
             raise InvalidRequestError("seed: expected a number, found None; give one, such as `seed_of` the request")
         assert params.max_tokens is not None
         self._check_tokens(request.prompt_token_ids, 1, num_prompt_tokens + params.max_tokens)
+        check_spans(request.spans, num_prompt_tokens)
         _check_prior(request)
         _check_top_logprobs(params.top_logprobs, info)
         _check_experts(params.return_routed_experts, info)
@@ -116,21 +118,19 @@ class Admission:
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
         """What computes the prompt for a request's samples: a sequence that does so already, or a new one."""
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
-        running = self._prompts.find(prompt.tobytes(), params.cache_salt, params.return_routed_experts)
+        chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)
+        running = self._prompts.find(prompt, chain)
         if running is not None:
             self._join(running, samples)
             return running
-        sequence = self._new_sequence(prompt, Generation(samples), params.cache_salt, params.return_routed_experts)
+        sequence = self._new_sequence(prompt, Generation(samples), chain)
         if self._scheduler.cache.enabled:
             self._prompts.add(sequence)
         return sequence
 
-    def _new_sequence(
-        self, tokens: array[int], purpose: Generation | OpenScore, cache_salt: str | None, records: bool
-    ) -> Sequence:
-        chain = self._scheduler.cache.new_chain(cache_salt, records)
-        sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose, cache_salt)
-        sequence.routes = Routes(self._info.route_bytes) if records else None
+    def _new_sequence(self, tokens: array[int], purpose: Generation | OpenScore, chain: Chain) -> Sequence:
+        sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose)
+        sequence.routes = Routes(self._info.route_bytes) if chain.has_records else None
         self._scheduler.add(sequence)
         return sequence
 
@@ -143,12 +143,15 @@ class Admission:
 
     def _add_score(self, request: ScoreRequest) -> None:
         self._check_tokens(request.token_ids, 2, len(request.token_ids))
+        check_spans(request.spans, len(request.token_ids))
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
         # The last token is only predicted, never read.
         tokens, score = array("i", request.token_ids[:-1].tolist()), OpenScore.of(request)
-        sequence = self._new_sequence(tokens, score, request.cache_salt, request.return_routed_experts)
-        self._ledger.open_score(score, sequence)
+        chain = self._scheduler.cache.identity.new_chain(
+            request.cache_salt, request.spans, request.return_routed_experts
+        )
+        self._ledger.open_score(score, self._new_sequence(tokens, score, chain))
 
     def _check_tokens(self, token_ids: np.ndarray, minimum: int, num_tokens: int) -> None:
         if len(token_ids) < minimum:

@@ -19,7 +19,8 @@ from collections.abc import Collection, Iterable
 import torch
 
 from .admission import Admission
-from .cache.prefix_cache import Entry, PrefixCache
+from .cache.chains import Entry
+from .cache.prefix_cache import PrefixCache
 from .cache.routes import RouteRecords
 from .cache.states import StateSlots
 from .config import EngineConfig
@@ -191,7 +192,7 @@ class Engine:
             preemptions=scheduler.stats.preemptions,
             recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
-            evictions=cache.evictions,
+            evictions=cache.tables.evictions,
             shortened_hits=scheduler.stats.shortened_hits,
             checkpoints_skipped=slots.stats.skipped,
             checkpoints_evicted=slots.stats.evicted,
@@ -201,7 +202,7 @@ class Engine:
             expert_tokens=self._pipeline.expert_tokens,
             pools=tuple(
                 PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
-                for window, pool in zip(cache.windows, cache.pools, strict=True)
+                for window, pool in zip(cache.tables.windows, cache.tables.pools, strict=True)
             ),
             samples_finished=dict(ledger.finished),
         )

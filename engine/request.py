@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
@@ -26,6 +27,8 @@ MAX_STOP_CHARS = 1024
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 4096
 MAX_TOP_LOGPROBS = 128
+HASH_BYTES = 32
+"""Of the content of a span."""
 _MAX_SHOWN_FAULTS = 4
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
@@ -190,23 +193,52 @@ def _describe_fault(fault: Any) -> str:
     return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {brief(fault['input'])}"
 
 
+class ContentSpan(NamedTuple):
+    """Tokens [start, end) of a prompt stand for content other than text. `content_hash`, 32 bytes, identifies all that
+    this content is, its size included: no bytes of it are compared.
+    """
+
+    start: int
+    end: int
+    content_hash: bytes
+
+
+def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
+    """Raise InvalidRequestError unless spans of a prompt of `num_tokens` tokens are sorted and disjoint."""
+    before = 0
+    for i, span in enumerate(spans):
+        if not before <= span.start < span.end <= num_tokens:
+            raise InvalidRequestError(
+                f"spans[{i}]: tokens [{span.start}, {span.end}) are empty, overlap the span before, or lie outside the "
+                f"{num_tokens} tokens of the prompt; give sorted spans that share no token"
+            )
+        if len(span.content_hash) != HASH_BYTES:
+            raise InvalidRequestError(
+                f"spans[{i}]: a content hash has {HASH_BYTES} bytes (got {len(span.content_hash)})"
+            )
+        before = span.end
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """A prompt and how to sample from it: the unit of work, one prefill for `params.n` samples.
 
-    `prompt_token_ids`: int32 [prompt_len]. `params.seed` must be set. `num_prior_tokens`: how many of the last tokens
-    of the prompt belong to the sample that goes on, so that a stop string may begin in them.
+    `prompt_token_ids`: int32 [prompt_len]. `spans`: those of its tokens that stand for other content, sorted and
+    disjoint. `params.seed` must be set. `num_prior_tokens`: how many of the last tokens of the prompt belong to the
+    sample that goes on, so that a stop string may begin in them.
     """
 
     id: str
     prompt_token_ids: np.ndarray
     params: SamplingParams
     num_prior_tokens: int = 0
+    spans: tuple[ContentSpan, ...] = ()
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two. `top_logprobs`,
+    """Asks for the log-probs of given tokens. `token_ids`: int32 [num_tokens], at least two; `spans`: as in
+    `GenerateRequest`. `top_logprobs`,
     `return_routed_experts`: those of `SamplingParams`.
     """
 
@@ -216,6 +248,7 @@ class ScoreRequest:
     cache_salt: str | None = None
     top_logprobs: int | None = None
     return_routed_experts: bool = False
+    spans: tuple[ContentSpan, ...] = ()
 
 
 Request: TypeAlias = GenerateRequest | ScoreRequest

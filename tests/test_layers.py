@@ -89,16 +89,20 @@ ENGINE = {
     "cache.memory": set(),
     "cache.lending": {"cache.memory"},
     "cache.pool": set(),
-    "cache.prefix_cache": {"cache.pool"},
-    "cache.states": {"cache.prefix_cache"},
-    "cache.routes": {"cache.prefix_cache"},
-    "scheduling.sequence": {"outputs", "cache.prefix_cache"},
+    "cache.chains": {"request"},
+    "cache.claims": {"cache.chains"},
+    "cache.tables": {"cache.chains", "cache.pool"},
+    "cache.prefix_cache": {"cache.chains", "cache.claims", "cache.pool", "cache.tables", "request"},
+    "cache.states": {"cache.chains"},
+    "cache.routes": {"cache.chains"},
+    "scheduling.sequence": {"outputs", "cache.chains", "cache.tables"},
     "scheduling.lanes": {"outputs", "scheduling.sequence"},
-    "scheduling.recurrent": {"cache.prefix_cache", "cache.states", "scheduling.lanes", "scheduling.sequence"},
-    "scheduling.scheduler": {"outputs", "cache.prefix_cache", "cache.routes", "cache.states"}
+    "scheduling.recurrent": {"cache.chains", "cache.states", "scheduling.lanes", "scheduling.sequence"},
+    "scheduling.scheduler": {"outputs", "cache.chains", "cache.prefix_cache", "cache.routes", "cache.states"}
+    | {"cache.tables"}
     | {f"scheduling.{name}" for name in ("lanes", "recurrent", "sequence", "waiting")},
     "scheduling.waiting": {"scheduling.sequence"},
-    "scheduling.prompts": {"scheduling.sequence"},
+    "scheduling.prompts": {"cache.chains", "request", "scheduling.sequence"},
     "models": {"models"},
     "running.draws": OUTPUTS,
     "running.step": OUTPUTS | {"scheduling.lanes", "scheduling.sequence", "running.draws"},
@@ -116,7 +120,7 @@ ENGINE = {
     | {"running.weights"},
     "ledger": OUTPUTS | {"scheduling.sequence"},
     "admission": OUTPUTS
-    | {"ledger", "running.loading"}
+    | {"cache.chains", "ledger", "running.loading"}
     | {f"scheduling.{name}" for name in ("prompts", "scheduler", "sequence")},
     "pipeline": OUTPUTS
     | {"ledger", "running.executor", "running.sampler", "running.step"}

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .prefix_cache import Entry
+from .chains import Entry
 
 
 @dataclass

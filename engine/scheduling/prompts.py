@@ -5,30 +5,36 @@ Owns which sequence computes which prompt. Does not own sequences, nor what is c
 
 from __future__ import annotations
 
+from array import array
+
+from ..cache.chains import Chain
+from ..request import ContentSpan
 from .sequence import Sequence
 
-_Key = tuple[bytes, str | None, bool]
+_Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
 
 
 class SharedPrompts:
-    """By the tokens of a prompt, the salt of the cache, and whether routed experts are recorded: the sequence that
-    computes it, until its first token is drawn.
+    """By the tokens of a prompt and what else identifies its blocks: the sequence that computes it, until its first
+    token is drawn.
     """
 
     def __init__(self) -> None:
         self._sequences: dict[_Key, Sequence] = {}
 
-    def find(self, tokens: bytes, cache_salt: str | None, records: bool) -> Sequence | None:
-        """The sequence that computes this prompt; its samples may still grow in number."""
-        return self._sequences.get((tokens, cache_salt, records))
+    def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
+        """The sequence that computes the prompt of these tokens and this chain; its samples may still grow in number.
+        None if a sequence of one with records is wanted, and there is but one without, or the other way round.
+        """
+        return self._sequences.get(_key_of(tokens, chain))
 
     def add(self, sequence: Sequence) -> None:
         """Lets others join a sequence that has a prompt and nothing else."""
-        self._sequences[_key_of(sequence)] = sequence
+        self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
 
     def close(self, sequence: Sequence) -> None:
         """No further request may join this computation of a prompt."""
-        key = _key_of(sequence)
+        key = _key_of(sequence.tokens, sequence.chain)
         if self._sequences.get(key) is sequence:
             del self._sequences[key]
 
@@ -37,5 +43,5 @@ class SharedPrompts:
         self._sequences.clear()
 
 
-def _key_of(sequence: Sequence) -> _Key:
-    return sequence.tokens.tobytes(), sequence.cache_salt, sequence.routes is not None
+def _key_of(tokens: array[int], chain: Chain) -> _Key:
+    return tokens.tobytes(), chain.salt, tuple(chain.spans), chain.has_records

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...kernels.contract import NO_SLOT
-from ..cache.prefix_cache import Entry
+from ..cache.chains import Entry
 from ..cache.states import StateSlots
 from .lanes import Lanes
 from .sequence import Chunks, Sequence

@@ -25,9 +25,11 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ..cache.prefix_cache import Entry, PrefixCache, Table
+from ..cache.chains import Entry
+from ..cache.prefix_cache import PrefixCache
 from ..cache.routes import RouteRecords
 from ..cache.states import StateSlots
+from ..cache.tables import Table
 from ..outputs.open_requests import OpenSample
 from .lanes import Lanes
 from .recurrent import NO_CHECKPOINTS, Intervals, RecurrentStates, Slots
@@ -101,7 +103,7 @@ class Scheduler:
         self.cache = cache
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.lanes = Lanes(max_num_seqs, len(cache.windows))
+        self.lanes = Lanes(max_num_seqs, len(cache.tables.windows))
         self.states = RecurrentStates(slots or StateSlots(0, 0), self.lanes, cache.block_size, intervals)
         self.routes = routes
         self.running: list[Sequence] = []  # sorted
@@ -113,7 +115,7 @@ class Scheduler:
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise InvalidRequestError if a sequence of `num_tokens` could not run even alone."""
-        for needed, pool in zip(self.cache.blocks_needed(num_tokens), self.cache.pools, strict=True):
+        for needed, pool in zip(self.cache.tables.blocks_needed(num_tokens), self.cache.tables.pools, strict=True):
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
                     f"request needs {needed} KV blocks of {self.cache.block_size} tokens for {num_tokens} tokens, but "
@@ -167,9 +169,11 @@ class Scheduler:
                 self.cache.publish(sequence.chain, sequence.tokens, sequence.table, end)
                 self._attach_routes(sequence, num_known)
         self.states.publish(chunks, self.cache.epoch)
-        for sequence, _, end in chunks.take(np.flatnonzero(self.cache.leave_windows(chunks.starts, chunks.ends))):
+        for sequence, _, end in chunks.take(
+            np.flatnonzero(self.cache.tables.leave_windows(chunks.starts, chunks.ends))
+        ):
             if sequence.table:
-                self.cache.give_back(sequence.table, end)
+                self.cache.tables.give_back(sequence.table, end)
 
     def _attach_routes(self, sequence: Sequence, num_known: int) -> None:
         """Gives the entries of a sequence from the first `num_known` on the routed experts of their blocks, if it has
@@ -190,17 +194,17 @@ class Scheduler:
         admitted.
         """
         chain, purpose = parent.chain.fork(), Generation([sample])
-        tokens, salt = parent.tokens + array("i", (token,)), parent.cache_salt
-        child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, purpose, salt)
+        tokens = parent.tokens + array("i", (token,))
+        child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, purpose)
         child.num_cached_tokens = parent.num_cached_tokens
         child.routes = None if parent.routes is None else parent.routes.fork()
         num_fresh = len(parent.table) - parent.num_computed // self.cache.block_size
-        has_room = len(self.running) < self.max_num_seqs and num_fresh <= self.cache.num_available
+        has_room = len(self.running) < self.max_num_seqs and num_fresh <= self.cache.tables.num_available
         slots = self.states.fork(parent) if has_room and parent.table else None
         if slots is None:
             self.add(child)
             return child
-        child.table, copies = self.cache.fork(parent.table, parent.num_computed)
+        child.table, copies = self.cache.tables.fork(parent.table, parent.num_computed)
         self._run(child, parent.num_computed, slots)
         for pending, new in zip(self._block_copies, copies, strict=True):
             pending.update(new)
@@ -212,7 +216,7 @@ class Scheduler:
         return copies
 
     def _no_copies(self) -> list[dict[int, int]]:
-        return [{} for _ in self.cache.windows]
+        return [{} for _ in self.cache.tables.windows]
 
     def finish(self, sequence: Sequence) -> None:
         """Removes a sequence, waiting or running, and gives its blocks back."""
@@ -251,7 +255,7 @@ class Scheduler:
         if self.states.cuts_decodes(lanes):
             return lanes
         lacking = lanes[self.lanes.num_computed[lanes] == self.lanes.num_blocks[lanes] * self.cache.block_size]
-        if len(lacking) > self.cache.num_available:
+        if len(lacking) > self.cache.tables.num_available:
             return lanes
         for sequence in self.lanes.sequences[lacking]:
             self._extend(sequence, 1)
@@ -267,18 +271,18 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, size: int, plan: _Plan) -> int:
         """Gives a running sequence blocks for up to `size` more tokens; returns for how many it has them."""
         held = len(sequence.table)
-        needed = self.cache.blocks_for(sequence.num_computed + size) - held
-        if needed > self.cache.num_available:
+        needed = self.cache.tables.blocks_for(sequence.num_computed + size) - held
+        if needed > self.cache.tables.num_available:
             plan.short_of_blocks = True
-            while self.cache.num_available == 0 and self.running[-1] is not sequence:
+            while self.cache.tables.num_available == 0 and self.running[-1] is not sequence:
                 self._preempt(self.running[-1], plan)
-            needed = min(needed, self.cache.num_available)
+            needed = min(needed, self.cache.tables.num_available)
         if needed > 0:
             self._extend(sequence, needed)
         return min(size, len(sequence.table) * self.cache.block_size - sequence.num_computed)
 
     def _extend(self, sequence: Sequence, num_blocks: int) -> None:
-        self.cache.extend(sequence.table, num_blocks)
+        self.cache.tables.extend(sequence.table, num_blocks)
         self.lanes.add_blocks(sequence)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
@@ -298,8 +302,8 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         """Takes all that a running sequence holds."""
-        self.cache.unclaim(sequence.chain)
-        self.cache.release(sequence.table)
+        self.cache.claims.withdraw(sequence.chain)
+        self.cache.tables.release(sequence.table)
         self.states.release(sequence)
         sequence.table = Table()
         remove_from(self.running, sequence)
@@ -320,7 +324,7 @@ class Scheduler:
 
     def _is_under_way(self, key: bytes) -> bool:
         """Whether a block that others wait for, or the checkpoint at its end, is still to come."""
-        return self.cache.is_claimed(key) or self.states.is_branch(key)
+        return key in self.cache.claims or self.states.is_branch(key)
 
     def _admit(self, sequence: Sequence, plan: _Plan) -> Outcome:
         """Starts a waiting sequence behind the longest prefix it can reuse, once all of its tokens have room."""
@@ -339,7 +343,7 @@ class Scheduler:
         if (branch := self.states.branch_under_way(sequence, len(resumed), len(hits))) is not None:
             self.waiting.set_aside(sequence, branch)
             return Outcome.WAIT_FOR_PREFIX
-        if not cache.can_hold(resumed, sequence.num_tokens, self.max_num_batched_tokens):
+        if not cache.tables.can_hold(resumed, sequence.num_tokens, self.max_num_batched_tokens):
             return Outcome.WAIT_FOR_BLOCKS
         slots = self.states.begin(resumed)
         if slots is None:
@@ -352,7 +356,7 @@ class Scheduler:
 
     def _renew(self, sequence: Sequence) -> None:
         """Gives a sequence a chain of the current epoch."""
-        sequence.chain = self.cache.new_chain(sequence.cache_salt, sequence.chain.has_records)
+        sequence.chain = self.cache.identity.restart(sequence.chain)
         if sequence.routes is not None:
             sequence.routes.fresh = sequence.routes.num_rows
 
@@ -367,11 +371,11 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, hits: list[Entry], slots: Slots, plan: _Plan) -> None:
         cache = self.cache
-        sequence.table = cache.allocate(hits, 0)
+        sequence.table = cache.tables.allocate(hits, 0)
         sequence.chain.entries = hits
         if self.routes is not None and sequence.routes is not None and sequence.needs_routes:
             sequence.routes.begin(self.routes.rows(hits))
-        cache.claim(sequence.chain)
+        cache.claims.add(sequence.chain)
         self.waiting.remove(sequence)
         self._run(sequence, len(hits) * cache.block_size, slots)
         if sequence.num_cached_tokens is None:

@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..cache.prefix_cache import Chain, Table
+from ..cache.chains import Chain
+from ..cache.tables import Table
 from ..outputs.open_requests import OpenSample, OpenScore
 from ..outputs.routes import Routes
 
@@ -52,7 +53,6 @@ class Sequence:
     `order`: (arrival of the request, sample index); lower goes first, and higher is preempted first.
     `tokens`: those that are seen.
     `purpose`: whose tokens are drawn after the last one, or whose log-probs are those of its tokens.
-    `cache_salt`: the request's own, for a new chain after an invalidation.
     `claim`: the hash of the block that it waits for while another sequence computes that; None if it waits for none.
     `num_cached_tokens`: tokens found in the cache when the sequence was first admitted; None before.
     `branch`: how many of its first tokens were in the cache when it was admitted, if no checkpoint of their state was;
@@ -67,7 +67,6 @@ class Sequence:
     num_prompt_tokens: int
     chain: Chain
     purpose: Purpose
-    cache_salt: str | None = None
     table: Table = field(default_factory=Table)
     claim: bytes | None = None
     num_cached_tokens: int | None = None

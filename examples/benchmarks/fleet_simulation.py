@@ -188,7 +188,7 @@ class Worker:
             for i, length in enumerate(self._workload.lengths[group].tolist())
         ]
         self._arrivals += 1
-        chain, tokens = self._scheduler.cache.new_chain(None), array("i", prompt.tobytes())
+        chain, tokens = self._scheduler.cache.identity.new_chain(None), array("i", prompt.tobytes())
         sequence = Sequence(samples[0].order, tokens, len(tokens), chain, Generation(samples))
         self.groups[group], self._left[group] = sequence, len(samples)
         self._scheduler.add(sequence)

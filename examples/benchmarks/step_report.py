@@ -122,14 +122,16 @@ class Load:
         """Leaves so many free blocks that are cached."""
         while num_blocks:
             count = min(num_blocks, PREFIX // BLOCK_SIZE)
-            table = self.cache.allocate((), count)
-            self.cache.publish(self.cache.new_chain(None), self.tokens(PREFIX), table, count * BLOCK_SIZE)
-            self.cache.release(table)
+            table = self.cache.tables.allocate((), count)
+            self.cache.publish(self.cache.identity.new_chain(None), self.tokens(PREFIX), table, count * BLOCK_SIZE)
+            self.cache.tables.release(table)
             num_blocks -= count
 
     def add(self, prefix: array) -> Sequence:
         prompt = prefix + self.tokens(BLOCK_SIZE)
-        sequence = Sequence((self.arrivals, 0), prompt, len(prompt), self.cache.new_chain(None), Generation([]))
+        sequence = Sequence(
+            (self.arrivals, 0), prompt, len(prompt), self.cache.identity.new_chain(None), Generation([])
+        )
         self.scheduler.add(sequence)
         self.arrivals += 1
         return sequence
@@ -140,7 +142,7 @@ class Load:
         self.scheduler.advance(chunks)
         published = [i for i, sequence in enumerate(chunks.sequences) if sequence is not self.unpublished]
         self.scheduler.publish(chunks.take(np.array(published, np.int64)))
-        [pool] = self.cache.pools
+        [pool] = self.cache.tables.pools
         gauges = pool.num_cached, pool.num_free, len(self.scheduler.running), len(self.scheduler.waiting)
         seconds = time.process_time() - start
         assert min(gauges) >= 0
@@ -164,7 +166,7 @@ def nothing_else() -> Load:
 
 def much_is_cached() -> Load:
     load = Load(cached_blocks=CACHED_BLOCKS)
-    assert load.cache.pools[0].num_cached == CACHED_BLOCKS
+    assert load.cache.tables.pools[0].num_cached == CACHED_BLOCKS
     return load
 
 

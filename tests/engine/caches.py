@@ -4,28 +4,46 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from typing import Any
 
-from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache
+from trueroll.engine.cache.chains import BlockIdentity, Chain, Entry
+from trueroll.engine.cache.prefix_cache import PrefixCache
 
 
-class CountingCache(PrefixCache):
-    """Counts the hashes it computes and the prefixes it looks up."""
-
+class _CountingIdentity(BlockIdentity):
     digests = 0
-    lookups = 0
-
-    def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
-        self.lookups += 1
-        return super().lookup(chain, tokens, limit)
 
     def _digest(self, content: bytes) -> bytes:
         self.digests += 1
         return super()._digest(content)
 
 
-class CollidingCache(CountingCache):
-    """Knows only two hashes."""
-
+class _CollidingIdentity(_CountingIdentity):
     def _digest(self, content: bytes) -> bytes:
         super()._digest(content)
         return bytes([zlib.crc32(content) & 1] * 16)
+
+
+class CountingCache(PrefixCache):
+    """Counts the hashes it computes and the prefixes it looks up."""
+
+    lookups = 0
+    make_identity: type[_CountingIdentity] = _CountingIdentity
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.identity: _CountingIdentity = self.make_identity(self.block_size)
+
+    @property
+    def digests(self) -> int:
+        return self.identity.digests
+
+    def lookup(self, chain: Chain, tokens: array[int], limit: int) -> list[Entry]:
+        self.lookups += 1
+        return super().lookup(chain, tokens, limit)
+
+
+class CollidingCache(CountingCache):
+    """Knows only two hashes."""
+
+    make_identity = _CollidingIdentity

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from matrix import thinned
 from transformers import AutoModelForCausalLM
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.request import Distribution, ScoreOutput, ScoreRequest, derive_seed
+from trueroll.engine.request import HASH_BYTES, ContentSpan, Distribution, ScoreOutput, ScoreRequest, derive_seed
 from trueroll.engine.running.loading import engine_info, load_model
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
@@ -229,6 +230,48 @@ def test_a_salt_keeps_prefixes_apart(tiny_llama: Path) -> None:
     salts = [None, None, "a", "b", "a", ""]
     cached = [run(engine, [generate("r", prompt, cache_salt=s)])["r", 0].num_cached_tokens for s in salts]
     assert cached == [0, 32, 0, 0, 32, 0]
+
+
+def test_prompts_share_what_stands_for_the_same_content(tiny_llama: Path) -> None:
+    """Nothing computes with content yet, so that it changes no bit, but which KV is reused."""
+    engine, prompt = make_engine(tiny_llama, max_num_batched_tokens=64), tokens(200)
+    one, other = ((ContentSpan(70, 90, bytes([number] * HASH_BYTES)),) for number in (1, 2))
+    expected = [bits(sample) for sample in run(make_engine(tiny_llama), [generate("a", prompt, n=2)]).values()]
+    cached = []
+    for spans in (one, other, one, other, ()):
+        samples = run(engine, [replace(generate("r", prompt, n=2), spans=spans)])
+        assert [bits(sample) for sample in samples.values()] == expected
+        cached.append(samples["r", 0].num_cached_tokens)
+    assert cached == [0, 64, 192, 192, 64]
+    together = [replace(generate(str(i), prompt), spans=spans) for i, spans in enumerate((one, one, other))]
+    fresh = run(make_engine(tiny_llama), together)
+    assert [fresh[str(i), 0].num_cached_tokens for i in range(3)] == [0, 200, 64], "only the second one joined"
+    whole = ScoreRequest("s", prompt, spans=other)
+    engine.add(whole)
+    [scored] = drain(engine)
+    assert isinstance(scored, ScoreOutput) and scored.logprobs.tobytes() == score(engine, prompt).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("spans", "fault"),
+    [
+        ([(10, 10, 32)], "empty"),
+        ([(10, 41, 32)], "outside"),
+        ([(-1, 4, 32)], "outside"),
+        ([(0, 10, 32), (9, 12, 32)], "overlap"),
+        ([(20, 30, 32), (0, 10, 32)], "overlap"),
+        ([(0, 10, 31)], "32 bytes"),
+    ],
+)
+def test_spans_that_do_not_fit_their_prompt_are_refused(
+    tiny_llama: Path, spans: list[tuple[int, int, int]], fault: str
+) -> None:
+    engine = make_engine(tiny_llama)
+    given = tuple(ContentSpan(start, end, bytes(size)) for start, end, size in spans)
+    for request in (replace(generate("r", tokens(40)), spans=given), ScoreRequest("s", tokens(40), spans=given)):
+        with pytest.raises(InvalidRequestError, match=fault):
+            engine.add(request)
+    assert not engine.has_unfinished
 
 
 def test_invalidation_leaves_running_requests_whole_and_later_ones_cold(tiny_llama: Path) -> None:

@@ -39,10 +39,10 @@ def test_what_is_timed_is_what_the_table_says(monkeypatch: pytest.MonkeyPatch) -
     report = load_report()
     for name, value in dict(CACHED_BLOCKS=1000, WAITING=200, RUNNING=3, STEPS=20).items():
         monkeypatch.setattr(report, name, value)
-    assert report.much_is_cached().cache.pools[0].num_cached == 1000
+    assert report.much_is_cached().cache.tables.pools[0].num_cached == 1000
     load = report.one_prefix_is_waited_for()
     for _ in range(report.STEPS):
         load.step()
-    assert load.scheduler.running[-1] is load.unpublished and load.cache._claims
+    assert load.scheduler.running[-1] is load.unpublished and load.cache.claims._chains
     assert [len(load.scheduler.running), len(load.scheduler.waiting)] == [4, 200]
     assert all(len(sequence.tokens) == 513 + 16 + 20 for sequence in load.scheduler.running[:3])

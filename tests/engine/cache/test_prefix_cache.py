@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from matrix import thinned
 
+from trueroll.engine.cache.chains import Chain, Entry
 from trueroll.engine.cache.pool import Pool
-from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache, Table
+from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.cache.tables import Table
 
 from ..caches import CollidingCache, CountingCache
 
@@ -159,10 +161,12 @@ def free_blocks(pool: Pool[Entry]) -> list[int]:
 
 def state_of(cache: PrefixCache) -> tuple[Any, ...]:
     """Everything a cache knows, as values that later changes do not reach."""
-    claims = {key: (id(chain), list(chain.hashes), list(chain.entries)) for key, chain in cache._claims.items()}
-    pools = [(list(pool._references), free_blocks(pool), dict(pool.published), pool.evictions) for pool in cache.pools]
+    claims = {key: (id(chain), list(chain.hashes), list(chain.entries)) for key, chain in cache.claims._chains.items()}
+    pools = [
+        (list(pool._references), free_blocks(pool), dict(pool.published), pool.evictions) for pool in cache.tables.pools
+    ]
     index = {key: (entry, list(entry.blocks), entry.num_children) for key, entry in cache._index.items()}
-    return pools, index, claims, cache.epoch, cache._key
+    return pools, index, claims, cache.epoch, cache.identity._key
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -184,7 +188,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.chains: list[tuple[Chain, int]] = []
 
     def new_chain(self, salt: str | None) -> Chain:
-        chain = self.cache.new_chain(salt)
+        chain = self.cache.identity.new_chain(salt)
         self.chains.append((chain, 0))
         return chain
 
@@ -217,9 +221,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             claimed = [key for key, _ in takewhile(lambda pair: pair[1] is not chain, zip(missed, owners, strict=True))]
             assert claim == (claimed[-1] if claimed else None)
             self.seen["wait for several claims"] += len(claimed) > 1
-        assert claim is None or self.cache.is_claimed(claim)
+        assert claim is None or claim in self.cache.claims
         self.seen["hit"] += bool(hits)
-        self.seen["hit of a free block"] += any(hit.blocks[0] in self.cache.pools[0]._cached for hit in hits)
+        self.seen["hit of a free block"] += any(hit.blocks[0] in self.cache.tables.pools[0]._cached for hit in hits)
         self.seen["wait for a claim"] += claim is not None
         return hits
 
@@ -232,14 +236,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Allocates: all or nothing, the oldest free blocks first, never a block in use."""
         before = state_of(self.cache)
         needed = [self.needed(hits, group) for group in range(len(self.kv))]
-        free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.pools)]
+        free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.tables.pools)]
         if num_new > min(map(len, free)):
             with pytest.raises(RuntimeError, match=f"expected {num_new} free blocks"):
-                self.cache.allocate(hits, num_new)
+                self.cache.tables.allocate(hits, num_new)
             assert state_of(self.cache) == before
             self.seen["refused"] += 1
             return None
-        table = self.cache.allocate(hits, num_new)
+        table = self.cache.tables.allocate(hits, num_new)
         for group, blocks in enumerate(table.blocks):
             assert list(table.held(group)[: len(needed[group])]) == needed[group]
             fresh, taken = list(blocks[len(hits) :]), self.model.take(group, needed[group], num_new)
@@ -267,11 +271,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prompt, chain = array("i", tokens), self.new_chain(salt)
         hits = self.look(chain, salt, prompt, len(prompt) - 1 if may_hit else 0)
         nodes = self.model.find(salt, prompt, len(hits) * BLOCK_SIZE)
-        table = self.allocate(hits, self.cache.blocks_for(len(prompt)) - len(hits))
+        table = self.allocate(hits, self.cache.tables.blocks_for(len(prompt)) - len(hits))
         if table is None:
             return
         chain.entries = hits
-        self.cache.claim(chain)
+        self.cache.claims.add(chain)
         contents = self.contents(salt, prompt, 0, len(hits) * BLOCK_SIZE)
         holder = Holder(chain, salt, prompt, table, nodes, contents)
         for i in range(len(hits), len(prompt) // BLOCK_SIZE):
@@ -303,7 +307,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def give_back(self, holder: Holder, end: int) -> None:
         before = [list(holder.table.held(group)) for group in range(len(self.kv))]
-        self.cache.give_back(holder.table, end)
+        self.cache.tables.give_back(holder.table, end)
         for group, window in enumerate(self.num_blocks):
             assert holder.table.starts[group] == first_needed(window, end)
             given = before[group][: len(before[group]) - len(holder.table.held(group))]
@@ -314,11 +318,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 7), token=st.integers(0, 1))
     def grow(self, number: int, token: int) -> None:
         holder = self.pick(number)
-        num_new = self.cache.blocks_for(len(holder.tokens) + 1) - len(holder.table)
-        if num_new <= self.cache.num_available:
+        num_new = self.cache.tables.blocks_for(len(holder.tokens) + 1) - len(holder.table)
+        if num_new <= self.cache.tables.num_available:
             holder.tokens.append(token)
             taken = [self.model.take(group, [], num_new) for group in range(len(self.kv))]
-            self.cache.extend(holder.table, num_new)
+            self.cache.tables.extend(holder.table, num_new)
             fresh = [list(blocks[len(blocks) - num_new :]) for blocks in holder.table.blocks]
             assert self.hashes_collide or fresh == taken
 
@@ -329,10 +333,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         parent = complete[number % len(complete)]
         num_full = len(parent.tokens) // BLOCK_SIZE
         num_new = len(parent.table) - num_full
-        if num_new > self.cache.num_available:
+        if num_new > self.cache.tables.num_available:
             return
         taken = [self.model.take(group, [], num_new) for group in range(len(self.kv))]
-        table, copies = self.cache.fork(parent.table, len(parent.tokens))
+        table, copies = self.cache.tables.fork(parent.table, len(parent.tokens))
         for group, kv in enumerate(self.kv):
             assert table.blocks[group][:num_full] == parent.table.blocks[group][:num_full]
             assert list(copies[group].values()) == list(parent.table.blocks[group][num_full:])
@@ -351,8 +355,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def release(self, number: int) -> None:
         holder = self.pick(number)
         self.holders.remove(holder)
-        self.cache.unclaim(holder.chain)
-        self.cache.release(holder.table)
+        self.cache.claims.withdraw(holder.chain)
+        self.cache.tables.release(holder.table)
         self.model.claims = {key: chain for key, chain in self.model.claims.items() if chain is not holder.chain}
         for group in range(len(self.kv)):
             self.release_in_model(group, list(holder.table.held(group)))
@@ -378,13 +382,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def every_block_is_counted_once(self) -> None:
         tables = [holder.table for holder in self.holders]
         self.cache.check_integrity(tables)
-        for group, pool in enumerate(self.cache.pools):
+        for group, pool in enumerate(self.cache.tables.pools):
             used = {block for table in tables for block in table.held(group)}
             assert pool.num_free == pool.num_blocks - len(used)
             assert used.isdisjoint(free_blocks(pool))
             assert self.hashes_collide or free_blocks(pool) == self.model.free[group]
             assert pool.num_cached == len(set(pool.published) - used)
-        self.seen["eviction"] += self.cache.evictions > 0
+        self.seen["eviction"] += self.cache.tables.evictions > 0
 
     @invariant()
     def running_sequences_are_whole(self) -> None:
@@ -462,8 +466,8 @@ def test_any_order_of_operations_agrees_with_the_model(machine: type[PrefixCache
 
 def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> Table:
     """The blocks of a sequence that came, was computed and is still there."""
-    chain, text = cache.new_chain(salt), array("i", tokens)
-    table = cache.allocate([], cache.blocks_for(len(tokens)))
+    chain, text = cache.identity.new_chain(salt), array("i", tokens)
+    table = cache.tables.allocate([], cache.tables.blocks_for(len(tokens)))
     cache.publish(chain, text, table, len(tokens))
     return table
 
@@ -473,35 +477,35 @@ def blocks_of(table: Table) -> list[int]:
 
 
 def take(cache: PrefixCache, count: int) -> list[int]:
-    return blocks_of(cache.allocate([], count))
+    return blocks_of(cache.tables.allocate([], count))
 
 
 def find(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> list[int]:
-    return [hit.blocks[0] for hit in cache.lookup(cache.new_chain(salt), array("i", tokens), len(tokens))]
+    return [hit.blocks[0] for hit in cache.lookup(cache.identity.new_chain(salt), array("i", tokens), len(tokens))]
 
 
 def test_a_free_block_is_hit_until_it_is_reused() -> None:
     cache = PrefixCache({None: 3}, 2)
     table = publish(cache, [1, 2, 3, 4])
-    cache.release(table)
-    assert cache.pools[0].num_cached == 2
+    cache.tables.release(table)
+    assert cache.tables.pools[0].num_cached == 2
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
     assert take(cache, 1) == [2]  # never used so far
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)
     assert take(cache, 1) == blocks_of(table)[1:]  # the end of a prefix goes before its beginning
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)[:1]
-    assert (cache.evictions, cache.pools[0].num_cached) == (1, 1)
+    assert (cache.tables.evictions, cache.tables.pools[0].num_cached) == (1, 1)
 
 
 def test_the_least_recently_released_prefix_is_reused_first() -> None:
     cache = PrefixCache({None: 3}, 2)
     first, second, third = (publish(cache, tokens) for tokens in ([1, 1], [2, 2], [3, 3]))
     for table in (second, first, third):
-        cache.release(table)
-    hits = cache.lookup(cache.new_chain(None), array("i", [2, 2]), 2)
-    table = cache.allocate(hits, 0)
+        cache.tables.release(table)
+    hits = cache.lookup(cache.identity.new_chain(None), array("i", [2, 2]), 2)
+    table = cache.tables.allocate(hits, 0)
     assert table.blocks == second.blocks  # a hit is a use: second is now the latest
-    cache.release(table)
+    cache.tables.release(table)
     assert take(cache, 3) == blocks_of(first) + blocks_of(third) + blocks_of(second)
 
 
@@ -509,21 +513,21 @@ def test_a_block_in_use_takes_the_place_of_a_free_one() -> None:
     """So that nobody who takes free blocks takes a prefix from the sequence that computes it again."""
     cache = PrefixCache({None: 4}, BLOCK_SIZE)
     first = publish(cache, [1, 1])
-    cache.release(first)
+    cache.tables.release(first)
     second = publish(cache, [1, 1])
     assert blocks_of(first) != blocks_of(second), "premise"
     assert find(cache, [1, 1, 2]) == blocks_of(second)
     third = publish(cache, [1, 1])
     assert find(cache, [1, 1, 2]) == blocks_of(second), "which is in use as well"
     take(cache, 2)
-    assert cache.evictions == 0 and find(cache, [1, 1, 2]) == blocks_of(second)
-    cache.release(third)
+    assert cache.tables.evictions == 0 and find(cache, [1, 1, 2]) == blocks_of(second)
+    cache.tables.release(third)
 
 
 def test_nothing_is_found_before_it_is_published() -> None:
     cache = PrefixCache({None: 4}, 2)
-    chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
-    table = cache.allocate([], 2)
+    chain, tokens = cache.identity.new_chain(None), array("i", [1, 2, 3, 4])
+    table = cache.tables.allocate([], 2)
     assert find(cache, [1, 2, 3, 4]) == []
     cache.publish(chain, tokens, table, 3)  # the second block lacks a token
     assert find(cache, [1, 2, 3, 4]) == blocks_of(table)[:1]
@@ -542,35 +546,35 @@ def test_salts_and_the_lack_of_one_share_nothing() -> None:
 
 def test_a_hash_alone_never_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PrefixCache({None: 4}, 2)
-    monkeypatch.setattr(cache, "_digest", lambda content: bytes(16))
+    monkeypatch.setattr(cache.identity, "_digest", lambda content: bytes(16))
     first = publish(cache, [1, 2])
     assert find(cache, [1, 2]) == blocks_of(first)
     assert find(cache, [1, 3]) == []  # other tokens
     assert find(cache, [1, 2], "a") == []  # another salt
     second = publish(cache, [1, 2, 1, 2])  # its second block takes the place of the first
-    assert list(cache.pools[0].published) == blocks_of(second)[1:]
+    assert list(cache.tables.pools[0].published) == blocks_of(second)[1:]
     assert find(cache, [1, 2]) == []  # another parent
     cache.check_integrity([first, second])
 
 
 def test_a_free_block_that_another_one_takes_the_place_of_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PrefixCache({None: 4}, 2)
-    monkeypatch.setattr(cache, "_digest", lambda content: bytes(16))
+    monkeypatch.setattr(cache.identity, "_digest", lambda content: bytes(16))
     first = publish(cache, [1, 2])
-    cache.release(first)
-    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (1, 4)
+    cache.tables.release(first)
+    assert (cache.tables.pools[0].num_cached, cache.tables.pools[0].num_free) == (1, 4)
     second = publish(cache, [3, 4])
     cache.check_integrity([second])
-    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (0, 3)
-    assert take(cache, 1) == blocks_of(first) and cache.evictions == 0
+    assert (cache.tables.pools[0].num_cached, cache.tables.pools[0].num_free) == (0, 3)
+    assert take(cache, 1) == blocks_of(first) and cache.tables.evictions == 0
 
 
 def test_how_much_is_cached_is_known_without_a_look_at_the_blocks() -> None:
     cache, num_blocks = PrefixCache({None: 20_000}, 2), 20_000
     table = publish(cache, list(range(2 * num_blocks)))
-    cache.release(table)
+    cache.tables.release(table)
     tracemalloc.start()
-    assert (cache.pools[0].num_cached, cache.pools[0].num_free) == (num_blocks, num_blocks)
+    assert (cache.tables.pools[0].num_cached, cache.tables.pools[0].num_free) == (num_blocks, num_blocks)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < num_blocks
@@ -578,8 +582,8 @@ def test_how_much_is_cached_is_known_without_a_look_at_the_blocks() -> None:
 
 def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
     cache = PrefixCache({None: 4}, 2)
-    chain, tokens = cache.new_chain(None), array("i", [1, 2, 3, 4])
-    table = cache.allocate([], 2)
+    chain, tokens = cache.identity.new_chain(None), array("i", [1, 2, 3, 4])
+    table = cache.tables.allocate([], 2)
     cache.publish(chain, tokens, table, 2)
     assert find(cache, [1, 2]) == blocks_of(table)[:1]
     cache.invalidate()
@@ -592,12 +596,12 @@ def test_blocks_of_an_old_epoch_are_never_found_or_published() -> None:
 def test_blocks_without_content_are_handed_out_before_others_that_were_never_used() -> None:
     cache = PrefixCache({None: 6}, 2)
     tokens = array("i", [1, 2, 3, 4])
-    table = cache.allocate([], 2)
-    cache.publish(cache.new_chain(None), tokens, table, 4)
-    cache.release(table)
-    other = cache.allocate([], 1)
+    table = cache.tables.allocate([], 2)
+    cache.publish(cache.identity.new_chain(None), tokens, table, 4)
+    cache.tables.release(table)
+    other = cache.tables.allocate([], 1)
     assert not set(blocks_of(other)) & set(blocks_of(table)), "cached blocks go last"
-    cache.release(other)
+    cache.tables.release(other)
     cache.invalidate()
     assert sorted(take(cache, 3)) == sorted(blocks_of(table) + blocks_of(other))
 
@@ -605,65 +609,65 @@ def test_blocks_without_content_are_handed_out_before_others_that_were_never_use
 def test_a_disabled_cache_finds_claims_and_hashes_nothing() -> None:
     cache = CountingCache({None: 4}, 2, enabled=False)
     publish(cache, [1, 2, 3, 4])
-    chain = cache.new_chain(None)
+    chain = cache.identity.new_chain(None)
     assert cache.lookup(chain, array("i", [1, 2, 3, 4]), 4) == []
-    cache.claim(chain)
-    assert cache.find_claim(cache.new_chain(None), 0, 4) is None
-    assert (cache.digests, cache.pools[0].num_cached) == (0, 0)
+    cache.claims.add(chain)
+    assert cache.find_claim(cache.identity.new_chain(None), 0, 4) is None
+    assert (cache.digests, cache.tables.pools[0].num_cached) == (0, 0)
 
 
 def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> None:
     cache = PrefixCache({None: 4}, 2)
     tokens = array("i", [1, 2, 3, 4])
-    writer, reader = cache.new_chain(None), cache.new_chain(None)
+    writer, reader = cache.identity.new_chain(None), cache.identity.new_chain(None)
     for chain in (writer, reader):
         cache.lookup(chain, tokens, 4)
-    table = cache.allocate([], 2)
-    cache.claim(writer)
+    table = cache.tables.allocate([], 2)
+    cache.claims.add(writer)
     first, last = reader.hashes
     assert cache.find_claim(writer, 0, 4) is None
     assert cache.find_claim(reader, 0, 4) == last  # the one that is published last
     assert cache.find_claim(reader, 0, 3) == first
     assert cache.find_claim(reader, 0, 1) is None  # a block that reaches beyond the limit is of no use
     cache.publish(writer, tokens, table, 2)
-    assert (cache.is_claimed(first), cache.is_claimed(last)) == (False, True)
+    assert (first in cache.claims, last in cache.claims) == (False, True)
     assert cache.find_claim(reader, 0, 4) is None
     assert cache.find_claim(reader, 1, 4) == last
-    cache.claim(reader)  # comes too late, and so has nothing to give up
-    cache.unclaim(reader)
+    cache.claims.add(reader)  # comes too late, and so has nothing to give up
+    cache.claims.withdraw(reader)
     assert cache.find_claim(reader, 1, 4) == last
-    cache.unclaim(writer)
-    assert cache.find_claim(reader, 1, 4) is None and not cache.is_claimed(last)
+    cache.claims.withdraw(writer)
+    assert cache.find_claim(reader, 1, 4) is None and last not in cache.claims
 
 
 def _count_a_reference_too_many(cache: PrefixCache, table: Table) -> None:
-    cache.pools[0]._references[table.blocks[0][0]] += 1
+    cache.tables.pools[0]._references[table.blocks[0][0]] += 1
 
 
 def _lose_a_reference(cache: PrefixCache, table: Table) -> None:
-    cache.pools[0]._references[table.blocks[0][0]] -= 1
+    cache.tables.pools[0]._references[table.blocks[0][0]] -= 1
 
 
 def _lose_a_free_block(cache: PrefixCache, table: Table) -> None:
-    cache.pools[0]._empty.pop()
+    cache.tables.pools[0]._empty.pop()
 
 
 def _free_a_block_in_use(cache: PrefixCache, table: Table) -> None:
-    cache.pools[0]._empty.append(table.blocks[0][0])
+    cache.tables.pools[0]._empty.append(table.blocks[0][0])
 
 
 def _free_a_block_twice(cache: PrefixCache, table: Table) -> None:
-    cache.pools[0]._empty.append(cache.pools[0]._empty[0])
+    cache.tables.pools[0]._empty.append(cache.tables.pools[0]._empty[0])
 
 
 def _keep_an_empty_block_among_the_cached(cache: PrefixCache, table: Table) -> None:
-    cache.pools[0]._cached[cache.pools[0]._empty.pop()] = None
+    cache.tables.pools[0]._cached[cache.tables.pools[0]._empty.pop()] = None
 
 
 def _keep_a_cached_block_among_the_empty(cache: PrefixCache, table: Table) -> None:
-    cache.release(table)
+    cache.tables.release(table)
     table.blocks[0] = table.blocks[0][:0]
-    cache.pools[0]._empty.append(cache.pools[0]._cached.popitem()[0])
+    cache.tables.pools[0]._empty.append(cache.tables.pools[0]._cached.popitem()[0])
 
 
 def _hold_a_block_twice(cache: PrefixCache, table: Table) -> None:
@@ -675,7 +679,7 @@ def _forget_a_table(cache: PrefixCache, table: Table) -> None:
 
 
 def _forget_where_an_entry_is(cache: PrefixCache, table: Table) -> None:
-    del cache.pools[0].published[table.blocks[0][0]]
+    del cache.tables.pools[0].published[table.blocks[0][0]]
 
 
 def _forget_an_entry(cache: PrefixCache, table: Table) -> None:

@@ -163,7 +163,7 @@ def test_graphs_have_tables_for_each_window(
     requests = [generate("group", prompt(9), n=3, max_tokens=5)]
     expected = serve(make_engine(False, **settings), requests)
     engine = make_engine(True, **settings)
-    window = engine._scheduler.cache.pools[1]
+    window = engine._scheduler.cache.tables.pools[1]
     window.release(window.take(window.num_blocks)[::-1])
     assert serve(engine, requests) == expected and log.count("replay") > 4
     inputs = engine._executor._graphs._graphs[4].inputs

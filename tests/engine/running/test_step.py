@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trueroll.engine.cache.prefix_cache import Chain, Table
+from trueroll.engine.cache.chains import Chain
+from trueroll.engine.cache.tables import Table
 from trueroll.engine.outputs.draw_records import BASES, DrawRecord
 from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest

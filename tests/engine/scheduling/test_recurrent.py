@@ -36,14 +36,17 @@ class HybridDriver(Driver):
     ) -> None:
         super().__init__(num_blocks, block_size, max_num_seqs, budget)
         self.slots = StateSlots(num_slots, checkpoints)
-        pools = {window: pool.num_blocks for window, pool in zip(self.cache.windows, self.cache.pools, strict=True)}
+        pools = {
+            window: pool.num_blocks
+            for window, pool in zip(self.cache.tables.windows, self.cache.tables.pools, strict=True)
+        }
         self.cache = PrefixCache(pools, block_size, forget=self.slots.forget)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget, self.slots, intervals)
         self.states: list[Content | None] = [None] * num_slots
 
     def check_blocks(self, sequence: Sequence, end: int) -> None:
         """A chunk that was cut at a checkpoint leaves blocks for the next one."""
-        assert len(sequence.table) >= self.cache.blocks_for(end)
+        assert len(sequence.table) >= self.cache.tables.blocks_for(end)
 
     def _write(self, chunks: Chunks) -> None:
         lanes = self.scheduler.lanes
@@ -114,7 +117,7 @@ def test_a_hit_ends_at_the_deepest_checkpoint() -> None:
 
 def test_a_hit_ends_where_a_state_is_ready_and_the_window_is_whole() -> None:
     driver = HybridDriver({None: 64, 6: 64})
-    entries, window = run(driver, PROMPT, [1]).chain.entries, driver.cache.pools[1]
+    entries, window = run(driver, PROMPT, [1]).chain.entries, driver.cache.tables.pools[1]
     assert driver.checkpoints() == [4, 8, 10]
     taken: list[int] = []
     while entries[1].blocks[1] is not None:
@@ -139,7 +142,7 @@ def test_prompts_hit_what_they_share_in_a_cache_that_holds_one_of_them() -> None
     driver, common = HybridDriver(num_blocks=16, intervals=Intervals(0, 0)), [*PROMPT, 1, 0, 1, 0, 0]
     cached = [run(driver, [*common, *[own] * 3], [10]).num_cached_tokens for own in (2, 3, 4, 5)]
     assert cached == [0, 0, 16, 16]
-    assert driver.cache.evictions > 0, "premise"
+    assert driver.cache.tables.evictions > 0, "premise"
 
 
 def test_prompts_that_come_together_compute_what_they_share_twice() -> None:

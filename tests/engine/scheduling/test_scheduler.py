@@ -77,11 +77,11 @@ class Driver:
         self.seen: Counter[str] = Counter()
 
     def _all_free(self) -> bool:
-        return all(pool.num_free == pool.num_blocks for pool in self.cache.pools)
+        return all(pool.num_free == pool.num_blocks for pool in self.cache.tables.pools)
 
     def _no_kv(self) -> list[list[list[Content | None]]]:
         """Of each group and block what its slots hold."""
-        return [[[None] * self.cache.block_size for _ in range(pool.num_blocks)] for pool in self.cache.pools]
+        return [[[None] * self.cache.block_size for _ in range(pool.num_blocks)] for pool in self.cache.tables.pools]
 
     def add(self, prompt: list[int], lengths: list[int], salt: str | None = None) -> Sequence:
         """A group with a sample of each length; a score request if there is none."""
@@ -96,8 +96,8 @@ class Driver:
         return sequence
 
     def _sequence(self, prompt: list[int], salt: str | None) -> Sequence:
-        chain = self.cache.new_chain(salt)
-        return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, SCORE, salt)
+        chain = self.cache.identity.new_chain(salt)
+        return Sequence((self.arrivals, 0), array("i", prompt), len(prompt), chain, SCORE)
 
     def step(self) -> Chunks:
         before = list(self.scheduler.running)
@@ -166,7 +166,7 @@ class Driver:
         """Every block is counted once, what running sequences computed is untouched, claims have a running owner."""
         self.scheduler.check_integrity()
         tables = [sequence.table for sequence in self.scheduler.running]
-        for group, pool in enumerate(self.cache.pools):
+        for group, pool in enumerate(self.cache.tables.pools):
             assert pool.num_free == pool.num_blocks - len({block for table in tables for block in table.held(group)})
         for sequence in self.scheduler.running:
             self.check_whole(sequence)
@@ -176,20 +176,20 @@ class Driver:
         waiting = [*self.scheduler.waiting]
         assert len(waiting) == len(self.scheduler.waiting) and waiting == sorted(waiting, key=lambda s: s.order)
         owners = {id(sequence.chain) for sequence in self.scheduler.running}
-        assert {id(chain) for chain in self.cache._claims.values()} <= owners
+        assert {id(chain) for chain in self.cache.claims._chains.values()} <= owners
 
     def check_whole(self, sequence: Sequence) -> None:
         """What the sequence holds is its own, and all that its next token can reach in a window, but no block more."""
         end, holds = sequence.num_computed, self.holds.get(sequence, [])
         for group, start in enumerate(sequence.table.starts):
-            window, first = self.cache.windows[group], start * self.cache.block_size
+            window, first = self.cache.tables.windows[group], start * self.cache.block_size
             reached = 0 if window is None else max(0, end - window + 1)
             assert reached - self.cache.block_size < first <= reached
             self.seen["gave back"] += first > 0
             assert self._held(sequence, group, end)[first:] == holds[first:end]
 
     def check_blocks(self, sequence: Sequence, end: int) -> None:
-        assert len(sequence.table) == self.cache.blocks_for(end)
+        assert len(sequence.table) == self.cache.tables.blocks_for(end)
 
     def _held(self, sequence: Sequence, group: int, end: int) -> list[Content | None]:
         size, copies = self.cache.block_size, self.scheduler._block_copies[group]
@@ -198,7 +198,7 @@ class Driver:
 
     def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
         """What slots [start, end) hold once they are computed in this epoch."""
-        prefix: object = self.holds[sequence][start - 1][1] if start else f"salt {sequence.cache_salt}"
+        prefix: object = self.holds[sequence][start - 1][1] if start else f"salt {sequence.chain.salt!r}"
         contents: list[Content] = []
         for token in sequence.tokens[start:end]:
             number = self.prefixes.setdefault((prefix, token), len(self.prefixes))
@@ -234,7 +234,7 @@ class Driver:
         assert bool(chunks) == bool(self.open)
         assert set(before[:1]) <= scheduled
         stalled = [s for s in before if s.table and s.num_uncomputed == 1 and s not in scheduled]
-        assert not stalled or self.cache.num_available == 0
+        assert not stalled or self.cache.tables.num_available == 0
         spent = sum(chunk.end - chunk.start for chunk in chunks)
         if spent < self.scheduler.max_num_batched_tokens and not all(chunk.reaches_end for chunk in chunks):
             self.seen["chunk shrunk"] += 1
@@ -338,7 +338,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.drain()
         self.seen.update(self.driver.seen)
         self.seen["deferred"] += self.driver.scheduler.stats.deferred_admissions
-        self.seen["eviction"] += self.driver.cache.evictions
+        self.seen["eviction"] += self.driver.cache.tables.evictions
 
 
 class CollidingMachine(SchedulerMachine):
@@ -487,9 +487,9 @@ def test_a_reader_takes_over_when_the_writer_is_aborted() -> None:
     driver.step()
     driver.step()
     assert reader in driver.scheduler.waiting
-    assert driver.cache._claims
+    assert driver.cache.claims._chains
     driver.abort(driver.open[0])
-    assert not driver.cache._claims
+    assert not driver.cache.claims._chains
     assert [(chunk.sequence, chunk.start, chunk.end) for chunk in driver.step()] == [(reader, 16, 24)]
     driver.drain()
 
@@ -501,10 +501,10 @@ def test_a_reader_goes_on_when_the_writer_is_preempted() -> None:
     writer = driver.add([*prefix, 100], [1])
     reader = driver.add([*prefix, 200], [1])
     driver.step_until(lambda: bool(writer.table))
-    assert driver.cache._claims
+    assert driver.cache.claims._chains
     driver.step_until(lambda: driver.seen["preempted"] > 0)
     assert [*driver.scheduler.waiting] == [writer, reader]
-    assert not driver.cache._claims
+    assert not driver.cache.claims._chains
     driver.drain()
 
 
@@ -626,7 +626,7 @@ def test_a_fork_that_had_to_wait_hits_the_prompt_and_publishes_what_follows() ->
     driver.drain()
     assert driver.scheduler.stats.computed_tokens == 4 + 1 + 8
     text = waiting.tokens[:12]
-    assert len(driver.cache.lookup(driver.cache.new_chain(None), text, len(text))) == 6
+    assert len(driver.cache.lookup(driver.cache.identity.new_chain(None), text, len(text))) == 6
 
 
 @pytest.mark.parametrize("invalidated", [False, True])
@@ -661,7 +661,7 @@ def test_nothing_overtakes_a_request_that_waits_for_blocks() -> None:
     driver = Driver(num_blocks=6, block_size=2, max_num_seqs=8, budget=32)
     first, large, small = driver.add([1] * 6, [5]), driver.add([2] * 10, [1]), driver.add([3], [1])
     driver.step()
-    assert driver.cache.pools[0].num_free >= driver.cache.blocks_for(small.num_tokens)
+    assert driver.cache.tables.pools[0].num_free >= driver.cache.tables.blocks_for(small.num_tokens)
     assert (driver.scheduler.running, [*driver.scheduler.waiting]) == ([first], [large, small])
     driver.step_until(lambda: first not in driver.scheduler.running)
     assert [chunk.sequence for chunk in driver.step()] == [large, small]
