@@ -26,7 +26,16 @@ from .contract import (
     StateBatch,
     Weight,
 )
-from .specs import Activation, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec, NormSpec
+from .specs import (
+    Activation,
+    AttentionSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    MlpSpec,
+    NormSpec,
+    RotationSpec,
+)
 from .stacks import StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
@@ -150,6 +159,20 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
     """x [M, H] times `scale`, which is rounded to x's dtype first: [M, H]."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
+
+
+def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) -> Rotation:
+    """The rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: that of `spec`, as a tensor.
+
+    With equal numbers on all axes it has the bits of these numbers alone.
+    """
+    if positions.ndim == 1:
+        return ops.rotation(positions, inv_freq, spec.scale)
+    pairs = range(len(inv_freq))
+    axes = spec.axes or [0] * len(pairs)
+    by_axis = [ops.rotation(axis, inv_freq, spec.scale) for axis in positions]
+    cosines, sines = (torch.stack(parts)[axes, :, pairs].T.contiguous() for parts in zip(*by_axis, strict=True))
+    return cosines, sines
 
 
 def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:

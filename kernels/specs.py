@@ -26,11 +26,13 @@ class NormSpec:
 @dataclass(frozen=True)
 class RotationSpec:
     """A rotary embedding (Su et al. 2021). `inv_freq`: the float32 frequencies of the pairs of a head that turn.
-    `scale`: multiplies cosines and sines.
+    `scale`: multiplies cosines and sines. `axes`: where positions have several axes, such as time, row and column
+    (Wang et al. 2024, Qwen2-VL), the one that turns each pair; (): the first one turns all.
     """
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

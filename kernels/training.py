@@ -46,7 +46,7 @@ from .arguments import check_call, check_signature
 from .autograd import GradientOps, Packed
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
-from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, project, run_layer, scale_embedding
+from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, project, run_layer, scale_embedding, turn
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
 from .selection import SelectedBackend, select_backend
@@ -376,9 +376,7 @@ def _decode(
     x = self.embed_tokens(input_ids.flatten()[indices])
     spec, ops = self._aligned.spec, _ops(self, x)
     rotations = [
-        ops.backend.rotation(
-            packed.positions, torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device), rotation.scale
-        )
+        turn(ops.backend, rotation, torch.tensor(rotation.inv_freq, device=x.device), packed.positions)
         for rotation in spec.rotations
     ]
     of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Backend, Memory, Pages, StateBatch, Weight
-from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding
+from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.specs import DecoderSpec, ExpertsSpec
 from ...kernels.stacks import Stack, StackLayout
 
@@ -24,13 +24,24 @@ ROUTES = "routed_experts"
 _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("expert.down",)}
 
 
+class EmbeddedRows(NamedTuple):
+    """Embeddings of content other than text: `rows` [R, hidden_size], in the model's dtype, of the tokens at `places`,
+    int64 [R], all of them different.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+
 @dataclass(frozen=True)
 class ModelInput:
     """M tokens of a mixed batch.
 
-    `token_ids`, `positions`: int64 [M]. `memories`: what each layer remembers, as its mixer does. `pages`: where in it
-    each layer writes the keys and values of the M tokens, before they are attended to, and where it reads. `states`:
-    which states the same sequences go on from, and where they leave theirs; None if no layer has any.
+    `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: what each layer
+    remembers, as its mixer does. `pages`: where in it each layer writes the keys and values of the M tokens, before
+    they are attended to, and where it reads. `states`: which states the same sequences go on from, and where they leave
+    theirs; None if no layer has any. `embedded`: what takes the place of the embeddings of some tokens, unscaled; None
+    if nothing does.
     """
 
     token_ids: Tensor
@@ -38,6 +49,7 @@ class ModelInput:
     memories: Sequence[Memory]
     pages: Sequence[Pages]
     states: StateBatch | None = None
+    embedded: EmbeddedRows | None = None
 
 
 class ModelOutput(NamedTuple):
@@ -112,10 +124,12 @@ class Decoder:
         """The hidden states of the tokens."""
         ops, spec = self.ops, self.spec
         rotations = [
-            ops.rotation(tokens.positions, inv_freq, rotation.scale)
+            turn(ops, rotation, inv_freq, tokens.positions)
             for inv_freq, rotation in zip(self._inv_freqs, spec.rotations, strict=True)
         ]
         x = scale_embedding(ops.embedding(tokens.token_ids, self.embed), spec.embed_scale)
+        if tokens.embedded is not None:
+            x = x.index_copy(0, tokens.embedded.places, tokens.embedded.rows)
         routes = self._new_routes(len(x))
         x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states, routes)
         return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {} if routes is None else {ROUTES: routes})
