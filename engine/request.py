@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,6 +30,7 @@ MAX_STOP_CHARS = 1024
 """Of one stop string."""
 MAX_STOP_TOKEN_IDS = 4096
 MAX_TOP_LOGPROBS = 128
+MAX_SPANS = 1024
 HASH_BYTES = 32
 """Of the content of a span."""
 _MAX_SHOWN_FAULTS = 4
@@ -193,6 +197,9 @@ def _describe_fault(fault: Any) -> str:
     return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, found {brief(fault['input'])}"
 
 
+_PLACE = struct.Struct("<qq")
+
+
 class ContentSpan(NamedTuple):
     """Tokens [start, end) of a prompt stand for content other than text. `content_hash`, 32 bytes, identifies all that
     this content is, its size included: no bytes of it are compared.
@@ -201,6 +208,15 @@ class ContentSpan(NamedTuple):
     start: int
     end: int
     content_hash: bytes
+
+
+def content_within(spans: Sequence[ContentSpan], start: int, end: int) -> bytes:
+    """What identifies the content of tokens [start, end): the sorted spans that touch them, with their places relative
+    to `start`; empty if there are none. Equal for equal content alone.
+    """
+    first = bisect_right(spans, start, key=lambda span: span.end)
+    touching = takewhile(lambda span: span.start < end, islice(spans, first, None))
+    return b"".join(_PLACE.pack(span.start - start, span.end - start) + span.content_hash for span in touching)
 
 
 def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:

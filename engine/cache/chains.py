@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import struct
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..request import ContentSpan
-
-_PLACE = struct.Struct("<qq")
+from ..request import ContentSpan, content_within
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +57,11 @@ class Chain:
         return Chain(self.epoch, self.salt, self.spans, self.has_records, self.hashes.copy(), self.entries.copy())
 
 
+def _extra(salt: bytes, spans: bytes) -> bytes:
+    """Bytes that no other salt and spans have."""
+    return b"spans:" + len(spans).to_bytes(4, "little") + spans + salt
+
+
 class BlockIdentity:
     """Hashes blocks of `block_size` tokens. `epoch`: how often `renew` was called."""
 
@@ -92,16 +93,8 @@ class BlockIdentity:
     def content(self, chain: Chain, tokens: array[int], i: int) -> tuple[bytes, bytes]:
         """What block i holds: its token ids, and its extra identity."""
         start, end = i * self.block_size, (i + 1) * self.block_size
-        return tokens[start:end].tobytes(), self._extra(chain, start, end) if chain.spans else chain.salt
-
-    def _extra(self, chain: Chain, start: int, end: int) -> bytes:
-        """Of tokens [start, end). Records of spans have one length and a count, so that no salt can pass for one."""
-        first = bisect_right(chain.spans, start, key=lambda span: span.end)
-        touching = [span for span in chain.spans[first : first + end - start] if span.start < end]
-        if not touching:
-            return chain.salt
-        places = (_PLACE.pack(span.start - start, span.end - start) + span.content_hash for span in touching)
-        return b"".join((b"spans:", len(touching).to_bytes(4, "little"), *places, chain.salt))
+        spans = content_within(chain.spans, start, end) if chain.spans else b""
+        return tokens[start:end].tobytes(), _extra(chain.salt, spans) if spans else chain.salt
 
     def _digest(self, content: bytes) -> bytes:
         return hashlib.blake2b(content, digest_size=16, key=self._key).digest()

@@ -34,6 +34,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
+from ...engine.request import ContentSpan, content_within
 from .holders import HolderIndex, Holders
 from .loads import Loads, Worker
 
@@ -56,24 +57,25 @@ def _piece_ends() -> tuple[int, ...]:
 
 
 _ENDS = _piece_ends()
-_PIECES = [slice(4 * start, 4 * end) for start, end in pairwise(_ENDS)]
-"""Of the bytes of a prompt."""
 
 
-def beginnings(prompt_token_ids: np.ndarray, cache_salt: str | None = None) -> list[int]:
+def beginnings(
+    prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
+) -> list[int]:
     """A 64-bit number for each beginning of a prompt that ends with a whole piece, the shortest first; at least one.
 
     Pieces have `PIECE` tokens, and twice as many after each 16 of a size, so that there are few of a prompt of any
     length. A prompt without a whole piece is one itself. `prompt_token_ids`: int32 [prompt_len]. Prompts with different
-    salts have no beginning in common.
+    salts have no beginning in common, and only pieces with the same content of `spans` are the same.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
     if count == 0:
-        return [xxhash.xxh3_64_intdigest(content, last)]
+        return [xxhash.xxh3_64_intdigest(content + content_within(spans, 0, len(prompt_token_ids)), last)]
     found = []
-    for piece in _PIECES[:count]:
-        last = xxhash.xxh3_64_intdigest(content[piece], last)
+    for start, end in pairwise(_ENDS[: count + 1]):
+        piece = content[4 * start : 4 * end] + content_within(spans, start, end)
+        last = xxhash.xxh3_64_intdigest(piece, last)
         found.append(last)
     return found
 

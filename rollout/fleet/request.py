@@ -83,7 +83,7 @@ class FleetRequest:
         """While no worker has taken it: until when it waits for one (monotonic seconds)."""
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
-        self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt)
+        self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
 
     async def run(self) -> None:
         """Until its end was delivered."""

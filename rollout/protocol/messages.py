@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
 from ...engine.request import (
+    MAX_SPANS,
     CacheSalt,
+    ContentSpan,
     Distribution,
     FinishReason,
     InFlight,
@@ -47,6 +49,7 @@ def _is_whole_words(data: bytes) -> bytes:
 
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
+Spans = Annotated[tuple[ContentSpan, ...], FailFast(), Field(max_length=MAX_SPANS)]
 Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 
 
@@ -70,7 +73,7 @@ class _Request(Message):
 
 
 class Generate(_Request):
-    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array. `num_prior_tokens`: see
+    """Asks for `params.n` samples of a prompt. `prompt_token_ids`: int32 array. `num_prior_tokens`, `spans`: see
     `GenerateRequest`. `deltas`: tell this asker, by `Deltas`, how the samples grow. `while_connected`: end the request
     when nobody who waits for it is connected any more, and keep nothing of it. For the rest see `_Request`.
     """
@@ -80,13 +83,14 @@ class Generate(_Request):
     prompt_token_ids: Array
     params: SamplingParams
     num_prior_tokens: Count = 0
+    spans: Spans = ()
     deltas: bool = False
     while_connected: bool = False
 
 
 class GetScores(_Request):
-    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `top_logprobs`,
-    `return_routed_experts`: see `SamplingParams`. For the rest see `_Request`.
+    """Asks for the log-probs of given tokens, at least two. `token_ids`: int32 array. `spans`, `top_logprobs`,
+    `return_routed_experts`: see `ScoreRequest`. For the rest see `_Request`.
     """
 
     type: Literal["score"] = "score"
@@ -96,6 +100,7 @@ class GetScores(_Request):
     cache_salt: CacheSalt | None = None
     top_logprobs: TopLogprobs | None = None
     return_routed_experts: bool = False
+    spans: Spans = ()
 
 
 class Abort(Message):

@@ -306,11 +306,11 @@ def _request_of(entry: Entry) -> Request:
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
         recorded = message.top_logprobs, message.return_routed_experts
-        return ScoreRequest(entry.key, tokens, message.distribution, salt, *recorded)
+        return ScoreRequest(entry.key, tokens, message.distribution, salt, *recorded, message.spans)
     assert params is not None
     salted = params.model_copy(update={"cache_salt": salt_of(entry.user, params.cache_salt)})
     tokens = protocol.bytes_to_tokens(message.prompt_token_ids)
-    return GenerateRequest(entry.key, tokens, salted, message.num_prior_tokens)
+    return GenerateRequest(entry.key, tokens, salted, message.num_prior_tokens, message.spans)
 
 
 def _ends_with_client(entry: Entry) -> bool:

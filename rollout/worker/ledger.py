@@ -25,6 +25,8 @@ FIXED_BYTES = 4096
 """Of a request beside its tokens."""
 INT_BYTES = 36
 """Of a number in memory, with its place in a tuple."""
+SPAN_BYTES = 256
+"""Of a span in memory."""
 NAME_BYTES = 256
 """Of a submission that waits, or of a caller who is remembered, beside its name."""
 STREAM_BYTES = 256
@@ -33,10 +35,11 @@ STREAM_BYTES = 256
 
 def num_bytes_of(message: Generate | GetScores) -> int:
     """What the content of a request takes, about: its tokens as bytes, and as an array."""
+    beside = FIXED_BYTES + SPAN_BYTES * len(message.spans)
     if isinstance(message, GetScores):
-        return FIXED_BYTES + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
+        return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
     params = message.params
-    num_bytes = FIXED_BYTES + 2 * len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
+    num_bytes = beside + 2 * len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
     return num_bytes + _text_bytes(message.id, params.cache_salt, *params.stop)
 
 

@@ -76,6 +76,8 @@ class Corpus:
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
         if rng.random() < 0.1:
             message["num_prior_tokens"] = 1
+        if params["seed"] % 7 == 0:
+            message["spans"] = [[0, 1, bytes(32)]]
         if params["seed"] % 5 == 0:
             message["deltas"] = True
             message["while_connected"] = params["seed"] % 2 == 0

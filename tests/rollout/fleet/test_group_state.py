@@ -9,7 +9,15 @@ import pytest
 from fake_engine import expected_tokens
 
 from trueroll import errors
-from trueroll.engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan, derive_seed, seed_of
+from trueroll.engine.request import (
+    ContentSpan,
+    SampleDelta,
+    SampleOutput,
+    SamplingParams,
+    WeightSpan,
+    derive_seed,
+    seed_of,
+)
 from trueroll.rollout import protocol
 from trueroll.rollout.client.requests import Request
 from trueroll.rollout.fleet.asks import Ask
@@ -472,6 +480,14 @@ def test_a_request_that_is_lost_too_often_is_given_up() -> None:
     for name in "abcdef"[:MOST_LOSSES]:
         play.run(f"ask -> {name}: all \n {name} WorkerLostError -> \n {name} over ->")
     play.run("ask -> f: all \n f WorkerLostError -> \n f over -> WorkerLostError")
+
+
+def test_what_is_asked_for_again_has_the_same_content() -> None:
+    spans = (ContentSpan(1, 3, bytes(32)),)
+    play = Play(group().model_copy(update=dict(spans=spans)))
+    play.run("ask -> a: all \n a cut 0 3 -> \n a over ->")
+    asked = play.state.ask().messages
+    assert len(asked) == 3 and all(message.spans == spans for message in asked.values())
 
 
 def test_a_request_without_a_seed_has_that_of_its_id_and_prompt() -> None:

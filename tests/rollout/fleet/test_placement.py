@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from trueroll.engine.request import ContentSpan
 from trueroll.rollout.fleet.loads import Rows
 from trueroll.rollout.fleet.placement import PIECE, SLACK, Placed, Placement, beginnings
 
@@ -61,6 +62,16 @@ def test_beginnings_are_those_of_whole_pieces() -> None:
     assert same == [True, True, False, False, False]
     assert not {*beginnings(base)} & {*beginnings(base, "salt")}
     assert len(beginnings(base[:3])) == 1 and beginnings(base[:3]) != beginnings(base[:4])
+
+
+def test_beginnings_are_the_same_up_to_other_content() -> None:
+    base, short = tokens(5 * PIECE, 0), tokens(3, 0)
+    one, other = ((ContentSpan(2 * PIECE - 1, 2 * PIECE + 1, bytes([number] * 32)),) for number in (1, 2))
+    for spans in (other, ()):
+        pairs = zip(beginnings(base, spans=one), beginnings(base, spans=spans), strict=True)
+        assert [first == second for first, second in pairs] == [True, False, False, False, False]
+    assert beginnings(base, spans=one) == beginnings(base.copy(), spans=one)
+    assert beginnings(short, spans=(ContentSpan(0, 1, bytes(32)),)) != beginnings(short)
 
 
 def test_long_prompts_have_few_beginnings() -> None:

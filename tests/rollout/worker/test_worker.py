@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 from fake_engine import FAIL_IN_ADD, FAIL_IN_STEP, FakeEngine, expected_tokens
 from rollout.network.certificates import make_certificates
 from serving import RawClient, WorkerOnThread, check_group, serving
 
+from trueroll.engine.request import ContentSpan
 from trueroll.errors import ConfigError, ModelError, WorkerFailedError, WorkerLostError
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.config import WorkerConfig
@@ -72,6 +74,23 @@ def test_an_id_with_other_content_is_a_conflict_and_the_first_goes_on(raw: RawCl
     assert raw.receive_until("done", "error")[-1]["type"] == "done"
     raw.generate("a", temperature=0.5)
     assert raw.receive()["code"] == "id_conflict"
+
+
+def test_other_content_behind_the_same_tokens_is_other_content_of_a_request(raw: RawClient, engine: FakeEngine) -> None:
+    fields = dict(prompt_token_ids=np.array([1, 2, 3], "<i4").tobytes(), params=dict(max_tokens=4, seed=7))
+    one, other = ([[1, 2, bytes([number] * 32)]] for number in (1, 2))
+    raw.send("generate", id="a", spans=one, **fields)
+    replies = raw.receive_until("done")
+    assert engine.requests[-1].spans == (ContentSpan(1, 2, bytes([1] * 32)),)
+    raw.send("generate", id="a", spans=one, **fields)
+    assert raw.receive_until("done") == replies
+    for spans in (other, []):
+        raw.send("generate", id="a", spans=spans, **fields)
+        assert raw.receive()["code"] == "id_conflict"
+    raw.send("generate", id="b", spans=[[1, 2, bytes(32), 0]], **fields)
+    assert raw.receive()["code"] == "invalid_message"
+    raw.send("score", id="s", token_ids=fields["prompt_token_ids"], spans=one)
+    assert raw.receive()["type"] == "scores" and engine.requests[-1].spans == (ContentSpan(1, 2, bytes([1] * 32)),)
 
 
 def test_a_result_waits_for_a_client_that_was_gone_until_acknowledged(
