@@ -77,6 +77,8 @@ class Pipeline:
             return []
         results = queued.computation.wait()
         self.expert_tokens = results.expert_tokens
+        if results.drawn is not None:
+            self._accept(queued.takers, results.drawn)
         if results.routes is not None:
             self._record_routes(queued.chunks, results.routes)
         self._scheduler.publish(queued.chunks)
@@ -116,9 +118,9 @@ class Pipeline:
         """Counts the tokens that the next step can compute with before they are seen."""
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.lanes
         lanes.expect(takers.decodes.lanes, takers.decodes.sequences)
-        for place, draws in takers.prompts:
-            if len(draws) == 1 and chunks.ends[place] + 1 < takers.samples[draws.start].draw.end:
-                lanes.expect_first(chunks.sequences[place], draws.start)
+        for place, samples in takers.prompts:
+            if len(samples) == 1 and chunks.ends[place] + 1 < takers.samples[samples.start].draw.end:
+                lanes.expect_first(chunks.sequences[place])
 
     def _record_routes(self, chunks: Chunks, rows: memoryview) -> None:
         """Adds what a step chose to the records of its sequences."""
@@ -138,22 +140,34 @@ class Pipeline:
         self._scheduler.finish(chunk.sequence)
         return [self._ledger.finish_score(score, "stop", self.commit)]
 
-    def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Gives each sample that decodes alone its token."""
-        takers, ended = queued.takers, list[Output]()
+    def _accept(self, takers: Takers, drawn: Drawn) -> None:
+        """Gives each sequence that decodes the tokens of its draws."""
         decodes = takers.decodes
-        self._scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn.token_ids[: len(decodes)])
-        for row, (sequence, sample) in enumerate(zip(decodes.sequences, takers.samples, strict=False)):
-            if self._ledger.is_open(sample) and (reason := self._append(sample, drawn, row)):
+        token_ids, counts = drawn.token_ids[: takers.num_decode_draws], takers.counts[: len(decodes)]
+        self._scheduler.lanes.accept(decodes.lanes, decodes.sequences, token_ids, counts)
+
+    def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
+        """Gives each sample that decodes alone its tokens, up to the one that ends it."""
+        takers, ended, row = queued.takers, list[Output](), 0
+        ends = takers.counts.cumsum().tolist()
+        for sequence, sample, end in zip(takers.decodes.sequences, takers.samples, ends, strict=False):
+            reason = None
+            while row < end and reason is None and self._ledger.is_open(sample):
+                reason = self._append(sample, drawn, row)
+                row += 1
+            if reason is not None:
                 self._scheduler.finish(sequence)
                 ended.append(self._ledger.finish_sample(sample, reason))
+            row = end
         return ended
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Gives the samples of each prompt their first tokens."""
-        outputs: list[Output] = []
-        for place, draws in queued.takers.prompts:
-            samples = [(sample, row) for row in draws if self._ledger.is_open(sample := queued.takers.samples[row])]
+        outputs, takers = list[Output](), queued.takers
+        rows = takers.counts.cumsum() - 1
+        for place, range_ in takers.prompts:
+            found = [(takers.samples[i], int(rows[i])) for i in range_]
+            samples = [(sample, row) for sample, row in found if self._ledger.is_open(sample)]
             outputs += self._part(queued.chunks.sequences[place], samples, drawn)
         return outputs
 

@@ -107,16 +107,20 @@ ENGINE = {
     "running.draws": OUTPUTS,
     "running.step": OUTPUTS | {"scheduling.lanes", "scheduling.sequence", "running.draws"},
     "running.sampler": OUTPUTS | {"running.draws"},
-    "running.model_runner": {"cache.memory", "models", "running.step"},
+    "running.lane_state": {"running.draws"},
+    "running.model_runner": {"cache.memory", "models", "running.lane_state", "running.step"},
     "running.experts": {"outputs.routes"},
-    "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
+    "running.graphs": {"models", "running.lane_state", "running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.lending", "cache.memory", "models"},
     "running.planner": {"config"},
     "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
-    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "sampler", "step", "warm_up")}
+    | {
+        f"running.{name}"
+        for name in ("experts", "graphs", "lane_state", "loading", "model_runner", "sampler", "step", "warm_up")
+    }
     | {"running.weights"},
     "ledger": OUTPUTS | {"scheduling.sequence"},
     "admission": OUTPUTS

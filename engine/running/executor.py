@@ -27,6 +27,7 @@ from ..outputs.routes import RouteFormat
 from ..request import Tag
 from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
+from .lane_state import LaneState
 from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
 from .model_runner import ModelRunner
 from .sampler import Drawing, Drawn, Sampler
@@ -81,7 +82,7 @@ class Executor(Protocol):
         ...
 
     def compute(self, step: Step) -> Computation:
-        """Queue a step behind the one under way, whose draws are the step's `unseen` tokens."""
+        """Queue a step behind the one under way, which draws the step's `unseen` tokens."""
         ...
 
     def commit(self, staging: WeightStaging) -> None:
@@ -149,7 +150,7 @@ class LocalExecutor:
             self._graphs.capture()
         formed = route_format(loaded.model.spec)
         self._experts = ExpertCounts(formed, device) if formed else None
-        self._drawn: Tensor | None = None  # by the step computed last
+        self._lanes = LaneState(config.max_num_seqs, device)
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
         self.runs_ahead = runs_ahead(device)
@@ -171,11 +172,12 @@ class LocalExecutor:
     def compute(self, step: Step) -> LocalComputation:
         self._runner.copy_blocks(step)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
-        hidden, found = (graphs or self._runner).run(step, self._drawn)
+        hidden, found = (graphs or self._runner).run(step, self._lanes)
         routes = self._experts.take(found[ROUTES], step.records_routes) if self._experts is not None else None
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         drawing = self._draw(step, hidden, graphs) if len(step.draws) else None
-        self._drawn = None if drawing is None else drawing.token_ids
+        if drawing is not None and self.runs_ahead:
+            self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)
 
     def commit(self, staging: WeightStaging) -> None:
@@ -184,7 +186,6 @@ class LocalExecutor:
         self.weights.commit(staging)
 
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
-        self._drawn = None  # perhaps of a graph, whose memory goes
         if self._graphs is not None:
             self._graphs.forget()
         if "kv_cache" in tags:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Pages, Wanted
 from ..models.decoder import ModelOutput
+from .lane_state import LaneState
 from .model_runner import ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -84,12 +85,12 @@ class _Inputs:
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
-    def fill_tokens(self, step: Step, drawn: Tensor | None) -> None:
+    def fill_tokens(self, step: Step, lanes: LaneState) -> None:
         """Writes what a step computes; rows that it does not have become padding."""
         count, runner = len(step.token_ids), self._runner
         columns = np.vstack((step.positions, step.context_lens, step.states, *step.slots))
         positions, lens, reads, writes, *slots = runner.to_device(columns)
-        self.token_ids[:count] = runner.token_ids(step, drawn)
+        self.token_ids[:count] = runner.token_ids(step, lanes)
         self.positions[:count] = positions
         self.lens[:count], self.lens[count:] = lens, 1
         self.states[0, :count], self.states[1, :count] = reads, writes
@@ -161,10 +162,10 @@ class DecodeGraphs:
         return self.serves(step) and each_draws_once and step.draws.are_plain
 
     @torch.inference_mode()
-    def run(self, step: Step, drawn: Tensor | None) -> ModelOutput:
+    def run(self, step: Step, lanes: LaneState) -> ModelOutput:
         """What `ModelRunner.run` gives; it holds until the next call."""
         graphs, count = self._of(step), len(step.token_ids)
-        graphs.inputs.fill_tokens(step, drawn)
+        graphs.inputs.fill_tokens(step, lanes)
         graphs.forward.replay()
         hidden, *records = graphs.forward.outputs
         return ModelOutput(hidden[:count], {name: r[:, :count] for name, r in zip(graphs.names, records, strict=True)})

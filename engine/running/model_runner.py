@@ -15,6 +15,7 @@ from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import to_device
 from ..cache.memory import bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
+from .lane_state import LaneState
 from .step import Step
 
 
@@ -51,16 +52,16 @@ class ModelRunner:
         self._has_states = bool(model.spec.delta_nets)
 
     @torch.inference_mode()
-    def run(self, step: Step, drawn: Tensor | None = None) -> ModelOutput:
+    def run(self, step: Step, lanes: LaneState) -> ModelOutput:
         """Computes what a step adds to the memories and returns what the model gives of its tokens.
 
-        `drawn`: the token ids that the step under way draws, on the device.
+        `lanes`: what the steps before have drawn.
         """
         pages = [
             Pages(self.to_device(slots), AttentionBatch(step.query_starts, step.context_lens, self.to_device(tables)))
             for slots, tables in zip(step.slots, step.block_tables, strict=True)
         ]
-        token_ids = self.token_ids(step, drawn)
+        token_ids = self.token_ids(step, lanes)
         return self.forward(token_ids, self.to_device(step.positions), pages, self.to_device(step.states))
 
     def forward(
@@ -79,14 +80,13 @@ class ModelRunner:
             return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states)))
         return self.model.forward(ModelInput(*tokens))
 
-    def token_ids(self, step: Step, drawn: Tensor | None) -> Tensor:
+    def token_ids(self, step: Step, lanes: LaneState) -> Tensor:
         """The tokens of a step, int64 [M], on the device."""
         token_ids = self.to_device(step.token_ids)
-        if not len(step.unseen):
+        if not step.unseen.size:
             return token_ids
-        assert drawn is not None
-        places, rows = self.to_device(step.unseen).unbind(1)
-        return token_ids.index_copy(0, places, drawn[rows])
+        places, drawing = self.to_device(step.unseen)
+        return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
     @torch.inference_mode()
     def copy_blocks(self, step: Step) -> None:

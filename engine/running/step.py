@@ -17,7 +17,7 @@ from ..outputs.open_requests import OpenSample, OpenScore
 from ..request import Distribution
 from ..scheduling.lanes import Lanes
 from ..scheduling.sequence import Chunk, Chunks
-from .draws import Draws
+from .draws import NO_LANE, Draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,8 @@ class ScoredRows:
 class Step:
     """M tokens of N sequences. Arrays are int64.
 
-    `token_ids`, `positions` [M]: the tokens. `unseen` [U, 2]: the places of tokens that are not known yet, and for each
-    the row of what the step before draws. `query_starts` (N + 1), `context_lens` (N): those of `AttentionBatch`.
+    `token_ids`, `positions` [M]: the tokens. `unseen` [2, U]: the places of tokens that are not known yet, and of each
+    the lane for which the step before draws it. `query_starts` (N + 1), `context_lens` (N): those of `AttentionBatch`.
     `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent layers. And for each window of the
     model's layers `slots` [M], where in the cache the KV of the tokens goes; `block_tables` [N, max_blocks], those of
     `AttentionBatch`; `block_copies` [C, 2], source and destination of each block that is copied before anything is
@@ -64,41 +64,47 @@ class Step:
 class Takers:
     """Who takes what a step gives.
 
-    Its draws are, in this order: one for each chunk of `decodes`, which are of samples that decode alone, and one for
-    each of `beginnings`: places of chunks of prompts, as often in a row as samples draw from one. `places`: those of
-    the decodes, int64. `samples`: who gets the token of each draw. `scores`: the places of the chunks that are scored,
-    and for whom.
+    `samples`: those that draw. Sample i draws from a range of the last rows of the chunk at `places[i]`, `counts[i]` of
+    them; the draws lie one range behind the other. The first ones are of `decodes`, which are chunks of samples that
+    decode alone; those behind them begin, each with one row, several in a row from the same prompt. `scores`: the
+    places of the chunks that are scored, and for whom. `places`, `counts`: int64.
     """
 
     decodes: Chunks
     places: np.ndarray
-    beginnings: Sequence[int]
+    counts: np.ndarray
     samples: Sequence[OpenSample]
     scores: Sequence[tuple[int, OpenScore]]
 
     @property
+    def num_decode_draws(self) -> int:
+        """How many of the draws are of decodes: the first ones."""
+        return int(self.counts[: len(self.decodes)].sum())
+
+    @property
     def prompts(self) -> Iterator[tuple[int, range]]:
-        """The place of each prompt after which samples draw, and which draws are theirs."""
+        """The place of each prompt after which samples draw, and which samples."""
         first = len(self.decodes)
-        for place, group in groupby(self.beginnings):
-            draws = range(first, first + len(list(group)))
-            yield place, draws
-            first = draws.stop
+        for place, group in groupby(self.places[first:].tolist()):
+            samples = range(first, first + len(list(group)))
+            yield place, samples
+            first = samples.stop
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     """Those of the chunks of a step that is not planned yet."""
     is_decoding = lanes.is_decoding[chunks.lanes]
-    decodes = np.flatnonzero(is_decoding & (chunks.ends == lanes.num_tokens[chunks.lanes]))
+    num_known = lanes.num_tokens[chunks.lanes]
+    places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))
+    decodes, counts = chunks.take(places), (chunks.ends - num_known)[places] + 1
     others = [(i, chunks[i]) for i in np.flatnonzero(~is_decoding).tolist()]
-    beginning = [(i, sample) for i, chunk in others for sample in chunk.drawing]
-    return Takers(
-        chunks.take(decodes),
-        decodes,
-        [i for i, _ in beginning],
-        lanes.samples[chunks.lanes[decodes]].tolist() + [sample for _, sample in beginning],
-        [(i, score) for i, chunk in others if (score := chunk.scoring) is not None],
-    )
+    samples = lanes.samples[decodes.lanes].tolist()
+    if beginning := [(i, sample) for i, chunk in others for sample in chunk.drawing]:
+        places = np.concatenate((places, [i for i, _ in beginning]))
+        counts = np.concatenate((counts, np.ones(len(beginning), np.int64)))
+        samples += [sample for _, sample in beginning]
+    scores = [(i, score) for i, chunk in others if (score := chunk.scoring) is not None]
+    return Takers(decodes, places, counts, samples, scores)
 
 
 def plan_step(
@@ -145,20 +151,31 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     for i in np.flatnonzero(~is_last).tolist():
         sequence, start, end = chunks[i]
         token_ids[ends[i] - (end - start) : ends[i]] = sequence.tokens[start:end]
-    rows = lanes.unseen_row[of_last]
-    return token_ids, np.stack((ends[is_last] - 1, rows), 1)[rows >= 0]
+    has_unseen = lanes.has_unseen[of_last]
+    return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
-    places, records = takers.places, lanes.draws[takers.decodes.lanes]
-    if takers.beginnings:
-        places = np.concatenate((places, takers.beginnings))
-        drawing = takers.samples[len(takers.decodes) :]
-        records = np.concatenate((records, np.array([sample.draw for sample in drawing], DRAW)))
-    positions = chunks.ends[places]
+    places, counts, first = takers.places, takers.counts, len(takers.decodes)
+    records, takes = lanes.draws[takers.decodes.lanes], chunks.lanes[places]
+    if first < len(places):
+        records = np.concatenate((records, np.array([sample.draw for sample in takers.samples[first:]], DRAW)))
+        _, sharing, shared = np.unique(places[first:], return_inverse=True, return_counts=True)
+        takes[first:][shared[sharing] > 1] = NO_LANE
+    rows, positions, owners = last_rows[places], chunks.ends[places], np.arange(len(places))
+    if len(places) < counts.sum():
+        takes[counts > 1] = NO_LANE
+        before = np.concatenate([np.arange(1 - count, 1) for count in counts.tolist()])
+        owners = owners.repeat(counts)
+        rows, positions, takes, records = (
+            rows[owners] + before,
+            positions[owners] + before,
+            takes[owners],
+            records[owners],
+        )
     bans = np.flatnonzero(positions < records["first_free"]).tolist()
-    banned = {i: ids for i in bans if (ids := takers.samples[i].banned)}
-    return Draws(last_rows[places], positions, records, banned)
+    banned = {i: ids for i in bans if (ids := takers.samples[owners[i]].banned)}
+    return Draws(rows, positions, takes, records, banned)
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:

@@ -63,20 +63,20 @@ class Lanes(Columns):
             rows[lane, known:count] = blocks[known:]
         self.num_blocks[lane] = count
 
-    def expect_first(self, sequence: Sequence, row: int) -> None:
-        """Counts the token of this row of the draws under way as the first one of a sequence of one sample."""
+    def expect_first(self, sequence: Sequence) -> None:
+        """Counts the first token of a sequence of one sample, which is being drawn."""
         self.num_tokens[sequence.lane] += 1
-        self.unseen_row[sequence.lane] = row
+        self.has_unseen[sequence.lane] = True
         self._find_sample(sequence)
 
     def expect(self, lanes: np.ndarray, sequences: AnySequence[Sequence]) -> None:
-        """Counts, for sequences that decode, the token of row i of the draws under way as the i-th one's next token,
-        unless that is the last one it may get.
+        """Counts the next token of each sequence that decodes, which is being drawn, unless that is the last one it may
+        get.
         """
         goes_on = self._holds(lanes, sequences) & (self.num_tokens[lanes] + 1 < self.draws["end"][lanes])
-        rows = np.flatnonzero(goes_on)
-        self.num_tokens[lanes[rows]] += 1
-        self.unseen_row[lanes[rows]] = rows
+        lanes = lanes[goes_on]
+        self.num_tokens[lanes] += 1
+        self.has_unseen[lanes] = True
 
     def begin(self, sequence: Sequence, sample: OpenSample, token_id: int) -> None:
         """From now on a sequence, which may wait, is of this sample alone, whose first token it gets."""
@@ -85,17 +85,25 @@ class Lanes(Columns):
         if sequence.lane >= 0:
             self._see(sequence)
 
-    def accept(self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int]) -> None:
-        """Gives each of some sequences that decode its next token. `lanes`: those that they had when the step was
-        planned; who left its lane since gets it, too.
+    def accept(
+        self, lanes: np.ndarray, sequences: AnySequence[Sequence], token_ids: AnySequence[int], counts: np.ndarray
+    ) -> None:
+        """Gives each of some sequences that decode its next tokens: `counts`, int64, at least one each, of `token_ids`,
+        sequence after sequence. `lanes`: those that they had when the step was planned; who left its lane since gets
+        them, too.
         """
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
-            sequence.tokens.append(token_id)
+        ends = counts.cumsum()
+        if len(token_ids) == len(sequences):
+            for sequence, token_id in zip(sequences, token_ids, strict=True):
+                sequence.tokens.append(token_id)
+        else:
+            for sequence, start, end in zip(sequences, (ends - counts).tolist(), ends.tolist(), strict=True):
+                sequence.tokens.extend(token_ids[start:end])
         held = np.flatnonzero(self._holds(lanes, sequences))
         lanes = lanes[held]
-        self.last_token[lanes] = np.array(token_ids)[held]
-        self.num_tokens[lanes] += self.unseen_row[lanes] < 0
-        self.unseen_row[lanes] = -1
+        self.last_token[lanes] = np.array(token_ids)[ends[held] - 1]
+        self.num_tokens[lanes] += counts[held] - self.has_unseen[lanes]
+        self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:
         """Raise RuntimeError unless each sequence that runs has a lane that fits it, and there is no other lane."""
@@ -112,7 +120,7 @@ class Lanes(Columns):
         """All tokens of a running sequence are seen."""
         lane = sequence.lane
         self.num_tokens[lane], self.last_token[lane] = len(sequence.tokens), sequence.tokens[-1]
-        self.unseen_row[lane] = -1
+        self.has_unseen[lane] = False
         self._find_sample(sequence)
 
     def _find_sample(self, sequence: Sequence) -> None:
@@ -125,7 +133,7 @@ class Lanes(Columns):
         lane, sample = sequence.lane, _sample_of(sequence)
         if lane < 0 or self.sequences[lane] is not sequence or self.samples[lane] is not sample:
             return False
-        counts = len(sequence.tokens) + (self.unseen_row[lane] >= 0), sequence.num_prompt_tokens, sequence.tokens[-1]
+        counts = len(sequence.tokens) + self.has_unseen[lane], sequence.num_prompt_tokens, sequence.tokens[-1]
         stored = self.num_tokens[lane], self.num_prompt_tokens[lane], self.last_token[lane]
         blocks = [table[lane, : self.num_blocks[lane]].tolist() for table in self.tables]
         is_same = counts == stored and self.is_decoding[lane] == (sample is not None)

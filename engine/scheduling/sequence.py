@@ -33,13 +33,13 @@ class Columns:
 
     `num_tokens`: all tokens so far, prompt and decoded, with one that is still unseen. `num_computed`: the tokens [0,
     num_computed) have their KV in the sequence's blocks, or will have it when the steps under way are done.
-    `last_token`: the last one that is seen. `unseen_row`: of the draws of the step under way, the one that gives the
-    token behind it; -1 if none is unseen. `slot`, `source`, `target`: where its recurrent state lies (`recurrent`).
+    `last_token`: the last one that is seen. `has_unseen`: whether the step under way draws one more (bool). `slot`,
+    `source`, `target`: where its recurrent state lies (`recurrent`).
     """
 
     def __init__(self, capacity: int) -> None:
         self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
-        self.last_token, self.unseen_row = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
+        self.last_token, self.has_unseen = np.zeros(capacity, np.int64), np.zeros(capacity, np.bool_)
         self.slot, self.source, self.target = (np.zeros(capacity, np.int64) for _ in range(3))
 
 

@@ -208,14 +208,14 @@ class Worker:
         scheduler.publish(chunks)
         decodes = takers.decodes
         drawn = [sample.order[1] for sample in takers.samples[: len(decodes)]]
-        scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn)
+        scheduler.lanes.accept(decodes.lanes, decodes.sequences, drawn, takers.counts[: len(decodes)])
         ended = []
         for sequence, sample in zip(decodes.sequences, takers.samples, strict=False):
             if self._is_over(sample):
                 scheduler.finish(sequence)
                 ended.append(sample.group)
-        for place, draws in takers.prompts:
-            ended += self._part(chunks.sequences[place], takers.samples[draws.start : draws.stop])
+        for place, group in takers.prompts:
+            ended += self._part(chunks.sequences[place], takers.samples[group.start : group.stop])
         return [group for group in ended if self._is_whole(group)]
 
     def _part(self, sequence: Sequence, samples: list[Sample]) -> list[int]:

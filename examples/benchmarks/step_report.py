@@ -148,7 +148,7 @@ class Load:
         assert min(gauges) >= 0
         for chunk in chunks:
             if chunk.reaches_end and chunk.sequence is not self.unpublished:
-                self.scheduler.lanes.accept(np.array([chunk.sequence.lane]), [chunk.sequence], [1])
+                self.scheduler.lanes.accept(np.array([chunk.sequence.lane]), [chunk.sequence], [1], np.array([1]))
         return seconds
 
     def abort_waiting(self) -> float:

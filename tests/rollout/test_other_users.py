@@ -68,10 +68,10 @@ def documented() -> dict[tuple[str, str], str]:
 
 
 class Watcher:
-    """Finds all that the processes of this test hold open."""
+    """Finds all that the processes of this test hold open, but for what this process listened on before."""
 
-    def __init__(self, folders: list[Path], metrics_port: int, front: Front) -> None:
-        self._folders = folders
+    def __init__(self, folders: list[Path], metrics_port: int, front: Front, earlier: set[int]) -> None:
+        self._folders, self._earlier = folders, earlier
         self._given = set(_standard_files())
         self._own_ports = {metrics_port: "fleet, `metrics_port`", urlsplit(front.url).port: "`trueroll http`"}
 
@@ -123,8 +123,8 @@ class Watcher:
         return is_file and (flags & os.O_ACCMODE != os.O_RDONLY or target.startswith("/dev/shm/"))
 
     def _read_ports(self, process: psutil.Process, seen: Seen) -> None:
-        for connection in process.net_connections("inet"):
-            if connection.status not in (psutil.CONN_LISTEN, psutil.CONN_NONE):
+        for connection in listening(process):
+            if process.pid == os.getpid() and connection.laddr.port in self._earlier:
                 continue
             ip = ipaddress.ip_address(connection.laddr.ip)
             ip = getattr(ip, "ipv4_mapped", None) or ip
@@ -140,6 +140,12 @@ def _standard_files() -> Iterator[str]:
         for number in (0, 1, 2):
             with suppress(OSError):
                 yield os.readlink(f"/proc/{process.pid}/fd/{number}")
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    """The network sockets of a process that others may reach."""
+    statuses = psutil.CONN_LISTEN, psutil.CONN_NONE
+    return [connection for connection in process.net_connections("inet") if connection.status in statuses]
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -209,6 +215,7 @@ def test_another_user_reaches_what_the_docs_list_and_nothing_else(
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     weights, pushes, file = open_folder / "weights", open_folder / "pushes", open_folder / "fleet.json"
     address = f"ipc://{open_folder}/worker.sock"
+    earlier = {connection.laddr.port for connection in listening(psutil.Process())}
     before = os.umask(0o022)
     try:
         with ExitStack() as stack:
@@ -224,7 +231,7 @@ def test_another_user_reaches_what_the_docs_list_and_nothing_else(
             local = Cluster(None).local
             assert local is not None and fleet.metrics_port is not None
             sockets = Path(fleet.members()[0].address.removeprefix("ipc://")).parent
-            watcher = Watcher([weights, pushes, local.folder, sockets], fleet.metrics_port, front)
+            watcher = Watcher([weights, pushes, local.folder, sockets], fleet.metrics_port, front, earlier)
             found: list[tuple[Seen, set[tuple[str, str]], dict[int, str]]] = []
             opened = SharedSlots.opened
 

@@ -17,7 +17,7 @@ import torch
 from trueroll.engine.outputs.draw_records import DRAW, DrawRecord
 from trueroll.engine.outputs.tops import Top
 from trueroll.engine.request import Distribution, SamplingParams
-from trueroll.engine.running.draws import Draws
+from trueroll.engine.running.draws import NO_LANE, Draws
 from trueroll.engine.running.sampler import Sampler
 from trueroll.kernels.selection import select_backend
 
@@ -61,7 +61,7 @@ class Draw(NamedTuple):
 def draws_of(each: Sequence[Draw]) -> Draws:
     rows, positions = np.array([d.row for d in each]), np.array([d.position for d in each])
     banned = {i: d.banned for i, d in enumerate(each) if len(d.banned)}
-    return Draws(rows, positions, np.array([d.record for d in each], DRAW), banned)
+    return Draws(rows, positions, np.full(len(each), NO_LANE), np.array([d.record for d in each], DRAW), banned)
 
 
 def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[One]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,13 @@ def sequence(purpose: Purpose, tokens: list[int], table: list[int]) -> Sequence:
     return found
 
 
-def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: dict[int, int] | None = None) -> Step:
-    """`unseen`: the rows of the tokens behind those of some sequences."""
+def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collection[int] = ()) -> Step:
+    """`unseen`: chunks whose sequences have one token more than they have seen."""
     lanes = Lanes(len(chunks))
     for i, chunk in enumerate(chunks):
         lanes.enter(chunk.sequence)
-        if unseen is not None and i in unseen:
-            lanes.expect_first(chunk.sequence, unseen[i])
+        if i in unseen:
+            lanes.expect_first(chunk.sequence)
     sequences, starts, ends = zip(*chunks, strict=True)
     each = Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
     step = plan_step(each, lanes, takers_of(each, lanes), [copies or {}], BLOCK_SIZE)
@@ -66,7 +67,7 @@ def test_a_prompt_beside_a_decode() -> None:
     assert step.slots[0].tolist() == [5 * 4 + 2, 5 * 4 + 3, 3 * 4, 1 * 4]
     assert (step.query_starts, step.context_lens) == ([0, 3, 4], [5, 5])
     assert step.block_tables[0].tolist() == [[5, 3], [7, 1]]
-    assert step.unseen.shape == (0, 2) and step.block_copies[0].shape == (0, 2) and step.scores == []
+    assert step.unseen.shape == (2, 0) and step.block_copies[0].shape == (0, 2) and step.scores == []
     assert columns(step.draws) == [(3, SAMPLE, -1, 5)], "the prompt's chunk does not reach its end"
 
 
@@ -86,11 +87,11 @@ def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
     assert {i: list(ids) for i, ids in step.draws.banned.items()} == {1: [2]}
 
 
-def test_an_unseen_token_is_named_by_its_row() -> None:
+def test_an_unseen_token_is_named_by_its_lane() -> None:
     seen = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
     behind = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [2, 3])
-    step = plan(Chunk(seen, 4, 5), Chunk(behind, 5, 6), unseen={1: 6})
-    assert step.unseen.tolist() == [[1, 6]] and step.token_ids[0] == 5
+    step = plan(Chunk(seen, 4, 5), Chunk(behind, 5, 6), unseen=[1])
+    assert step.unseen.tolist() == [[1], [behind.lane]] and step.token_ids[0] == 5
     assert step.draws.positions.tolist() == [5, 6]
 
 
