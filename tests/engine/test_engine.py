@@ -8,6 +8,7 @@ import shutil
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from transformers import AutoModelForCausalLM
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import HASH_BYTES, ContentSpan, Distribution, ScoreOutput, ScoreRequest, derive_seed
 from trueroll.engine.running.loading import engine_info, load_model
+from trueroll.engine.running.step import plan_step, takers_of
+from trueroll.engine.scheduling.scheduler import _Plan
+from trueroll.engine.scheduling.sequence import Chunks
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
 
 from .drive import bits, drain, generate, make_engine, run, score, tokens, top_bits
@@ -230,6 +234,35 @@ def test_a_salt_keeps_prefixes_apart(tiny_llama: Path) -> None:
     salts = [None, None, "a", "b", "a", ""]
     cached = [run(engine, [generate("r", prompt, cache_salt=s)])["r", 0].num_cached_tokens for s in salts]
     assert cached == [0, 32, 0, 0, 32, 0]
+
+
+@pytest.mark.parametrize("params", [{}, FILTERS | dict(top_logprobs=3), dict(min_tokens=9, stop_token_ids=[7])])
+def test_a_range_of_rows_draws_what_one_row_after_the_other_drew(
+    tiny_llama: Path, params: dict[str, Any], backend: str
+) -> None:
+    """So that tokens which somebody has guessed can be verified in one step: by drawing them."""
+    expected = run(make_engine(tiny_llama, backend=backend), [generate("r", tokens(20), **params)])["r", 0]
+    engine = make_engine(tiny_llama, backend=backend)
+    engine.add(generate("r", tokens(20), **params))
+    while not engine._scheduler.running or engine._scheduler.running[0].num_decoded < 5:
+        engine.step()
+    engine.settle()
+    [sequence], scheduler = engine._scheduler.running, engine._scheduler
+    known, start = sequence.num_decoded, sequence.num_computed
+    assert known < 8 and sequence.num_uncomputed == 1, "premise"
+    guessed = expected.token_ids[known : known + 3]
+    sequence.tokens.extend(guessed)
+    scheduler._reserve(sequence, 4, _Plan(64))
+    chunks = Chunks([sequence], np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
+    step = plan_step(chunks, scheduler.lanes, takers_of(chunks, scheduler.lanes), [{}], 16)
+    drawn = engine._executor.compute(step).wait().drawn
+    assert drawn is not None and drawn.token_ids == expected.token_ids[known : known + 4]
+    assert expected.logprobs is not None
+    assert np.array(drawn.logprobs, np.float32).tobytes() == expected.logprobs[known : known + 4].tobytes()
+    if expected.top_token_ids is not None:
+        assert (
+            b"".join(drawn.tops[i].token_ids for i in range(4)) == expected.top_token_ids[known : known + 4].tobytes()
+        )
 
 
 def test_prompts_share_what_stands_for_the_same_content(tiny_llama: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from collections.abc import Sequence as AnySequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from trueroll.engine.cache.tables import Table
 from trueroll.engine.outputs.draw_records import BASES, DrawRecord
 from trueroll.engine.outputs.open_requests import OpenSample, OpenScore
 from trueroll.engine.request import Distribution, GenerateRequest, SamplingParams, ScoreRequest
-from trueroll.engine.running.draws import Draws
+from trueroll.engine.running.draws import NO_LANE, Draws
 from trueroll.engine.running.step import Step, plan_step, takers_of
 from trueroll.engine.scheduling.lanes import Lanes
 from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Purpose, Sequence
@@ -36,15 +37,20 @@ def sequence(purpose: Purpose, tokens: list[int], table: list[int]) -> Sequence:
     return found
 
 
+def enter(chunks: AnySequence[Chunk]) -> tuple[Lanes, Chunks]:
+    """Lanes in which the sequences of some chunks run."""
+    lanes = Lanes(len(chunks))
+    for chunk in chunks:
+        lanes.enter(chunk.sequence)
+    sequences, starts, ends = zip(*chunks, strict=True)
+    return lanes, Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
+
+
 def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collection[int] = ()) -> Step:
     """`unseen`: chunks whose sequences have one token more than they have seen."""
-    lanes = Lanes(len(chunks))
-    for i, chunk in enumerate(chunks):
-        lanes.enter(chunk.sequence)
-        if i in unseen:
-            lanes.expect_first(chunk.sequence)
-    sequences, starts, ends = zip(*chunks, strict=True)
-    each = Chunks(sequences, np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
+    lanes, each = enter(chunks)
+    for i in unseen:
+        lanes.expect_first(chunks[i].sequence)
     step = plan_step(each, lanes, takers_of(each, lanes), [copies or {}], BLOCK_SIZE)
     arrays = step.token_ids, step.positions, step.unseen, *step.slots, *step.block_tables, *step.block_copies
     assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
@@ -93,6 +99,36 @@ def test_an_unseen_token_is_named_by_its_lane() -> None:
     step = plan(Chunk(seen, 4, 5), Chunk(behind, 5, 6), unseen=[1])
     assert step.unseen.tolist() == [[1], [behind.lane]] and step.token_ids[0] == 5
     assert step.draws.positions.tolist() == [5, 6]
+
+
+def test_a_decode_draws_from_every_row_behind_what_it_knows() -> None:
+    """Here of tokens that its lane does not count."""
+    decode = sequence(Generation([sample(min_tokens=3)]), [1, 2, 3, 4, 5, 6, 7], [0, 1])
+    single, other = (sequence(Generation([sample(seed=seed)]), [1, 2, 3, 4, 5], [2, 3]) for seed in (8, 9))
+    group = sequence(Generation([sample(seed=seed) for seed in (1, 2)]), [1, 2, 3, 4], [4])
+    begins = sequence(Generation([sample(seed=3)]), [1, 2, 3, 4], [5])
+    chunks = [Chunk(group, 2, 4), Chunk(decode, 4, 7), Chunk(begins, 1, 4), Chunk(single, 4, 5), Chunk(other, 2, 4)]
+    lanes, each = enter(chunks)
+    lanes.num_tokens[decode.lane] = 5
+    takers = takers_of(each, lanes)
+    step = plan_step(each, lanes, takers, [{}], BLOCK_SIZE)
+    of_decode = [(row, SAMPLE, 7, position) for row, position in ((2, 5), (3, 6), (4, 7))]
+    of_prompts = [(1, SAMPLE, 1, 4), (1, SAMPLE, 2, 4), (7, SAMPLE, 3, 4)]
+    assert columns(step.draws) == [*of_decode, (8, SAMPLE, 8, 5), *of_prompts]
+    assert step.draws.lanes.tolist() == [NO_LANE] * 3 + [single.lane] + [NO_LANE] * 2 + [begins.lane]
+    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {0: [2], 1: [2]}, "up to the third token"
+    assert takers.num_decode_draws == 4 and list(takers.prompts) == [(0, range(2, 4)), (2, range(4, 5))]
+
+
+def test_a_sequence_accepts_one_token_or_more() -> None:
+    seen, behind, gone = (sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1]) for _ in range(3))
+    lanes, each = enter([Chunk(seen, 4, 5), Chunk(behind, 4, 5), Chunk(gone, 4, 5)])
+    lanes.expect(each.lanes[1:2], [behind])
+    lanes.leave(gone)
+    lanes.accept(each.lanes, [seen, behind, gone], [6, 7, 8, 9], np.array([2, 1, 1]))
+    assert [found.tokens[5:].tolist() for found in (seen, behind, gone)] == [[6, 7], [8], [9]]
+    assert [(found.num_tokens, lanes.last_token[found.lane]) for found in (seen, behind)] == [(7, 7), (6, 8)]
+    lanes.check([seen, behind])
 
 
 def test_a_score_has_targets_and_draws_nothing() -> None:
